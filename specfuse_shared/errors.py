@@ -1,0 +1,68 @@
+"""Every error of the engine, in one tree.
+
+SpecFuseError
+├── ConfigError              a setting that cannot work (also a ValueError)
+│   └── MissingExtraError    a package that an optional part needs (also an ImportError)
+├── MemberLoadError          weights, tokenizer or template of a member cannot be used
+│   └── UnsupportedModelError  no verification path gives the model's own probabilities
+├── RequestError             one request cannot be served; the engine is unharmed (also a ValueError)
+│   └── PromptTooLongError   the prompt leaves a member no room to answer
+├── GenerationError          a running answer failed; carries the text so far
+└── EngineClosedError        the engine was closed
+"""
+
+from __future__ import annotations
+
+
+class SpecFuseError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class ConfigError(SpecFuseError, ValueError):
+    """A configuration value is impossible; the message says what was expected."""
+
+
+class MissingExtraError(ConfigError, ImportError):
+    """An optional part was used without its extra."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f'{feature} needs the "{extra}" extra: pip install "specfuse-llm[{extra}]"')
+
+
+class MemberLoadError(SpecFuseError):
+    """A member could not be loaded; the message names it and says what to do."""
+
+
+class UnsupportedModelError(MemberLoadError):
+    """Neither packed nor row-by-row verification reproduces the model's own probabilities."""
+
+
+class RequestError(SpecFuseError, ValueError):
+    """This request is refused or impossible; other requests are not affected."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves a member no room for one segment.
+
+    Attributes: `member` (name), `limit` and `count` (tokens of that member).
+    """
+
+    def __init__(self, member: str, limit: int, count: int, room: int) -> None:
+        super().__init__(
+            f"the prompt has {count} tokens for member {member!r}, whose context holds {limit} "
+            f"and needs {room} of them for the first segment: shorten the prompt by "
+            f"{count + room - limit} tokens or leave this member out"
+        )
+        self.member, self.limit, self.count = member, limit, count
+
+
+class GenerationError(SpecFuseError):
+    """A running answer failed. `text` holds what was generated before the failure."""
+
+    def __init__(self, message: str, *, member: str, text: str) -> None:
+        super().__init__(message)
+        self.member, self.text = member, text
+
+
+class EngineClosedError(SpecFuseError):
+    """The engine was used after `close()`."""

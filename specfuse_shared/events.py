@@ -1,0 +1,47 @@
+"""The typed events of one answer, in order: StartEvent, then SegmentEvent and ExitEvent, then FinishEvent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specfuse_shared.types import EnsembleResult, MemberExit, RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StartEvent:
+    """The request was accepted and its prompt is in every member's cache."""
+
+    members: tuple[str, ...]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEvent:
+    """Verified text, as soon as it may be shown.
+
+    `text` may lag behind `record.text` by the few characters that could still become a stop string or an
+    unfinished character; `start`/`end` are its character offsets in the final answer. `record` is None for
+    text that was only held back and is released at the end.
+    """
+
+    text: str
+    start: int
+    end: int
+    record: RoundRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExitEvent:
+    """A member left this answer."""
+
+    exit: MemberExit
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """The last event: the whole result."""
+
+    result: EnsembleResult
+
+
+Event = StartEvent | SegmentEvent | ExitEvent | FinishEvent

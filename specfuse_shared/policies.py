@@ -1,0 +1,185 @@
+"""The decisions of a round as pure functions over numbers: score, aggregate, feedback, exit.
+
+They know no tokenizer, no tensor and no framework. Each is a callable that a user may replace by an object of
+the same signature. Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
+
+Sources: SpecFuse (arXiv 2412.07380 v1/v2) for exit, SpecEM (v3, NeurIPS 2025) for feedback. The exit formulas are
+a reconstruction: the papers' exact ones could not be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Matrix = Sequence[Sequence[float]]
+
+
+class ScorePolicy(Protocol):
+    """Turns one verifier's log-probabilities of one candidate into a score in [0, 1]."""
+
+    def __call__(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
+        """`logprobs`: natural log p of each token; `token_bytes`: UTF-8 bytes each token stands for (≥ 1)."""
+        ...
+
+
+class AggregatePolicy(Protocol):
+    """Turns all verifiers' scores into one score per candidate."""
+
+    def __call__(self, scores: Matrix, weights: Sequence[float]) -> list[float]:
+        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i; the largest S_i wins, the first of equals."""
+        ...
+
+
+class FeedbackPolicy(Protocol):
+    """Learns the verifiers' weights from a finished round."""
+
+    def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+        """`scores[j][i]`: verifier j on member i's candidate (n × n); rounds count from 1. Returns Σ = 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExitDecision:
+    """Retention probability of each active member, and the indices of those that leave."""
+
+    retention: tuple[float, ...]
+    leavers: tuple[int, ...]
+
+
+class ExitPolicy(Protocol):
+    """Decides after a verified round who leaves the answer."""
+
+    def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
+        """`totals[i]` = Σ over rounds of member i's aggregate score. Must leave at least one member."""
+        ...
+
+
+# ── score ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class MeanLogprob:
+    """exp(mean log p): the geometric mean probability per token, or per byte."""
+
+    per: Literal["token", "byte"] = "token"
+
+    def __call__(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
+        units = len(logprobs) if self.per == "token" else sum(token_bytes)
+        return math.exp(math.fsum(logprobs) / units)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanProb:
+    """Mean p (the papers' score). Per byte, a token of b bytes counts as b bytes of probability p^(1/b)."""
+
+    per: Literal["token", "byte"] = "token"
+
+    def __call__(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
+        if self.per == "token":
+            return math.fsum(math.exp(lp) for lp in logprobs) / len(logprobs)
+        spread = (b * math.exp(lp / b) for lp, b in zip(logprobs, token_bytes, strict=True))
+        return math.fsum(spread) / sum(token_bytes)
+
+
+# ── aggregate ────────────────────────────────────────────────────────────────────────────────────
+
+
+def weighted_mean(scores: Matrix, weights: Sequence[float]) -> list[float]:
+    """S_i = Σ_j w_j s_ji."""
+    return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
+
+
+# ── feedback ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def uniform(weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+    """Weights stay as they began (SpecFuse)."""
+    return list(weights)
+
+
+def rewards(scores: Matrix) -> list[float]:
+    """r_i: share of pairwise comparisons that member i's candidate wins in the eyes of third parties; ties count ½.
+
+    A comparison is (i, rival k, verifier j) with j ∉ {i, k}. With two members there is no third party, so the
+    rival judges against its own candidate.
+    """
+    n = len(scores)
+    if n < 2:
+        return [0.0] * n
+
+    def share(i: int) -> float:
+        duels = [
+            (scores[j][i], scores[j][k])
+            for k in range(n)
+            for j in range(n)
+            if k != i and j != i and (j != k or n == 2)
+        ]
+        return sum(1.0 if mine > theirs else 0.5 if mine == theirs else 0.0 for mine, theirs in duels) / len(duels)
+
+    return [share(i) for i in range(n)]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFeedback:
+    """SpecEM: w_i ← w_i · exp(η_t r_i), normalised.
+
+    Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t.
+    """
+
+    schedule: Literal["constant", "sqrt_decay", "paper"] = "constant"
+    rate: float = 0.5
+
+    def eta(self, n: int, round_index: int) -> float:
+        if self.schedule == "paper":
+            return self.rate * math.sqrt(1 / n) / round_index
+        return self.rate / math.sqrt(round_index) if self.schedule == "sqrt_decay" else self.rate
+
+    def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+        eta = self.eta(len(weights), round_index)
+        return normalised([w * math.exp(eta * r) for w, r in zip(weights, rewards(scores), strict=True)])
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+# ── exit ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def never(totals: Sequence[float], round_index: int) -> ExitDecision:
+    """Nobody leaves (an ablation of the paper)."""
+    return ExitDecision((1 / len(totals),) * len(totals), ())
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionExit:
+    """SpecFuse exit, reconstructed: p = softmax(Q/τ); a member with p_i < δ = threshold/n leaves.
+
+    `entropy`: τ = H·√t, H the normalised entropy of Q/ΣQ in (0, 1]: √t because Q grows with t, H so that close
+    races stay soft and clear ones sharpen. `fixed`: τ = 1. n counts the members still active; the best one
+    always stays.
+    """
+
+    temperature: Literal["entropy", "fixed"] = "entropy"
+    threshold: float = 0.5
+
+    def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
+        n = len(totals)
+        tau = entropy(totals) * math.sqrt(round_index) if self.temperature == "entropy" else 1.0
+        top = max(totals)
+        retention = normalised([math.exp((q - top) / max(tau, 1e-9)) for q in totals])
+        best = retention.index(max(retention))
+        leavers = tuple(i for i, p in enumerate(retention) if p < self.threshold / n and i != best)
+        return ExitDecision(tuple(retention), leavers)
+
+
+def entropy(totals: Sequence[float]) -> float:
+    """Normalised Shannon entropy of Q/ΣQ in [0, 1]; 1 where nothing can be told apart."""
+    mass = math.fsum(totals)
+    if len(totals) < 2 or mass <= 0:
+        return 1.0
+    return -math.fsum(q / mass * math.log(q / mass) for q in totals if q > 0) / math.log(len(totals))

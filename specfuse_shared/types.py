@@ -1,0 +1,222 @@
+"""The shared nouns: messages in, candidates, rounds and results out. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from specfuse_shared.errors import RequestError
+
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant message made: tool `name`, its `arguments` and an `id` for the answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    `content` is text and stays text: control strings inside it never become control tokens of a member.
+    """
+
+    role: Role
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise RequestError(f"message role {self.role!r} is unknown: use one of {', '.join(ROLES)}")
+        if not isinstance(self.content, str):
+            raise RequestError(
+                f"message content must be text, not {type(self.content).__name__}: this engine reads text only"
+            )
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """The ensemble ended its turn, or a stop string appeared (`EnsembleResult.stop_sequence`)."""
+    LENGTH = "length"
+    """`max_tokens` was reached, or no member had context left."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberUsage:
+    """What one member computed for one answer, in its own tokens.
+
+    `prompt`: prompt length. `drafted`: tokens it sampled. `fed`: tokens that went through the model after the
+    prompt (drafts, verifications, re-encodings). `canonical`: length of the answer in its own encoding.
+    """
+
+    prompt: int
+    drafted: int
+    fed: int
+    canonical: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of the reference member (`EnsembleConfig.reference`), and the work of each member."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reference: str
+    members: Mapping[str, MemberUsage] = field(default_factory=dict)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One member's draft of the next segment, as it was judged.
+
+    `drafters`: the members that wrote this very text, best placed first. `ends`: it ends the answer.
+    `scores`: verifier name → score in [0, 1], empty where nothing had to be verified. `score`: the aggregate.
+    """
+
+    text: str
+    drafters: tuple[str, ...]
+    ends: bool
+    tokens: int
+    scores: Mapping[str, float] = field(default_factory=dict)
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberExit:
+    """A member left the answer. `reason` is "retention" (exit policy) or "context" (its context is full)."""
+
+    member: str
+    round: int
+    reason: Literal["retention", "context"]
+    retention: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTiming:
+    """Seconds spent in the stages of one round."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.commit
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """The ledger of one round.
+
+    `text` is the winner's segment as it became context; `start`/`end` are character offsets in the
+    generated text (before a stop string or `max_tokens` cut it). `weights` are the verifiers' weights used in
+    this round, `retention` the exit policy's probabilities after it (empty where it did not run).
+    `verified` is False if all members agreed or only one was left.
+    """
+
+    index: int
+    active: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    winner: str
+    text: str
+    start: int
+    end: int
+    verified: bool
+    weights: Mapping[str, float]
+    retention: Mapping[str, float]
+    exits: tuple[MemberExit, ...]
+    timing: RoundTiming
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSummary:
+    """One member's part in an answer, over all rounds."""
+
+    member: str
+    segments_won: int
+    mean_score: float | None
+    weight: float | None
+    exit_round: int | None
+    exit_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleResult:
+    """A finished answer. `text` is exactly the concatenation of the streamed `SegmentEvent.text`."""
+
+    text: str
+    finish_reason: FinishReason
+    stop_sequence: str | None
+    usage: Usage
+    rounds: tuple[RoundRecord, ...]
+    members: tuple[str, ...]
+    seed: int | None
+    prefill_seconds: float
+    first_segment_seconds: float | None
+    total_seconds: float
+
+    def summary(self) -> tuple[MemberSummary, ...]:
+        """What each member contributed, in the order of the configuration."""
+        return tuple(_summarise(name, self.rounds) for name in self.members)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe form of the whole result."""
+        data = asdict(self)
+        data["finish_reason"] = str(self.finish_reason)
+        data["usage"]["total_tokens"] = self.usage.total_tokens
+        return data
+
+
+def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
+    own = [c.score for r in rounds for c in r.candidates if name in c.drafters and c.score is not None]
+    leave = next((e for r in rounds for e in r.exits if e.member == name), None)
+    weights = [r.weights[name] for r in rounds if name in r.weights]
+    return MemberSummary(
+        member=name,
+        segments_won=sum(r.winner == name for r in rounds),
+        mean_score=sum(own) / len(own) if own else None,
+        weight=weights[-1] if weights else None,
+        exit_round=leave.round if leave else None,
+        exit_reason=leave.reason if leave else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReport:
+    """What a loaded member turned out to be (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
+
+    `memory_bytes`: its weights. `verification`: "packed" (all candidates in one forward) or "rows" (one forward a
+    candidate). `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward.
+    `template`: "own", "given" or "plain". `context`: token limit, None if the model states none.
+    """
+
+    name: str
+    model: str
+    architecture: str
+    parameters: int
+    memory_bytes: int
+    device: str
+    dtype: str
+    attention: str
+    verification: Literal["packed", "rows"]
+    probe_error: float
+    template: Literal["own", "given", "plain"]
+    context: int | None
+    stop_token_ids: tuple[int, ...]
+    load_seconds: float
