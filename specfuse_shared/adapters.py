@@ -1,0 +1,215 @@
+"""What both framework adapters share: the settings of an ensemble, its engine, and records as plain JSON.
+
+Needs pydantic, which both frameworks bring along. The engine never imports this module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from functools import cache
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+
+from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
+from specfuse_shared.demo import demo_members
+from specfuse_shared.engine import EnsembleEngine
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.events import SegmentEvent
+from specfuse_shared.types import Candidate, EnsembleResult, RoundRecord, Usage
+
+Members = Literal["demo"] | Sequence[str | MemberConfig] | None
+
+_SAMPLING = SamplingParams()
+_SOURCES = 'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); or engine='
+
+
+class EnsembleSettings(BaseModel):
+    """The fields of a chat model over an ensemble; exactly one of `members`, `config` and `engine` is given.
+
+    Construction loads nothing. Copies share the engine; pickles and dictionaries carry its configuration instead.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True)
+
+    members: Annotated[
+        Members,
+        PlainValidator(lambda value: _as_members(value)),
+        PlainSerializer(lambda value: _plain(value)),
+    ] = None
+    """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
+    config: Annotated[
+        EnsembleConfig | None,
+        PlainValidator(lambda value: _as_config(value)),
+        PlainSerializer(lambda value: value and plain_config(value)),
+    ] = None
+    """Members together with how a round is decided."""
+    engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
+    """An engine to share; without one, equal configurations share one engine of this process."""
+    max_tokens: int = _SAMPLING.max_tokens
+    """Longest answer, in tokens of the reference member."""
+    temperature: float = _SAMPLING.temperature
+    """0 is greedy."""
+    top_p: float = _SAMPLING.top_p
+    """Sample from the most probable tokens that hold this much probability."""
+    top_k: int = _SAMPLING.top_k
+    """Sample from this many tokens; 0 is all."""
+    min_p: float = _SAMPLING.min_p
+    """Leave out tokens less probable than this share of the most probable one."""
+    repetition_penalty: float = _SAMPLING.repetition_penalty
+    """Above 1, tokens that already appeared become less probable."""
+    seed: int | None = _SAMPLING.seed
+    """The same seed gives the same answer."""
+    stop: str | list[str] | None = None
+    """Strings that end the answer and never appear in it."""
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        if sum(source is not None for source in (self.members, self.config, self.engine)) != 1:
+            raise ConfigError(f"give one of {_SOURCES}")
+        if self.members != "demo":
+            self._ensemble()
+        self._sampling({})
+        return self
+
+    def _ensemble(self) -> EnsembleConfig:
+        if self.engine is not None:
+            return self.engine.config
+        if self.config is not None:
+            return self.config
+        return _demo_config() if self.members == "demo" else EnsembleConfig(self.members or ())
+
+    def _resolve_engine(self) -> EnsembleEngine:
+        return self.engine if self.engine is not None else shared_engine(self._ensemble())
+
+    def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
+        """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
+        own = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
+        return SamplingParams.from_dict({**own, **{k: v for k, v in overrides.items() if v is not None}})
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything that decides an answer besides the messages, as plain JSON."""
+        sampling = asdict(self._sampling({}))
+        return {"ensemble": plain_config(self._ensemble()), "sampling": {**sampling, "stop": list(sampling["stop"])}}
+
+    def _context_limit(self) -> int | None:
+        """Of the smallest member; before the engine is loaded, only what the configuration says."""
+        loaded = self._resolve_engine()._members
+        stated = [m.context_limit for m in loaded] or [m.max_context for m in self._ensemble().member_configs]
+        return min((limit for limit in stated if limit), default=None)
+
+    def _model_name(self) -> str:
+        return "demo" if self.members == "demo" else "+".join(self._ensemble().names)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return super().__deepcopy__({**(memo or {}), id(self.engine): self.engine})
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.engine is None:
+            return super().__getstate__()
+        bare = self.model_copy(update={"engine": None, "config": self._ensemble()})
+        return super(EnsembleSettings, bare).__getstate__()
+
+
+@cache
+def _demo_config() -> EnsembleConfig:
+    return EnsembleConfig(demo_members())
+
+
+_engines: list[EnsembleEngine] = []
+_engines_lock = threading.Lock()
+
+
+def shared_engine(config: EnsembleConfig) -> EnsembleEngine:
+    """The engine of this process for a configuration; it loads on first use."""
+    with _engines_lock:
+        for engine in _engines:
+            if engine.config == config:
+                return engine
+        _engines.append(EnsembleEngine(config))
+        return _engines[-1]
+
+
+# ── records as plain JSON ────────────────────────────────────────────────────────────────────────
+
+
+def segment_record(event: SegmentEvent) -> dict[str, Any]:
+    """Who wrote a segment and how it was judged. `start`/`end` are its character offsets in the answer.
+
+    No key is named `index`: LangChain would merge list items by it. Text that was only held back, and is
+    released at the end, has no round of its own: its `round` and `member` are None.
+    """
+    place = {"start": event.start, "end": event.end}
+    record = event.record
+    if record is None:
+        return {"round": None, "member": None, "scores": {}, "weights": {}, "tokens": 0, **place}
+    won = _winner(record)
+    return {
+        "round": record.index,
+        "member": record.winner,
+        "scores": dict(won.scores),
+        "weights": dict(record.weights),
+        "tokens": won.tokens,
+        **place,
+    }
+
+
+def candidate_records(event: SegmentEvent) -> list[dict[str, Any]]:
+    """All candidates of a segment's round, the winner among them."""
+    return [{**asdict(c), "drafters": list(c.drafters)} for c in (event.record.candidates if event.record else ())]
+
+
+def usage_record(usage: Usage) -> dict[str, int]:
+    """Token counts of the reference member."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def ledger(result: EnsembleResult) -> dict[str, Any]:
+    """The whole result but its text, with each member's part in it."""
+    return {
+        **{key: value for key, value in result.to_dict().items() if key != "text"},
+        "summary": [asdict(member) for member in result.summary()],
+    }
+
+
+def plain_config(config: EnsembleConfig | MemberConfig) -> dict[str, Any]:
+    """The settings that differ from their defaults, as plain JSON; a policy object appears as its repr."""
+    changed = {f.name: getattr(config, f.name) for f in fields(config)}
+    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    return {k: _plain(v) for k, v in changed.items() if k not in defaults or v != defaults[k]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, MemberConfig):
+        return plain_config(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+def _winner(record: RoundRecord) -> Candidate:
+    return next(c for c in record.candidates if record.winner in c.drafters)
+
+
+def _as_members(value: Any) -> Members:
+    if value is None or value == "demo":
+        return value
+    if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
+        raise ConfigError(f"members is {value!r}: give {_SOURCES}")
+    return EnsembleConfig([MemberConfig.from_dict(m) if isinstance(m, Mapping) else m for m in value]).member_configs
+
+
+def _as_config(value: Any) -> EnsembleConfig | None:
+    if isinstance(value, Mapping):
+        return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
+    if value is None or isinstance(value, EnsembleConfig):
+        return value
+    raise ConfigError(f"config must be an EnsembleConfig, not {type(value).__name__}")

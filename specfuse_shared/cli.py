@@ -1,0 +1,229 @@
+"""The command `specfuse-llm`: ask the ensemble, or look at its members.
+
+Knows options, streams and exit codes. What is shown is drawn by `terminal`; torch is imported only when a model is
+needed, so that help, version and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from specfuse_shared import terminal
+from specfuse_shared.config import DTYPES, EXITS, FEEDBACKS, SCORES, EnsembleConfig, MemberConfig, SamplingParams
+from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
+from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.types import EnsembleResult, Message
+
+if TYPE_CHECKING:
+    from specfuse_shared.engine import EnsembleEngine
+
+PROGRAM = "specfuse-llm"
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
+ENSEMBLE: dict[str, Any] = {f.name: f.default for f in fields(EnsembleConfig)}
+MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
+SAMPLING = SamplingParams()
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Question = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
+Members = Annotated[
+    list[str] | None,
+    typer.Option("--member", metavar="MODEL", help="Hub id, folder or GGUF file; repeatable. Unset: the demo models."),
+]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to answer with.")]
+Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a sampled answer repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer; repeatable.")]
+SegmentTokens = Annotated[
+    int, typer.Option("--segment-tokens", metavar="L", help="Most tokens a member drafts a round.")
+]
+Score = Annotated[str, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
+Feedback = Annotated[str, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
+Exit = Annotated[str, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 1 (failed), 2 (misused), 130 (interrupted) or 141 (pipe closed)."""
+    for stream in (sys.stdout, sys.stderr):
+        cast("Any", stream).reconfigure(errors="backslashreplace")
+    try:
+        return int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
+    except UsageError as error:
+        return _complain(_usage_line(error), MISUSED)
+    except (ConfigError, RequestError) as error:
+        return _complain(_in_options(str(error)), MISUSED)
+    except SpecFuseError as error:
+        return _complain(str(error), FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+@app.callback(invoke_without_command=True)
+def _program(
+    context: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Several local language models answer together, segment by segment."""
+    if show_version:
+        print(PROGRAM, version("specfuse-llm"))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def ask(
+    question: Question,
+    member: Members = None,
+    system: System = None,
+    max_tokens: MaxTokens = SAMPLING.max_tokens,
+    temperature: Temperature = SAMPLING.temperature,
+    seed: Seed = None,
+    stop: Stop = None,
+    segment_tokens: SegmentTokens = ENSEMBLE["segment_tokens"],
+    score: Score = ENSEMBLE["score"],
+    feedback: Feedback = ENSEMBLE["feedback"],
+    exit: Exit = ENSEMBLE["exit"],
+    dtype: Dtype = MEMBER["dtype"],
+    as_json: AsJson = False,
+    explain: Explain = False,
+    verbose: Verbose = False,
+) -> int:
+    """Answer a question, each segment in the colour of its author."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
+    config = _config(member, dtype, segment_tokens=segment_tokens, score=score, feedback=feedback, exit=exit)
+    messages = _messages(system, question)
+    with _loaded(config, verbose) as engine:
+        events = engine.stream(messages, params)
+        if as_json:
+            print(json.dumps(_result(events).to_dict(), allow_nan=False))
+        else:
+            _show(events, explain)
+    return 0
+
+
+@app.command()
+def doctor(member: Members = None, as_json: AsJson = False, verbose: Verbose = False) -> int:
+    """Load the members and show what they turned out to be."""
+    config = _config(member, MEMBER["dtype"])
+    _calm(verbose)
+    from specfuse_shared.doctor import examine
+
+    with terminal.loading(Console(stderr=True)) as on_progress:
+        checkup = examine(config, on_progress)
+    if as_json:
+        print(json.dumps(asdict(checkup)))
+    else:
+        terminal.show_checkup(checkup, terminal.stdout())
+    for problem in checkup.problems:
+        _complain(problem, FAILED)
+    return FAILED if checkup.problems else 0
+
+
+def _config(models: Sequence[str] | None, dtype: str, **settings: Any) -> EnsembleConfig:
+    """Settings are checked before the demo models are looked for."""
+    chosen = [MemberConfig(model, dtype=dtype) for model in models or ["demo"]]
+    config = EnsembleConfig(members=chosen, **settings)
+    if models:
+        return config
+    from specfuse_shared.demo import demo_members
+
+    return replace(config, members=demo_members(dtype=dtype))
+
+
+def _messages(system: str | None, question: str) -> list[Message]:
+    text = _standard_input() if question == "-" else question
+    if not text.strip():
+        raise RequestError("the question is empty")
+    return [*([Message("system", system)] if system else []), Message("user", text)]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from error
+
+
+@contextmanager
+def _loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
+    _calm(verbose)
+    from specfuse_shared.engine import EnsembleEngine
+
+    errors = Console(stderr=True)
+    with EnsembleEngine(config) as engine:
+        with terminal.loading(errors) as on_progress:
+            engine.load(on_progress)
+        if verbose:
+            terminal.show_members(engine.describe(), errors)
+        yield engine
+
+
+def _calm(verbose: bool) -> None:
+    """The libraries' own messages and progress bars belong to `--verbose`."""
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        return
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _show(events: Iterable[Event], explain: bool) -> None:
+    """The answer goes to stdout; what is said about it joins it on a terminal, else stderr."""
+    out = terminal.stdout()
+    notes = out if out.is_terminal else terminal.stderr()
+    result = terminal.show_answer(events, out, notes)
+    if explain:
+        terminal.show_rounds(result, out)
+    terminal.show_summary(result, notes)
+
+
+def _result(events: Iterable[Event]) -> EnsembleResult:
+    return next(event.result for event in events if isinstance(event, FinishEvent))
+
+
+def _complain(message: str, code: int) -> int:
+    """One line on stderr, whatever the message holds."""
+    print(f"{PROGRAM}: {terminal.visible(' '.join(message.split()))}", file=sys.stderr)
+    return code
+
+
+def _usage_line(error: Any) -> str:
+    command = error.ctx.command_path if error.ctx else PROGRAM
+    option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if near:
+        return f"no option {option}: did you mean {' or '.join(sorted(near))}?"
+    message = error.format_message()
+    return message if "Did you mean" in message else f"{message.rstrip('.')} (see {command} --help)"
+
+
+def _in_options(message: str) -> str:
+    """Configuration speaks of `EnsembleConfig.max_tokens`, the command line of `--max-tokens`."""
+
+    def option(match: re.Match[str]) -> str:
+        name = {"members": "member", "model": "member"}.get(match[1], match[1])
+        return "--" + name.replace("_", "-")
+
+    return re.sub(r"\b(?:EnsembleConfig|MemberConfig|SamplingParams)\.(\w+)", option, message)

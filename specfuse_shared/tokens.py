@@ -1,0 +1,177 @@
+"""One member's view of text: canonical ids of the answer, the text of drafted ids, token sizes, candidate cuts.
+
+The answer is one text; every member keeps its own encoding of it. The *canonical* encoding of a text is what the
+member's tokenizer makes of the whole of it, with control strings kept as plain text. It is extended without
+encoding the whole text again: text is settled up to an *anchor* (a single space between a non-space and a
+letter or digit), where no token of a well-behaved vocabulary reaches across. `Codec` proves this for its
+tokenizer on the tokens that could reach across, and encodes the whole text each time where it does not hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+_ANCHOR = re.compile(r"(?<=\S)(?= [^\W_])")
+_CROSSING = re.compile(r"[^\sĠ▁][ Ġ▁]")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_LAST_SPACES = re.compile(r"(?<=\S)\s+\S*$")
+_GUARD = "a"
+_TAIL_IDS = 8
+_MOST_CROSSING_PROBES = 500
+_PROBES = (
+    "The quick brown fox, at 12.5 km/h, didn't stop!  It ran on.\n\nThen: 3 more (or 4) came. \"Well\" - done.",
+    "def f(x):\n    if x > 1:\n        return x ** 2  # square\n\n    return None\n\nprint(f(10))\n",
+    "北京是中国的首都。 It has 21 million people，日本語のテキスト mixed in. Ещё текст, и ещё.",
+    "👩\u200d👩\u200d👧 family 🎉 a\u0301 e\u0301 ﬁne ½ ① \u00a0nbsp\t\ttabs  two spaces\r\nline",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Canonical encoding of a text: `ids` = `settled` ids of all before the tail + ids of the `tail` text."""
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    settled: tuple[int, ...] = ()
+    tail: str = ""
+
+
+class Codec:
+    """Encodes and decodes answer text for one tokenizer of transformers.
+
+    `control_ids`: ids that text must never become (special tokens and markers of the chat template).
+    """
+
+    def __init__(self, tokenizer: Any, control_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._text_encoder = _text_encoder(tokenizer, control_ids)
+        self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+        self._guard_length = len(self.encode(_GUARD))
+        self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
+        self.windowed = True
+        self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
+
+    def encode(self, text: str) -> list[int]:
+        """Canonical ids of a whole text: no special tokens added, none recognised."""
+        if not text:
+            return []
+        if self._text_encoder is not None:
+            return list(self._text_encoder.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def extend(self, encoding: Encoding, addition: str) -> Encoding:
+        """Canonical encoding of `encoding.text + addition`, at the cost of the last few words."""
+        text, tail, settled = encoding.text + addition, encoding.tail + addition, encoding.settled
+        if not self.windowed:
+            return Encoding(text, tuple(self.encode(text)), (), text)
+        anchors = [m.start() for m in _ANCHOR.finditer(tail) if m.start() > 0]
+        first = len(tail) == len(text)
+        if len(anchors) >= 2:
+            settled += tuple(self._encode_window(tail[: anchors[-2]], first))
+            tail, first = tail[anchors[-2] :], False
+        return Encoding(text, settled + tuple(self._encode_window(tail, first)), settled, tail)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; control tokens have none, unfinished characters read as U+FFFD."""
+        decoded = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(decoded)
+
+    def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Text that `ids` add behind the ids `before` (which end with a whole character)."""
+        tail = list(before[-_TAIL_IDS:])
+        known, whole = self.decode(tail), self.decode([*tail, *ids])
+        if not whole.startswith(known):
+            known, whole = self.decode(before), self.decode([*before, *ids])
+        return whole[len(known) :]
+
+    def token_bytes(self, ids: Sequence[int]) -> list[int]:
+        """UTF-8 bytes that each token stands for, at least 1."""
+        return [self._token_size(i) for i in ids]
+
+    def head(self, encoding: Encoding, count: int) -> str:
+        """The whole characters of the text that its first `count` tokens cover."""
+        if count >= len(encoding.ids):
+            return encoding.text
+        text = whole_characters(self.decode(encoding.ids[:count]))
+        if encoding.text.startswith(text):
+            return text
+        size = next(n for n in range(len(encoding.text), -1, -1) if len(self.encode(encoding.text[:n])) <= count)
+        return encoding.text[:size]
+
+    def _encode_window(self, text: str, first: bool) -> list[int]:
+        """Ids of a piece that starts at an anchor; the guard keeps tokenizers from treating it as a text's start."""
+        return self.encode(text) if first else self.encode(_GUARD + text)[self._guard_length :]
+
+    def _windows_agree(self, text: str) -> bool:
+        encoding = Encoding()
+        for start in range(0, len(text), 7):
+            encoding = self.extend(encoding, text[start : start + 7])
+        return list(encoding.ids) == self.encode(text)
+
+    def _probe_texts(self) -> list[str]:
+        """Fixed texts, and one around each token that holds a non-space followed by a space."""
+        crossing = [token for token in self._tokenizer.get_vocab() if _CROSSING.search(token)]
+        readable = (t.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for t in crossing[:_MOST_CROSSING_PROBES])
+        return [*_PROBES, *(f"a b{token}c d e f" for token in readable)]
+
+    def _count_bytes(self, token_id: int) -> int:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None or _BYTE_TOKEN.fullmatch(token):
+            return 1
+        return max(1, len(token) if self._byte_level else len(token.encode()))
+
+
+def _text_encoder(tokenizer: Any, control_ids: frozenset[int]) -> Any:
+    """A copy of the fast tokenizer in which every control string is plain text; None for slow tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    from tokenizers import AddedToken
+
+    encoder = copy.deepcopy(backend)
+    markers = [t for i, t in encoder.get_added_tokens_decoder().items() if i in control_ids and not t.special]
+    encoder.add_special_tokens([AddedToken(t.content, special=True, normalized=t.normalized) for t in markers])
+    encoder.encode_special_tokens = True
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
+
+
+def whole_characters(text: str) -> str:
+    """`text` without the unfinished character at its end."""
+    return text.rstrip(REPLACEMENT)
+
+
+def cut_candidate(text: str) -> str:
+    """Cut an unfinished draft where every member can follow: before the last run of white space.
+
+    The last word may be half written, and encodings join cleanly before white space but rarely behind it. A draft
+    with no such place, or that ends in a script without spaces (Chinese, Japanese, Thai) or in an emoji, is kept.
+    """
+    text = whole_characters(text)
+    if not text or _unspaced(text[-1]):
+        return text
+    last = _LAST_SPACES.search(text)
+    return text[: last.start()] if last else text
+
+
+@lru_cache(maxsize=4096)
+def _unspaced(char: str) -> bool:
+    if unicodedata.east_asian_width(char) in "WF" or char in "\u200d\ufe0f":
+        return True
+    return unicodedata.name(char, "").startswith(("THAI ", "LAO ", "KHMER ", "MYANMAR ", "TIBETAN "))
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
