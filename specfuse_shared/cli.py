@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specfuse_shared.engine import EnsembleEngine
 
 PROGRAM = "specfuse-llm"
-FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
 ENSEMBLE: dict[str, Any] = {f.name: f.default for f in fields(EnsembleConfig)}
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
@@ -62,7 +62,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and libra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 1 (failed), 2 (misused), 130 (interrupted) or 141 (pipe closed)."""
+    """Run the command; the exit code is 0, 1 (failed), 2 (misused) or 130 (interrupted)."""
     for stream in (sys.stdout, sys.stderr):
         cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
@@ -75,9 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
 
 
 @app.callback(invoke_without_command=True)

@@ -89,8 +89,8 @@ def show_answer(events: Iterable[Event], out: Console, notes: Console) -> Ensemb
                 notes.print(_legend(colours))
             elif isinstance(event, SegmentEvent):
                 author = event.record.winner if event.record else author
-                _write(out, event.text, colours.get(author))
                 last = event.text[-1:] or last
+                _write(out, event.text, colours.get(author))
             elif isinstance(event, ExitEvent):
                 exits.append(event.exit)
             elif isinstance(event, FinishEvent):
@@ -140,8 +140,8 @@ def show_summary(result: EnsembleResult, notes: Console) -> None:
 def _speed_line(result: EnsembleResult) -> str:
     tokens, seconds = result.usage.completion_tokens, result.total_seconds
     parts = [
-        f"first segment after {_seconds(result.first_segment_seconds)}",
-        f"{tokens / seconds if seconds else 0:.1f} tokens/s ({tokens} tokens in {_seconds(seconds)})",
+        f"first segment {_seconds(result.first_segment_seconds)}",
+        f"{tokens / seconds if seconds else 0:.1f} tokens/s ({tokens} in {_seconds(seconds)})",
         f"finished: {result.finish_reason}",
     ]
     if result.stop_sequence is not None:

@@ -1,0 +1,166 @@
+"""What is drawn from events, without any model."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from specfuse_shared import terminal
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.types import (
+    Candidate,
+    EnsembleResult,
+    FinishReason,
+    MemberExit,
+    RoundRecord,
+    RoundTiming,
+    Usage,
+)
+
+MEMBERS = ("[red]a", "b")
+LEAVING = MemberExit("b", 1, "retention", 0.125)
+
+
+def record(index: int, text: str, winner: str, start: int) -> RoundRecord:
+    other = MEMBERS[1 - MEMBERS.index(winner)]
+    candidates = (
+        Candidate(text, (winner,), False, 2, {MEMBERS[0]: 0.9, MEMBERS[1]: 0.7}, 0.8),
+        Candidate("loser\n\x1b[2J", (other,), True, 2, {MEMBERS[0]: 0.2, MEMBERS[1]: 0.4}, 0.3),
+    )
+    return RoundRecord(
+        index=index,
+        active=MEMBERS,
+        candidates=candidates,
+        winner=winner,
+        text=text,
+        start=start,
+        end=start + len(text),
+        verified=True,
+        weights={MEMBERS[0]: 0.5, MEMBERS[1]: 0.5},
+        retention={MEMBERS[0]: 0.875, MEMBERS[1]: 0.125},
+        exits=(LEAVING,) if index == 1 else (),
+        timing=RoundTiming(0.25, 0.125, 0.0),
+    )
+
+
+def answer(*segments: str) -> list[Event]:
+    """A stream in which the members win in turn."""
+    events: list[Event] = [StartEvent(MEMBERS, 7)]
+    records, text = [], ""
+    for index, segment in enumerate(segments, 1):
+        records.append(record(index, segment, MEMBERS[(index - 1) % 2], len(text)))
+        events.append(SegmentEvent(segment, len(text), len(text) + len(segment), records[-1]))
+        text += segment
+        if index == 1:
+            events.append(ExitEvent(LEAVING))
+    usage = Usage(prompt_tokens=7, completion_tokens=20, reference=MEMBERS[0])
+    result = EnsembleResult(
+        text=text,
+        finish_reason=FinishReason.STOP,
+        stop_sequence="\n###",
+        usage=usage,
+        rounds=tuple(records),
+        members=MEMBERS,
+        seed=None,
+        prefill_seconds=0.1,
+        first_segment_seconds=0.5,
+        total_seconds=4.0,
+    )
+    return [*events, FinishEvent(result)]
+
+
+def console(*, tty: bool = False) -> Console:
+    color = "standard" if tty else None
+    return Console(file=io.StringIO(), force_terminal=tty, color_system=color, markup=False, highlight=False, width=100)
+
+
+def shown(of: Console) -> str:
+    assert isinstance(of.file, io.StringIO)
+    return of.file.getvalue()
+
+
+def draw(*segments: str, tty: bool = False) -> tuple[str, str]:
+    out, notes = console(tty=tty), console()
+    terminal.show_answer(answer(*segments), out, notes)
+    return shown(out), shown(notes)
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
+    out, notes = draw("One [bold]two[/bold] :smile: ", "three\r\x1b[0m")
+    assert out == "One [bold]two[/bold] :smile: three\r\x1b[0m\n"
+    assert "[red]a" in notes
+
+
+def test_a_terminal_gets_each_segment_in_its_authors_colour() -> None:
+    out, _ = draw("One ", "two", tty=True)
+    assert out == "\x1b[36mOne \x1b[0m\x1b[35mtwo\x1b[0m\n"
+
+
+def test_a_terminal_never_gets_control_characters_of_a_model() -> None:
+    hostile = "a\x1b]0;title\x07b\x9b2Jc\x7fd\re\x08f\x00\t\n"
+    out, _ = draw(hostile, tty=True)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    assert r"a\x1b]0;title\x07b\x9b2Jc\x7fd\x0de\x08f\x00" in text
+
+
+def test_the_answer_ends_with_exactly_one_line_end() -> None:
+    assert draw("text\n")[0] == "text\n"
+    assert draw("text")[0] == "text\n"
+    assert draw("")[0] == ""
+
+
+def test_the_legend_comes_first_and_exits_are_noted() -> None:
+    _, notes = draw("One ")
+    assert notes.splitlines() == ["● [red]a  ● b", "b left after round 1 (retention 0.125)"]
+
+
+def test_what_was_shown_stays_when_a_stream_breaks_off() -> None:
+    def interrupted() -> Iterator[Event]:
+        yield from answer("One ")[:2]
+        raise KeyboardInterrupt
+
+    out = console()
+    with pytest.raises(KeyboardInterrupt):
+        terminal.show_answer(interrupted(), out, console())
+    assert shown(out) == "One \n"
+
+
+def finished(*segments: str) -> EnsembleResult:
+    last = answer(*segments)[-1]
+    assert isinstance(last, FinishEvent)
+    return last.result
+
+
+def test_the_summary_names_members_speed_and_finish_reason() -> None:
+    notes = console()
+    terminal.show_summary(finished("One ", "two", "three"), notes)
+    lines = [line.split() for line in shown(notes).splitlines() if line]
+    assert lines[1] == ["[red]a", "2", "0.633", "0.500", "–"]
+    assert lines[2] == ["b", "1", "0.467", "0.500", "1"]
+    assert "first segment 0.50 s · 5.0 tokens/s (20 in 4.00 s)" in shown(notes)
+    assert r'finished: stop at "\n###"' in shown(notes)
+
+
+def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings() -> None:
+    out = console()
+    terminal.show_rounds(finished("One ", "two"), out)
+    text = shown(out)
+    assert "round 1 · draft 0.25 s, verify 0.12 s, commit 0.00 s" in text
+    assert "round 2" in text
+    winner = next(line for line in text.splitlines() if line.startswith("→"))
+    assert winner.split() == ["→", "[red]a", '"One', '"', "0.900", "0.700", "0.800"]
+    assert r'"loser\n\u001b[2J" (ends)' in text
+    assert "weights: [red]a 0.500, b 0.500" in text
+    assert "retention: [red]a 0.875, b 0.125" in text
+    assert text.count("b left after round 1 (retention 0.125)") == 1
+
+
+def test_a_control_sequence_in_a_member_name_is_written_out() -> None:
+    notes = console()
+    terminal.show_answer([StartEvent(("m\x1b[31m",), 1), answer("One ")[-1]], console(), notes)
+    assert shown(notes) == "● m\\x1b[31m\n"
