@@ -1,0 +1,140 @@
+"""The wheel holds the three packages and their types, and each works with no more than what it declares."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("specfuse_shared", "langchain_specfuse", "llamaindex_specfuse")
+EXTRAS = ("langchain", "llamaindex", "demo", "grammar", "bench", "test", "all")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy so that nothing is left in the source tree."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def metadata(unpacked: Path) -> Distribution:
+    (info,) = unpacked.glob("*.dist-info")
+    return Distribution.at(info)
+
+
+def closure(requirements: list[str], extras: frozenset[str]) -> set[str]:
+    """Names of all distributions that these requirements bring, taken from what is installed."""
+    names: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    todo = [(text, extra) for text in requirements for extra in (extras or {""})]
+    while todo:
+        text, extra = todo.pop()
+        wanted = Requirement(text)
+        name = canonicalize_name(wanted.name)
+        if (text, extra) in seen or (wanted.marker and not wanted.marker.evaluate({"extra": extra})):
+            continue
+        seen.add((text, extra))
+        names.add(name)
+        todo += [(r, e) for r in requires(name) for e in ("", *wanted.extras)]
+    return names
+
+
+def requires(name: str) -> list[str]:
+    try:
+        return distribution(name).requires or []
+    except PackageNotFoundError:
+        pytest.skip(f"{name} is not installed here: make setup")
+
+
+def run_with_extra(metadata: Distribution, unpacked: Path, extra: str, code: str) -> str:
+    """Run code with no more than the base requirements and one extra ("" for none); its output."""
+    declared = closure(metadata.requires or [], frozenset({"", extra}))
+    script = Path(__file__).with_name("only_declared.py")
+    command = [sys.executable, str(script), json.dumps(sorted(declared)), str(unpacked)]
+    run = subprocess.run([*command, code], capture_output=True, text=True, check=False, cwd=unpacked)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert not [name for name in names if "test" in name.lower()]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_marked_as_typed(wheel: Path, package: str) -> None:
+    assert f"{package}/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_wheel_declares_its_extras_command_and_licence(metadata: Distribution) -> None:
+    assert set(metadata.metadata.get_all("Provides-Extra") or []) == set(EXTRAS)
+    assert [(e.name, e.value) for e in metadata.entry_points] == [("specfuse-llm", "specfuse_shared.cli:main")]
+    assert metadata.metadata["License-Expression"] == "Apache-2.0"
+    assert "Apache License" in (metadata.read_text("licenses/LICENSE") or "")
+
+
+def test_the_engine_and_its_command_work_without_any_extra(metadata: Distribution, unpacked: Path) -> None:
+    code = (
+        "import specfuse_shared, specfuse_shared.cli, sys\n"
+        "for name in specfuse_shared.__all__: getattr(specfuse_shared, name)\n"
+        "print(specfuse_shared.__file__, 'langchain_core' in sys.modules, 'llama_index' in sys.modules)"
+    )
+    file, *frameworks = run_with_extra(metadata, unpacked, "", code).split()
+    assert Path(file).is_relative_to(unpacked)
+    assert frameworks == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("langchain_specfuse", "langchain"), ("llamaindex_specfuse", "llamaindex")]
+)
+def test_an_adapter_imports_with_its_own_extra_alone(
+    metadata: Distribution, unpacked: Path, package: str, extra: str
+) -> None:
+    code = f"import {package}\nfor name in {package}.__all__: getattr({package}, name)\nprint({package}.__file__)"
+    assert Path(run_with_extra(metadata, unpacked, extra, code).strip()).is_relative_to(unpacked)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "other"),
+    [
+        ("langchain_specfuse", "langchain", ""),
+        ("langchain_specfuse", "langchain", "llamaindex"),
+        ("llamaindex_specfuse", "llamaindex", ""),
+        ("llamaindex_specfuse", "llamaindex", "langchain"),
+    ],
+)
+def test_an_adapter_without_its_extra_says_what_to_install(
+    metadata: Distribution, unpacked: Path, package: str, extra: str, other: str
+) -> None:
+    code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(type(error).__name__, error)"
+    said = run_with_extra(metadata, unpacked, other, code)
+    assert said.startswith("MissingExtraError ")
+    assert f'pip install "specfuse-llm[{extra}]"' in said
