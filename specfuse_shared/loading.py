@@ -190,12 +190,17 @@ def _explain(config: MemberConfig, error: Exception) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the library's progress bars off the terminal; progress is reported through `on_stage`."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
     from transformers.utils import logging as library_logging
 
-    shown = library_logging.is_progress_bar_enabled()
+    shown, bar = library_logging.is_progress_bar_enabled(), getattr(gguf_loader, "tqdm", None)
     library_logging.disable_progress_bar()
+    if bar is not None:  # the GGUF loader has a bar of its own, which that switch does not reach
+        vars(gguf_loader)["tqdm"] = library_logging.tqdm
     try:
         yield
     finally:
+        if bar is not None:
+            vars(gguf_loader)["tqdm"] = bar
         if shown:
             library_logging.enable_progress_bar()

@@ -20,9 +20,13 @@ class ModelRunner:
         self.model, self.plan = model, plan
         self.device, self.dtype = model.device, model.dtype
         parameters = inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._can_skip_logits = "logits_to_keep" in parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._takes_positions = "position_ids" in parameters
+
+    def keep_last(self, count: int) -> dict[str, int]:
+        """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""
+        return {"logits_to_keep": count} if self._can_skip_logits else {}
 
     def prefill(self, ids: Sequence[int], cache: Any) -> torch.Tensor:
         """Feed a whole prompt in chunks; logits (V) after its last token."""
@@ -35,7 +39,7 @@ class ModelRunner:
                 visible = positions[None, :] <= positions[start:, None]
                 mask = self._masks(visible, positions)
             at = torch.arange(start, start + len(chunk), device=self.device)
-            logits = self._forward(chunk, cache, at, mask, **self._last_only)[-1]
+            logits = self._forward(chunk, cache, at, mask, **self.keep_last(1))[-1]
         return logits
 
     def step(
@@ -60,7 +64,7 @@ class ModelRunner:
     def new_cache(self, ids: Sequence[int]) -> tuple[torch.Tensor, Any]:
         """Feed a prompt into the cache that the model makes for itself; logits (V) after it, and that cache."""
         inputs = torch.tensor([list(ids)], device=self.device)
-        out = self.model(input_ids=inputs, use_cache=True, **self._last_only)
+        out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
         return out.logits[0, -1], out[self._cache_argument]
 
     def _masks(self, visible: torch.Tensor, positions: torch.Tensor) -> Any:

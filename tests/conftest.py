@@ -1,0 +1,26 @@
+"""Engines shared by the whole test run: the real demo ensemble, loaded once per number format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def demo_engine() -> Iterator[EnsembleEngine]:
+    """The demo ensemble as a user gets it."""
+    with EnsembleEngine(EnsembleConfig(members=demo_members())) as engine:
+        yield engine.load()
+
+
+@pytest.fixture(scope="session")
+def exact_engine() -> Iterator[EnsembleEngine]:
+    """The demo ensemble in float32, for comparisons with the naive round."""
+    with EnsembleEngine(EnsembleConfig(members=demo_members(dtype="float32"))) as engine:
+        yield engine.load()

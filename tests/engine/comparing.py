@@ -1,0 +1,94 @@
+"""Hold an engine's answer against the naive rounds."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.engine.naive import NaiveRound, naive_rounds
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
+from specfuse_shared.member import LocalMember
+from specfuse_shared.session import AnswerSession
+from specfuse_shared.types import EnsembleResult, RoundRecord
+
+
+def local_members(engine: EnsembleEngine) -> list[LocalMember]:
+    members = engine.load()._members
+    assert all(isinstance(m, LocalMember) for m in members)
+    return [m for m in members if isinstance(m, LocalMember)]
+
+
+def with_settings(config: EnsembleConfig, **settings: Any) -> EnsembleConfig:
+    return replace(config, **settings)
+
+
+def open_session(
+    config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
+) -> AnswerSession:
+    return AnswerSession(config, members, messages, params)
+
+
+def run_rounds(session: AnswerSession, count: int) -> list[RoundRecord]:
+    """At most `count` rounds of a session, which stays open."""
+    list(session.start())
+    while not session.finished and len(session._rounds) < count:
+        list(session.step())
+    return list(session._rounds)
+
+
+@contextmanager
+def eager(members: list[LocalMember]) -> Iterator[None]:
+    """The reference runs on the library's plainest attention, not on the engine's."""
+    before = [m.runner.model.config._attn_implementation for m in members]
+    for member in members:
+        member.runner.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for member, name in zip(members, before, strict=True):
+            member.runner.model.set_attn_implementation(name)
+
+
+def assert_equals_naive(
+    config: EnsembleConfig,
+    members: list[LocalMember],
+    messages: list[Message],
+    params: SamplingParams,
+    rounds: int,
+    tolerance: float = 1e-3,
+) -> list[RoundRecord]:
+    """Same candidates, scores, winners, segments and active members, round by round; returns the engine's."""
+    session = open_session(config, members, messages, params)
+    records = run_rounds(session, rounds)
+    session.release()
+    fused = [r for r in records if len(r.active) > 1]
+    with eager(members):
+        naive: list[NaiveRound] = []
+        for found in naive_rounds(config, members, messages, params):
+            naive.append(found)
+            if len(naive) == len(fused):
+                break
+    assert len(naive) == len(fused) > 0
+    for record, reference in zip(fused, naive, strict=True):
+        _assert_round(record, reference, tolerance)
+    return records
+
+
+def _assert_round(record: RoundRecord, reference: NaiveRound, tolerance: float) -> None:
+    drafted = {name: (c.text, c.ends) for c in record.candidates for name in c.drafters}
+    spoken = {n: d for n, d in reference.candidates.items() if d[0] or d[1]}
+    assert drafted == spoken, f"round {record.index}"
+    assert list(record.active) == reference.active
+    assert (record.winner, record.text) == (reference.winner, reference.segment), f"round {record.index}"
+    assert record.verified == bool(reference.scores)
+    for candidate in record.candidates:
+        for name, score in candidate.scores.items():
+            expected = reference.scores[name][f"{candidate.text}|{candidate.ends}"]
+            assert abs(score - expected) <= tolerance, f"round {record.index}: {name} on {candidate.text!r}"
+
+
+def answer_of(result: EnsembleResult) -> tuple[str, list[str]]:
+    return result.text, [r.winner for r in result.rounds]

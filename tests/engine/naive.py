@@ -1,0 +1,138 @@
+"""The method on one page: no cache, no batching, no tree. The engine must equal this in float32.
+
+Every draft token and every score is one plain forward over the whole sequence, with eager attention. Formulas are
+written out again here; what text and ids are (templates, canonical encoding, cuts, seeds) is shared with the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from specfuse_shared import EnsembleConfig, Message, SamplingParams
+from specfuse_shared.member import LocalMember
+from specfuse_shared.prompts import PLAIN_TURN_ENDS
+from specfuse_shared.sampling import Sampler
+from specfuse_shared.stops import partial_stop
+from specfuse_shared.tokens import common_prefix, cut_candidate, whole_characters
+
+
+@dataclass
+class NaiveRound:
+    candidates: dict[str, tuple[str, bool]]
+    scores: dict[str, dict[str, float]]
+    winner: str
+    segment: str
+    ended: bool
+    active: list[str]
+
+
+class NaiveMember:
+    def __init__(self, member: LocalMember, messages: list[Message], params: SamplingParams) -> None:
+        self.name, self.codec, self.stop_ids, self.m = member.name, member.codec, list(member.stop_ids), member
+        self.prompt = member.encode_prompt(messages)
+        self.sampler = Sampler(params, params.seed or 0, member.name, member.runner.device)
+        self.turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
+
+    def logits(self, answer_ids: list[int]) -> torch.Tensor:
+        """(tokens of the answer + 1, V): what comes after the prompt and after each answer token."""
+        inputs = {"input_ids": torch.tensor([self.prompt + answer_ids]), "use_cache": False}
+        logits = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
+        return logits[0, -len(answer_ids) - 1 :].float()
+
+    def draft(self, answer: str, limit: int, round_index: int) -> tuple[str, bool]:
+        start, ids, text = self.codec.encode(answer), [], ""
+        self.sampler.start(round_index)
+        while len(ids) < limit or (not whole_characters(text) and len(ids) < limit + 8):
+            logits = self.logits(start + ids)[-1].index_fill(0, self.m.unsayable, float("-inf"))
+            token = self.sampler.pick(logits, self.prompt + start + ids)
+            if token in self.stop_ids:
+                return whole_characters(self.cut_turn(text)), True
+            ids.append(token)
+            text = self.codec.text_after(start, ids)
+        if self.cut_turn(text) != text:
+            return whole_characters(self.cut_turn(text)), True
+        open_turn = partial_stop(text, self.turn_ends)
+        return cut_candidate(text[: len(text) - open_turn] if 0 < open_turn < len(text) else text), False
+
+    def cut_turn(self, text: str) -> str:
+        at = [text.find(end) for end in self.turn_ends if end in text]
+        return text[: min(at)].rstrip("\n") if at else text
+
+    def score(self, answer: str, candidate: str, ends: bool) -> float:
+        """exp of the mean log p of the candidate's canonical tokens (and of any end of turn)."""
+        ids = self.codec.encode(answer + candidate)
+        start = common_prefix(self.codec.encode(answer), ids)
+        logp = self.logits(ids).log_softmax(-1)
+        picked = [float(logp[i, ids[i]]) for i in range(start, len(ids))]
+        picked += [float(logp[len(ids), self.stop_ids].logsumexp(0))] if ends else []
+        return math.exp(sum(picked) / len(picked))
+
+
+@torch.inference_mode()
+def naive_rounds(
+    config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
+) -> Iterator[NaiveRound]:
+    active = [NaiveMember(m, messages, params) for m in members]
+    weight = {m.name: 1 / len(active) for m in active}
+    quality = dict.fromkeys(weight, 0.0)
+    answer, index, verified = "", 0, 0
+    while len(active) > 1:
+        index += 1
+        drafts = {m.name: m.draft(answer, config.segment_tokens, index) for m in active}
+        distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
+        scores = {m.name: {f"{t}|{e}": m.score(answer, t, e) for t, e in distinct} for m in active}
+        if len(distinct) == 1:
+            scores = {}
+        total = {d: sum(weight[j] * s[f"{d[0]}|{d[1]}"] for j, s in scores.items()) for d in distinct}
+        text, ended = max(distinct, key=lambda d: total[d])
+        winner = next(name for name, d in drafts.items() if d == (text, ended))
+        yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in active])
+        answer += text
+        if ended:
+            return
+        if not scores:
+            continue
+        verified += 1
+        names = [m.name for m in active]
+        own = {i: f"{drafts[i][0]}|{drafts[i][1]}" for i in names}
+        if config.feedback == "constant":
+            weight = _feedback(config.feedback_rate, weight, names, scores, own)
+        for i in names:
+            quality[i] += total.get(drafts[i], 0.0)
+        if config.exit == "entropy":
+            gone = _leavers({i: quality[i] for i in names}, verified)
+            active = [m for m in active if m.name not in gone]
+            mass = sum(weight[m.name] for m in active)
+            weight = {m.name: weight[m.name] / mass for m in active}
+
+
+def _feedback(
+    rate: float,
+    weight: dict[str, float],
+    names: list[str],
+    scores: dict[str, dict[str, float]],
+    own: dict[str, str],
+) -> dict[str, float]:
+    grown = {}
+    for i in names:
+        votes = [
+            (scores[j].get(own[i], 0.0) > scores[j].get(own[k], 0.0)) + 0.5 * (scores[j].get(own[i], 0.0) == scores[j].get(own[k], 0.0))
+            for k in names
+            for j in names
+            if k != i and j != i and (len(names) == 2 or j != k)
+        ]
+        grown[i] = weight[i] * math.exp(rate * sum(votes) / len(votes))
+    return {i: w / sum(grown.values()) for i, w in grown.items()}
+
+
+def _leavers(quality: dict[str, float], t: int) -> list[str]:
+    share = [q / sum(quality.values()) for q in quality.values()]
+    tau = -sum(s * math.log(s) for s in share) / math.log(len(share)) * math.sqrt(t)
+    grown = {i: math.exp(q / tau) for i, q in quality.items()}
+    keep = {i: g / sum(grown.values()) for i, g in grown.items()}
+    best = max(keep, key=lambda i: keep[i])
+    return [i for i, p in keep.items() if p < 0.5 / len(keep) and i != best]

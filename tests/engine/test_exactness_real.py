@@ -1,0 +1,111 @@
+"""The real demo members in float32 against the naive, cache-less round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
+
+from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared.member import LocalMember
+from specfuse_shared.tree import Branch
+
+PROMPTS = {
+    "english": "Why is the sky blue? Explain it to a child.",
+    "code": "Write a Python function with nested if statements that returns the sign of a number:\n\n"
+    "def sign(x):\n    if x > 0:\n        return 1\n",
+    "chinese": "请用中文介绍一下北京的历史，写三句话。",
+    "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
+}
+
+
+def question(text: str) -> list[Message]:
+    return [Message("user", text)]
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=8)
+    params = SamplingParams(max_tokens=200)
+    records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=4)
+    assert records
+
+
+@pytest.mark.parametrize("kind", ["english", "chinese"])
+def test_seeded_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
+    params = SamplingParams(max_tokens=200, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02, seed=11)
+    assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=4)
+
+
+def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -> None:
+    config = with_settings(exact_engine.config, feedback="constant", exit="entropy", segment_tokens=4)
+    params = SamplingParams(max_tokens=200, repetition_penalty=1.1)
+    records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS["english"]), params, rounds=8)
+    assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
+
+
+def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:
+    facts = " ".join(f"Room {n} holds {n * 7 % 31} telescopes and {n * 3 % 17} maps." for n in range(1, 95))
+    messages = question(f"{facts}\n\nWhich rooms hold more than twenty telescopes? Give reasons.")
+    members = local_members(exact_engine)
+    assert min(len(m.encode_prompt(messages)) for m in members) >= 1200
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=4)
+    assert_equals_naive(config, members, messages, SamplingParams(max_tokens=200), rounds=2)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int) -> None:
+    member = local_members(exact_engine)[index]
+    config = with_settings(exact_engine.config, members=[exact_engine.config.members[index]], reference=None)
+    messages = question("Tell me about the sea, the moon and the tides.")
+    session = open_session(config, [member], messages, SamplingParams(max_tokens=45))
+    run_rounds(session, 100)
+    prompt = torch.tensor([member.encode_prompt(messages)])
+    with torch.inference_mode():
+        ids = member.runner.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=45, do_sample=False
+        )[0, prompt.shape[1] :].tolist()
+    expected = member.codec.decode(ids)
+    if member.prompts.kind == "plain":
+        expected = expected.split("\n\n### ")[0]
+    assert session._text == expected.rstrip("\ufffd")
+    drafted = list(session._sides[member.name].session.context.answer)
+    assert drafted == ids[: len(drafted)]
+    assert len(drafted) >= 30
+
+
+def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_forward(
+    exact_engine: EnsembleEngine,
+) -> None:
+    members = local_members(exact_engine)
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=7)
+    messages = question(PROMPTS["code"])
+    session = open_session(config, members, messages, SamplingParams(max_tokens=200, temperature=1.0, seed=3))
+    run_rounds(session, 6)
+    for member in members:
+        context = session._sides[member.name].session.context
+        assert list(context.prompt) == member.encode_prompt(messages)
+        assert list(context.answer) == member.codec.encode(session._text)
+        cached = context._cache.layers[0].get_seq_length()
+        assert cached == len(context.prompt) + len(context.answer)
+        with torch.inference_mode():
+            fresh = member.runner.plain([*context.prompt, *context.answer])[-1]
+            kept = context.logits(Branch(len(context.answer), ()))
+        assert float((fresh.log_softmax(-1) - kept.log_softmax(-1)).abs().max()) < 1e-3
+
+
+def test_the_order_of_members_changes_no_candidate_and_no_score(exact_engine: EnsembleEngine) -> None:
+    members: list[LocalMember] = local_members(exact_engine)
+    params = SamplingParams(max_tokens=60)
+    tables = []
+    for order in (members, members[::-1]):
+        config = with_settings(exact_engine.config, exit="never", reference=members[0].name)
+        session = open_session(config, order, question(PROMPTS["english"]), params)
+        rounds = run_rounds(session, 3)
+        session.release()
+        tables.append([{c.text: dict(c.scores) for c in r.candidates} for r in rounds])
+    for one, other in zip(*tables, strict=True):
+        assert one.keys() == other.keys()
+        for text, scores in one.items():
+            assert scores == pytest.approx(other[text], abs=1e-4)
