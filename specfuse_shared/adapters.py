@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
@@ -45,7 +45,7 @@ class EnsembleSettings(BaseModel):
         PlainValidator(lambda value: _as_config(value)),
         PlainSerializer(lambda value: value and plain_config(value)),
     ] = None
-    """Members together with how a round is decided."""
+    """Members together with how a round is decided; that of `engine` if one is given."""
     engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
     """An engine to share; without one, equal configurations share one engine of this process."""
     max_tokens: int = _SAMPLING.max_tokens
@@ -67,16 +67,16 @@ class EnsembleSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
-        if sum(source is not None for source in (self.members, self.config, self.engine)) != 1:
+        if self.engine is not None and self.config in (None, self.engine.config):
+            self.config = self.engine.config
+        elif self.engine is not None:
+            raise ConfigError("config differs from that of engine: give one of them")
+        if (self.members is None) == (self.config is None):
             raise ConfigError(f"give one of {_SOURCES}")
-        if self.members != "demo":
-            self._ensemble()
         self._sampling({})
         return self
 
     def _ensemble(self) -> EnsembleConfig:
-        if self.engine is not None:
-            return self.engine.config
         if self.config is not None:
             return self.config
         return _demo_config() if self.members == "demo" else EnsembleConfig(self.members or ())
@@ -92,7 +92,7 @@ class EnsembleSettings(BaseModel):
     def _identity(self) -> dict[str, Any]:
         """Everything that decides an answer besides the messages, as plain JSON."""
         sampling = asdict(self._sampling({}))
-        return {"ensemble": plain_config(self._ensemble()), "sampling": {**sampling, "stop": list(sampling["stop"])}}
+        return {"ensemble": plain_config(self._ensemble(), changed=False), "sampling": _plain(sampling)}
 
     def _context_limit(self) -> int | None:
         """Of the smallest member; before the engine is loaded, only what the configuration says."""
@@ -107,9 +107,7 @@ class EnsembleSettings(BaseModel):
         return super().__deepcopy__({**(memo or {}), id(self.engine): self.engine})
 
     def __getstate__(self) -> dict[Any, Any]:
-        if self.engine is None:
-            return super().__getstate__()
-        bare = self.model_copy(update={"engine": None, "config": self._ensemble()})
+        bare = self if self.engine is None else self.model_copy(update={"engine": None})
         return super(EnsembleSettings, bare).__getstate__()
 
 
@@ -178,20 +176,19 @@ def ledger(result: EnsembleResult) -> dict[str, Any]:
     }
 
 
-def plain_config(config: EnsembleConfig | MemberConfig) -> dict[str, Any]:
-    """The settings that differ from their defaults, as plain JSON; a policy object appears as its repr."""
-    changed = {f.name: getattr(config, f.name) for f in fields(config)}
-    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
-    return {k: _plain(v) for k, v in changed.items() if k not in defaults or v != defaults[k]}
+def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:
+    """The settings (those that differ from their defaults) as plain JSON; a policy object appears as its repr."""
+    chosen = [f.name for f in fields(config) if not changed or getattr(config, f.name) != f.default]
+    return {name: _plain(getattr(config, name), changed) for name in chosen}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, changed: bool = True) -> Any:
     if isinstance(value, MemberConfig):
-        return plain_config(value)
+        return plain_config(value, changed=changed)
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, changed) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return [_plain(v, changed) for v in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
 
@@ -201,7 +198,7 @@ def _winner(record: RoundRecord) -> Candidate:
 
 def _as_members(value: Any) -> Members:
     if value is None or value == "demo":
-        return value
+        return "demo" if value else None
     if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
         raise ConfigError(f"members is {value!r}: give {_SOURCES}")
     return EnsembleConfig([MemberConfig.from_dict(m) if isinstance(m, Mapping) else m for m in value]).member_configs
