@@ -1,0 +1,62 @@
+"""LlamaIndex messages as the engine's messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+
+from specfuse_shared.errors import RequestError
+from specfuse_shared.types import Message, Role, ToolCall
+
+_ROLES: dict[MessageRole, Role] = {
+    MessageRole.SYSTEM: "system",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.USER: "user",
+    MessageRole.ASSISTANT: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.TOOL: "tool",
+    MessageRole.FUNCTION: "tool",
+}
+_SILENT_BLOCKS = (CachePoint, ThinkingBlock, ToolCallBlock)
+
+
+def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Converts a conversation; content that is not text raises `RequestError`."""
+    return [_to_message(message) for message in messages]
+
+
+def _to_message(message: ChatMessage) -> Message:
+    for block in message.blocks:
+        if not isinstance(block, (TextBlock, *_SILENT_BLOCKS)):
+            raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
+    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    return Message(
+        role=_ROLES[message.role],
+        content=message.content or "",
+        name=message.additional_kwargs.get("name"),
+        tool_calls=tuple(ToolCall(c.tool_name, _arguments(c.tool_kwargs), c.tool_call_id) for c in calls),
+        tool_call_id=message.additional_kwargs.get("tool_call_id"),
+    )
+
+
+def _arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except json.JSONDecodeError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise RequestError(f"the arguments of a tool call are no JSON object: {arguments!r}")
+    return parsed
