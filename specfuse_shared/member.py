@@ -15,12 +15,10 @@ from typing import Protocol
 import torch
 
 from specfuse_shared.config import MemberConfig, SamplingParams
-from specfuse_shared.context import Context, PackedContext
 from specfuse_shared.loading import OnStage, load_pretrained
 from specfuse_shared.probe import probe
 from specfuse_shared.prompts import PLAIN_TURN_ENDS, PromptEncoder
-from specfuse_shared.rows import RowContext
-from specfuse_shared.runner import ModelRunner
+from specfuse_shared.rows import new_context
 from specfuse_shared.sampling import Sampler
 from specfuse_shared.stops import find_stop, partial_stop
 from specfuse_shared.tokens import Codec, Encoding, common_prefix, cut_candidate, whole_characters
@@ -124,8 +122,8 @@ class LocalMember:
         self.prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name)
         self.codec = self.prompts.codec
         on_stage("checking parity")
-        result = probe(model, self.name)
-        self.runner = ModelRunner(model, result.plan)
+        way = probe(model, self.name)
+        self.runner = way.runner(model)
         self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
         special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
         self.unsayable = torch.tensor(special, dtype=torch.long, device=model.device)
@@ -141,8 +139,8 @@ class LocalMember:
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             attention=text._attn_implementation,
-            verification=result.verification,
-            probe_error=result.error,
+            verification=way.verification,
+            probe_error=way.error,
             template=self.prompts.kind,
             context=self.context_limit,
             stop_token_ids=self.stop_ids,
@@ -155,9 +153,6 @@ class LocalMember:
     def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> LocalSession:
         return LocalSession(self, prompt, params, seed)
 
-    def new_context(self) -> Context:
-        return PackedContext(self.runner) if self.runner.plan else RowContext(self.runner)
-
 
 class LocalSession:
     """One answer of a `LocalMember`. Invariant while fusing: cached ids = prompt + canonical ids of the answer."""
@@ -166,7 +161,7 @@ class LocalSession:
         self._member, self._codec = member, member.codec
         self._prompt = tuple(prompt)
         self.prompt_tokens = len(self._prompt)
-        self.context = member.new_context()
+        self.context = new_context(member.runner)
         self.encoding = Encoding()
         self._text = ""
         self._sampler = Sampler(params, seed, member.name, member.runner.device)

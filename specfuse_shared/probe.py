@@ -7,7 +7,7 @@ with the model's plain forward. Windows are shrunk for the probe, so that a hand
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,51 +15,55 @@ from typing import Any, Literal
 import torch
 
 from specfuse_shared.attention import MaskPlan, plans_for
-from specfuse_shared.context import Context, PackedContext
+from specfuse_shared.context import Context
 from specfuse_shared.errors import UnsupportedModelError
-from specfuse_shared.rows import RowContext
+from specfuse_shared.rows import new_context
 from specfuse_shared.runner import ModelRunner
 from specfuse_shared.tree import Branch
 
 logger = logging.getLogger(__name__)
 
 _WINDOW = 8
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 _PROMPT, _FIRST, _SECOND = 21, 4, 5
-_TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.6}
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
 """Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """The chosen path: `plan` for packed verification, None for rows. `error`: mean |Δ log p| against plain."""
+class Attempt:
+    """A way to score branches, and its mean |Δ log p| against the model's plain forward."""
 
-    verification: Literal["packed", "rows"]
     plan: MaskPlan | None
-    error: float
+    one_by_one: bool = False
+    error: float = float("inf")
+
+    @property
+    def verification(self) -> Literal["packed", "rows"]:
+        return "packed" if self.plan else "rows"
+
+    def runner(self, model: Any) -> ModelRunner:
+        return ModelRunner(model, self.plan, self.one_by_one)
 
 
-def probe(model: Any, member: str) -> ProbeResult:
-    """Pick the packed plan with the smallest error, else rows. Raises `UnsupportedModelError` where neither works."""
+def probe(model: Any, member: str) -> Attempt:
+    """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works."""
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
     problems: list[str] = []
-    with _small_windows(config):
-        packed = [(_attempt(model, PackedContext, p, problems), p) for p in plans_for(config) if _is_packable(model)]
-        rows = None
-        if not any(error <= tolerance for error, _ in packed):
-            rows = _attempt(model, RowContext, None, problems)
-    error, plan = min(packed, key=lambda found: found[0], default=(float("inf"), None))
-    if plan is not None and error <= tolerance:
-        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-        real = replace(plan, window=window if plan.window else None, chunk=chunk if plan.chunk else None)
-        return ProbeResult("packed", real, error)
-    if rows is not None and rows <= tolerance:
-        logger.info("member %s verifies row by row (packed: %s)", member, "; ".join(problems) or f"off by {error:.3g}")
-        return ProbeResult("rows", None, rows)
+    ways = [Attempt(plan) for plan in plans_for(config) if _is_packable(model)]
+    tried: list[Attempt] = []
+    with _small_windows(config) as shrunk:
+        for group in (ways, [Attempt(None)], [Attempt(None, one_by_one=True)]):
+            tried = [_attempt(model, way, shrunk, problems) for way in group]
+            best = min(tried, key=lambda way: way.error, default=None)
+            if best is not None and best.error <= tolerance:
+                logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
+                return best
     raise UnsupportedModelError(
-        f"member {member!r} ({type(model).__name__}): neither packed (off by {error:.3g}) nor row-by-row verification "
-        f"(off by {rows if rows is not None else float('inf'):.3g} nats) reproduces the model's own probabilities "
-        f"within {tolerance:g}; use another model, or dtype='float32' if the numbers are close. {'; '.join(problems)}"
+        f"member {member!r} ({type(model).__name__}): neither packed nor row-by-row verification reproduces the "
+        f"model's own probabilities within {tolerance:g} nats (rows: {tried[0].error:.3g}); use another model, or "
+        f"dtype='float32' if the numbers are close. {'; '.join(problems)}"
     )
 
 
@@ -68,23 +72,27 @@ def _is_packable(model: Any) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def _attempt(
-    model: Any, kind: Callable[[ModelRunner], Context], plan: MaskPlan | None, problems: list[str]
-) -> float:
+def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[str]) -> Attempt:
+    """The way with its error measured while windows are shrunk, infinite where it does not run."""
+    plan = way.plan and replace(
+        way.plan,
+        window=way.plan.window and shrunk["sliding_window"],
+        chunk=way.plan.chunk and shrunk["attention_chunk_size"],
+    )
     try:
-        return _error(ModelRunner(model, plan), kind)
+        return replace(way, error=_error(replace(way, plan=plan).runner(model)))
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
-        problems.append(f"{getattr(kind, '__name__', kind)}: {type(error).__name__}: {error}"[:200])
-        return float("inf")
+        problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])
+        return way
 
 
 @torch.inference_mode()
-def _error(runner: ModelRunner, kind: Callable[[ModelRunner], Context]) -> float:
+def _error(runner: ModelRunner) -> float:
     """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk."""
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
     prompt, first = ids[:_PROMPT], tuple(ids[_PROMPT : _PROMPT + _FIRST])
     second, third = tuple(ids[-2 * _SECOND : -_SECOND]), tuple(ids[-_SECOND:])
-    context = kind(runner)
+    context = new_context(runner)
     context.prefill(prompt)
     for size in range(1, _FIRST):
         context.extend([Branch(0, first[:size])])
@@ -115,13 +123,14 @@ def _random_ids(model: Any, count: int) -> list[int]:
 
 
 @contextmanager
-def _small_windows(config: Any) -> Iterator[None]:
-    names = [n for n in ("sliding_window", "attention_chunk_size") if getattr(config, n, None)]
-    real = {name: getattr(config, name) for name in names}
-    for name in names:
-        setattr(config, name, min(_WINDOW, real[name]))
+def _small_windows(config: Any) -> Iterator[dict[str, int]]:
+    """Shrink the configured windows, from which the model makes its own masks, while the probe runs."""
+    real = {name: getattr(config, name) for name in _WINDOWS if getattr(config, name, None)}
+    shrunk = {name: min(_WINDOW, size) for name, size in real.items()}
+    for name, size in shrunk.items():
+        setattr(config, name, size)
     try:
-        yield
+        yield shrunk
     finally:
-        for name, value in real.items():
-            setattr(config, name, value)
+        for name, size in real.items():
+            setattr(config, name, size)

@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.context import Context
+from specfuse_shared.context import Context, PackedContext
 from specfuse_shared.runner import ModelRunner
 from specfuse_shared.tree import Branch
+
+
+def new_context(runner: ModelRunner) -> Context:
+    """A context for one answer, of the kind that the model supports."""
+    return PackedContext(runner) if runner.plan else RowContext(runner)
 
 
 @dataclass(slots=True)

@@ -14,10 +14,14 @@ PREFILL_CHUNK = 1024
 
 
 class ModelRunner:
-    """Runs `model` (a causal LM in eval mode). `plan` None: the model cannot score packed branches."""
+    """Runs `model` (a causal LM in eval mode).
 
-    def __init__(self, model: Any, plan: MaskPlan | None = None) -> None:
-        self.model, self.plan = model, plan
+    `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
+    (Mamba), so `append` feeds them in turn.
+    """
+
+    def __init__(self, model: Any, plan: MaskPlan | None = None, one_by_one: bool = False) -> None:
+        self.model, self.plan, self._one_by_one = model, plan, one_by_one
         self.device, self.dtype = model.device, model.dtype
         parameters = inspect.signature(model.forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
@@ -54,7 +58,10 @@ class ModelRunner:
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
         """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
-        return self._forward(ids, cache, torch.arange(start, start + len(ids), device=self.device), None)
+        at = torch.arange(start, start + len(ids), device=self.device)
+        if not self._one_by_one:
+            return self._forward(ids, cache, at, None)
+        return torch.cat([self._forward(ids[n : n + 1], cache, at[n : n + 1], None) for n in range(len(ids))])
 
     def plain(self, ids: Sequence[int]) -> torch.Tensor:
         """The model's own forward over a whole sequence, without a cache; logits (Q, V)."""

@@ -1,0 +1,35 @@
+"""Random tiny models of many architectures against the naive round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
+from tests.engine.comparing import assert_equals_naive, local_members, with_settings
+from tests.engine.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model
+
+ROW_BY_ROW = {"lfm2", "mamba"}
+MESSAGES = [Message("user", "The fox asks: how do the tides follow the moon? Explain with 3 reasons, ça va?")]
+
+
+@pytest.fixture(scope="module")
+def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A member of another family with another tokenizer, for every architecture under test."""
+    return save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("partner"), seed=1)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_tiny_models_equal_the_naive_round(kind: str, partner: Path, tmp_path: Path) -> None:
+    save_model(kind, byte_level_tokenizer(), tmp_path)
+    members = [MemberConfig(str(tmp_path), name=kind, dtype="float32"), MemberConfig(str(partner), dtype="float32")]
+    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
+        report = engine.describe()[0]
+        assert report.verification == ("rows" if kind in ROW_BY_ROW else "packed")
+        assert report.probe_error < 1e-3
+        for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=5)):
+            records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
+            assert any(r.verified for r in records)
+        learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3)
+        assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=6)
