@@ -55,7 +55,6 @@ class Codec:
         self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
         self._guard_length = len(self.encode(_GUARD))
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
-        self.windowed = True
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
     def encode(self, text: str) -> list[int]:
@@ -110,10 +109,9 @@ class Codec:
         return self.encode(text) if first else self.encode(_GUARD + text)[self._guard_length :]
 
     def _windows_agree(self, text: str) -> bool:
-        encoding = Encoding()
-        for start in range(0, len(text), 7):
-            encoding = self.extend(encoding, text[start : start + 7])
-        return list(encoding.ids) == self.encode(text)
+        """Whether the text's encoding falls apart at every anchor."""
+        pieces = _ANCHOR.split(text)
+        return self.encode(text) == [i for n, piece in enumerate(pieces) for i in self._encode_window(piece, n == 0)]
 
     def _probe_texts(self) -> list[str]:
         """Fixed texts, and one around each token that holds a non-space followed by a space."""

@@ -1,0 +1,32 @@
+"""Two tiny members of different make: a byte-level chat model and a metaspace base model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.prompts import PromptEncoder
+from specfuse_shared.tokens import Codec
+from tests.engine.comparing import local_members
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
+    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
+    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
+    members = [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
+    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
+        yield engine.load()
+
+
+@pytest.fixture(scope="session")
+def codecs(exact_engine: EnsembleEngine) -> dict[str, Codec]:
+    """Codecs of both real members and of both tiny tokenizers."""
+    found = {m.name: m.codec for m in local_members(exact_engine)}
+    for tokenizer in (byte_level_tokenizer(), metaspace_tokenizer()):
+        encoder = PromptEncoder(tokenizer, None, {}, "tiny")
+        found[encoder.kind] = encoder.codec
+    return found

@@ -1,0 +1,82 @@
+"""The decisions of a round, as numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specfuse_shared import policies
+from specfuse_shared.policies import MeanLogprob, MeanProb, OnlineFeedback, RetentionExit, rewards
+
+LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=12)
+SQUARE = st.integers(2, 5).flatmap(lambda n: st.lists(st.lists(st.floats(0, 1), min_size=n, max_size=n), min_size=n, max_size=n))
+
+
+@given(LOGPROBS)
+def test_scores_lie_between_zero_and_one(logprobs: list[float]) -> None:
+    sizes = [1 + i % 3 for i in range(len(logprobs))]
+    for policy in (MeanLogprob("token"), MeanLogprob("byte"), MeanProb("token"), MeanProb("byte")):
+        assert 0 <= policy(logprobs, sizes) <= 1 + 1e-9
+
+
+def test_mean_logprob_is_the_geometric_mean_and_mean_prob_the_arithmetic() -> None:
+    logprobs = [math.log(0.9), math.log(0.1)]
+    assert MeanLogprob()(logprobs, [1, 1]) == pytest.approx(0.3)
+    assert MeanProb()(logprobs, [1, 1]) == pytest.approx(0.5)
+
+
+def test_per_byte_does_not_favour_long_tokens() -> None:
+    long_token, short_tokens = [math.log(0.25)], [math.log(0.5), math.log(0.5)]
+    assert MeanLogprob("token")(long_token, [2]) < MeanLogprob("token")(short_tokens, [1, 1])
+    assert MeanLogprob("byte")(long_token, [2]) == pytest.approx(MeanLogprob("byte")(short_tokens, [1, 1]))
+    assert MeanProb("byte")(long_token, [2]) == pytest.approx(MeanProb("byte")(short_tokens, [1, 1]))
+
+
+def test_weighted_mean() -> None:
+    assert policies.weighted_mean([[1.0, 0.0], [0.0, 0.5]], [0.75, 0.25]) == pytest.approx([0.75, 0.125])
+
+
+def test_rewards_leave_out_interested_parties() -> None:
+    scores = [[1.0, 0.2, 0.1], [0.9, 0.1, 0.3], [0.5, 0.4, 1.0]]
+    # for member 0: rival 1 in the eyes of 2, rival 2 in the eyes of 1; both won
+    assert rewards(scores) == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_with_two_members_the_rival_judges_against_its_own() -> None:
+    assert rewards([[0.9, 0.1], [0.6, 0.5]]) == pytest.approx([1.0, 0.0])
+
+
+@given(SQUARE, st.sampled_from(["constant", "sqrt_decay", "paper"]), st.integers(1, 50))
+def test_feedback_keeps_a_distribution(scores: list[list[float]], schedule: str, t: int) -> None:
+    weights = OnlineFeedback(schedule, 0.7)([1 / len(scores)] * len(scores), scores, t)  # type: ignore[arg-type]
+    assert sum(weights) == pytest.approx(1)
+    assert min(weights) > 0
+
+
+def test_schedules() -> None:
+    assert OnlineFeedback("constant", 0.5).eta(4, 9) == 0.5
+    assert OnlineFeedback("sqrt_decay", 0.6).eta(4, 9) == pytest.approx(0.2)
+    assert OnlineFeedback("paper", 0.6).eta(4, 3) == pytest.approx(0.1)
+
+
+@given(st.lists(st.floats(0, 50), min_size=1, max_size=6), st.integers(1, 40), st.sampled_from(["entropy", "fixed"]))
+def test_the_best_member_never_leaves(totals: list[float], t: int, temperature: str) -> None:
+    decision = RetentionExit(temperature)(totals, t)  # type: ignore[arg-type]
+    assert sum(decision.retention) == pytest.approx(1)
+    assert totals.index(max(totals)) not in decision.leavers
+    assert len(decision.leavers) < len(totals)
+
+
+def test_a_hopeless_member_leaves_and_a_close_one_stays() -> None:
+    decision = RetentionExit()([5.0, 4.8, 0.1], 8)
+    assert decision.leavers == (2,)
+    assert policies.never([5.0, 0.1], 8).leavers == ()
+
+
+def test_clear_races_sharpen_the_entropy_temperature() -> None:
+    close, clear = policies.entropy([1.0, 1.0, 1.0]), policies.entropy([1.0, 0.01, 0.01])
+    assert close == pytest.approx(1)
+    assert clear < 0.2
