@@ -1,0 +1,165 @@
+"""Speed of the engine on the demo members, as ratios of things timed in the same run.
+
+    python benchmarks/engine.py [--tokens 64] [--repeats 3] [--json FILE]
+
+1. overhead   whole answer ÷ Σ members' own `generate` of as many tokens as they drafted (64 and 1,000 prompt tokens)
+2. naive      cache-less reference rounds ÷ the same rounds by the engine (1,000 prompt tokens)
+3. context    a round at 4,000 tokens of context ÷ a round at 256
+4. first      (time to first segment − prefill) ÷ a round
+
+bf16, greedy, 10 tokens a segment, no exit, so that every member works in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, demo_members
+from specfuse_shared.member import LocalMember
+from specfuse_shared.types import EnsembleResult
+from tests.engine.naive import naive_rounds
+
+SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`ratio` of two times; `target` is the most it should be (the least where `at_least`)."""
+
+    name: str
+    ratio: float
+    target: float
+    at_least: bool
+    detail: str
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.target if self.at_least else self.ratio <= self.target
+
+
+class Bench:
+    def __init__(self, tokens: int, repeats: int) -> None:
+        config = EnsembleConfig(members=demo_members(dtype="bfloat16"), segment_tokens=10, exit="never")
+        self.engine = EnsembleEngine(config).load()
+        self.members = [m for m in self.engine._members if isinstance(m, LocalMember)]
+        self.tokens, self.repeats = tokens, repeats
+
+    def prompt(self, size: int) -> list[Message]:
+        """A question behind filler, so that the longest member prompt has about `size` tokens."""
+        text = "Describe the log of the observatory at length."
+        while max(len(m.encode_prompt([Message("user", SENTENCE + text)])) for m in self.members) <= size:
+            text = SENTENCE + text
+        return [Message("user", text)]
+
+    def answer(self, messages: list[Message], tokens: int) -> EnsembleResult:
+        return self.engine.generate(messages, SamplingParams(max_tokens=tokens))
+
+    @torch.inference_mode()
+    def generate(self, member: LocalMember, messages: list[Message], count: int) -> float:
+        """Seconds of the library's own greedy `generate` of exactly `count` tokens."""
+        ids = torch.tensor([member.encode_prompt(messages)])
+        length = {"max_new_tokens": count, "min_new_tokens": count}
+        model = member.runner.model
+        before = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+        spent = time.perf_counter() - start
+        model.set_attn_implementation(before)
+        return spent
+
+    def overhead(self, size: int, target: float) -> Figure:
+        messages, ratios, notes = self.prompt(size), [], ""
+        for _ in range(self.repeats):
+            result = self.answer(messages, self.tokens)
+            drafted = {name: usage.drafted for name, usage in result.usage.members.items()}
+            own = sum(self.generate(m, messages, drafted[m.name]) for m in self.members)
+            ratios.append(result.total_seconds / own)
+            notes = f"{len(result.rounds)} rounds, {sum(drafted.values())} drafted; {result.total_seconds:.2f} s ÷ {own:.2f} s"
+        return Figure(f"overhead, {size}-token prompt", statistics.median(ratios), target, False, notes)
+
+    def naive(self, size: int, rounds: int) -> Figure:
+        messages, params = self.prompt(size), SamplingParams(max_tokens=500)
+        start = time.perf_counter()
+        list(islice(naive_rounds(self.engine.config, self.members, messages, params), rounds))
+        slow = time.perf_counter() - start
+        events = self.engine.stream(messages, params)
+        start = time.perf_counter()
+        list(islice(events, rounds + 1))
+        fast = time.perf_counter() - start
+        return Figure(f"naive round, {size}-token prompt", slow / fast, 10, True, f"{rounds} rounds; {slow:.1f} s ÷ {fast:.2f} s")
+
+    def context(self, small: int, large: int) -> Figure:
+        prompts = {size: self.prompt(size) for size in (small, large)}
+        seconds: dict[int, list[float]] = {small: [], large: []}
+        for _ in range(self.repeats):
+            for size, messages in prompts.items():
+                seconds[size] += _round_seconds([self.answer(messages, 40)])
+        a, b = statistics.median(seconds[large]), statistics.median(seconds[small])
+        return Figure(f"a round at {large} ÷ {small} tokens", a / b, 1.8, False, f"{a:.3f} s ÷ {b:.3f} s")
+
+    def first(self, size: int) -> Figure:
+        results = [self.answer(self.prompt(size), 40) for _ in range(self.repeats)]
+        waits = [(r.first_segment_seconds or 0.0) - r.prefill_seconds for r in results]
+        a, b = statistics.median(waits), statistics.median(_round_seconds(results))
+        return Figure(f"first segment after prefill ÷ a round, {size}", a / b, 1.2, False, f"{a:.3f} s ÷ {b:.3f} s")
+
+    def run(self) -> list[Figure]:
+        self.answer(self.prompt(64), 20)
+        for member in self.members:
+            self.generate(member, self.prompt(64), 4)
+        return [
+            self.overhead(64, 1.05),
+            self.overhead(1000, 1.05),
+            self.context(256, 4000),
+            self.first(64),
+            self.naive(1000, 2),
+        ]
+
+
+def _round_seconds(results: Sequence[EnsembleResult]) -> list[float]:
+    """Time of each full round in which every candidate was verified; the last one commits nothing and is left out."""
+    return [r.timing.total for result in results for r in result.rounds[:-1] if r.verified]
+
+
+def show(figures: list[Figure]) -> None:
+    table = Table(title=f"engine, demo members, bf16, {torch.get_num_threads()} threads of {platform.machine()}")
+    for column in ("figure", "ratio", "target", "met", "from"):
+        table.add_column(column)
+    for f in figures:
+        bound = f"{'≥' if f.at_least else '≤'} {f.target:g}"
+        table.add_row(f.name, f"{f.ratio:.2f}", bound, "yes" if f.met else "no", f.detail)
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "engine.json")
+    options = parser.parse_args()
+    figures = Bench(options.tokens, options.repeats).run()
+    show(figures)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{**asdict(f), "met": f.met} for f in figures]
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    options.json.write_text(json.dumps({"figures": rows, **versions}, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
