@@ -90,7 +90,7 @@ class Bench:
             drafted = {name: usage.drafted for name, usage in result.usage.members.items()}
             own = sum(self.generate(m, messages, drafted[m.name]) for m in self.members)
             ratios.append(result.total_seconds / own)
-            notes = f"{len(result.rounds)} rounds, {sum(drafted.values())} drafted; {result.total_seconds:.2f} s ÷ {own:.2f} s"
+            notes = f"{sum(drafted.values())} drafted; {result.total_seconds:.2f} s ÷ {own:.2f} s"
         return Figure(f"overhead, {size}-token prompt", statistics.median(ratios), target, False, notes)
 
     def naive(self, size: int, rounds: int) -> Figure:
@@ -102,7 +102,9 @@ class Bench:
         start = time.perf_counter()
         list(islice(events, rounds + 1))
         fast = time.perf_counter() - start
-        return Figure(f"naive round, {size}-token prompt", slow / fast, 10, True, f"{rounds} rounds; {slow:.1f} s ÷ {fast:.2f} s")
+        return Figure(
+            f"naive round, {size}-token prompt", slow / fast, 10, True, f"{rounds} rounds; {slow:.1f} s ÷ {fast:.2f} s"
+        )
 
     def context(self, small: int, large: int) -> Figure:
         prompts = {size: self.prompt(size) for size in (small, large)}

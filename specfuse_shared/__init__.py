@@ -1,8 +1,109 @@
-"""The shared engine: several causal language models of any family answer together, segment by segment."""
+"""The shared engine: several causal language models of any family answer together, segment by segment.
+
+Importing this package is cheap: torch and transformers are imported when the engine is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
-from specfuse_shared.demo import demo_members
-from specfuse_shared.engine import EnsembleEngine
-from specfuse_shared.types import Message
+from specfuse_shared.errors import (
+    ConfigError,
+    EngineClosedError,
+    GenerationError,
+    MemberLoadError,
+    MissingExtraError,
+    PromptTooLongError,
+    RequestError,
+    SpecFuseError,
+    UnsupportedModelError,
+)
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.policies import (
+    AggregatePolicy,
+    ExitDecision,
+    ExitPolicy,
+    FeedbackPolicy,
+    MeanLogprob,
+    MeanProb,
+    OnlineFeedback,
+    RetentionExit,
+    ScorePolicy,
+)
+from specfuse_shared.types import (
+    Candidate,
+    EnsembleResult,
+    FinishReason,
+    MemberExit,
+    MemberReport,
+    MemberSummary,
+    MemberUsage,
+    Message,
+    RoundRecord,
+    RoundTiming,
+    ToolCall,
+    Usage,
+)
 
-__all__ = ["EnsembleConfig", "EnsembleEngine", "MemberConfig", "Message", "SamplingParams", "demo_members"]
+if TYPE_CHECKING:
+    from specfuse_shared.demo import demo_members
+    from specfuse_shared.engine import EnsembleEngine
+    from specfuse_shared.loading import LoadProgress
+
+__all__ = [
+    "AggregatePolicy",
+    "Candidate",
+    "ConfigError",
+    "EngineClosedError",
+    "EnsembleConfig",
+    "EnsembleEngine",
+    "EnsembleResult",
+    "Event",
+    "ExitDecision",
+    "ExitEvent",
+    "ExitPolicy",
+    "FeedbackPolicy",
+    "FinishEvent",
+    "FinishReason",
+    "GenerationError",
+    "LoadProgress",
+    "MeanLogprob",
+    "MeanProb",
+    "MemberConfig",
+    "MemberExit",
+    "MemberLoadError",
+    "MemberReport",
+    "MemberSummary",
+    "MemberUsage",
+    "Message",
+    "MissingExtraError",
+    "OnlineFeedback",
+    "PromptTooLongError",
+    "RequestError",
+    "RetentionExit",
+    "RoundRecord",
+    "RoundTiming",
+    "SamplingParams",
+    "ScorePolicy",
+    "SegmentEvent",
+    "SpecFuseError",
+    "StartEvent",
+    "ToolCall",
+    "UnsupportedModelError",
+    "Usage",
+    "demo_members",
+]
+
+_NEEDS_TORCH = {
+    "EnsembleEngine": "specfuse_shared.engine",
+    "LoadProgress": "specfuse_shared.loading",
+    "demo_members": "specfuse_shared.demo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'specfuse_shared' has no attribute {name!r}")
+    return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)

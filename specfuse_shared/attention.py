@@ -40,9 +40,7 @@ class MaskPlan:
         by_kind = {kind: _additive(self._restrict(kind, visible, query_at, key_at), dtype) for kind in self.kinds}
         return by_kind if self.as_mapping else by_kind[self.kinds[0]]
 
-    def _restrict(
-        self, kind: str, visible: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor
-    ) -> torch.Tensor:
+    def _restrict(self, kind: str, visible: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor) -> torch.Tensor:
         if kind == "sliding_attention" and self.window is not None and key_at.numel() > self.window:
             return visible & (query_at[:, None] - key_at[None, :] < self.window)
         if kind == "chunked_attention" and self.chunk is not None and key_at.numel() > self.chunk:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 _STEP = 256
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # of the library's class hook
     """One layer's keys and values in a buffer (B, H, capacity, D); `keys`/`values` are views of its used part."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -29,8 +29,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._reserve(key_states, value_states, end)
         self._key_buffer[:, :, start:end] = key_states
         self._value_buffer[:, :, start:end] = value_states
-        self._use(end)
-        return self.keys, self.values
+        return self._use(end)
 
     def keep(self, prefix: int, slots: torch.Tensor) -> None:
         """Keep the first `prefix` slots, then `slots` (ascending, none below `prefix`), and drop the rest."""
@@ -48,12 +47,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             grown[:, :, : self.used] = getattr(self, name)[:, :, : self.used]
             setattr(self, name, grown)
 
-    def _use(self, used: int) -> None:
-        self.used = used
-        self.keys, self.values = self._key_buffer[:, :, :used], self._value_buffer[:, :, :used]
+    def _use(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        views = self._key_buffer[:, :, :used], self._value_buffer[:, :, :used]
+        self.used, (self.keys, self.values) = used, views
+        return views
 
 
-class GrowingCache(Cache):  # type: ignore[misc]
+class GrowingCache(Cache):
     """A cache of `GrowingLayer`s, made as the model's layers first write to it."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class GrowingCache(Cache):  # type: ignore[misc]
     def keep(self, prefix: int, slots: list[int]) -> None:
         """In every layer keep the first `prefix` slots and then `slots`; one copy of the kept rows a layer."""
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, GrowingLayer) and layer.is_initialized:
                 layer.keep(prefix, torch.tensor(slots, dtype=torch.long, device=layer.device))
 
 

@@ -137,7 +137,8 @@ class EnsembleConfig(_Config):
                 _choice(f"EnsembleConfig.{name}", value, tuple(choices))
         _require(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
         _require(
-            0 < self.exit_threshold <= 1, f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}"
+            0 < self.exit_threshold <= 1,
+            f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
         )
         if self.reference is not None:
             _choice("EnsembleConfig.reference", self.reference, self.names)

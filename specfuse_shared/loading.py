@@ -191,7 +191,9 @@ def _explain(config: MemberConfig, error: Exception) -> str:
 def _quiet() -> Iterator[None]:
     """Keep the library's progress bars off the terminal; progress is reported through `on_stage`."""
     from transformers import modeling_gguf_pytorch_utils as gguf_loader
-    from transformers.utils import logging as library_logging
+    from transformers.utils import logging as untyped_logging
+
+    library_logging: Any = untyped_logging
 
     shown, bar = library_logging.is_progress_bar_enabled(), getattr(gguf_loader, "tqdm", None)
     library_logging.disable_progress_bar()

@@ -259,7 +259,9 @@ class LocalSession:
 
     def _unread_after(self, read: Sequence[int], unread: Sequence[int], whole: str) -> int:
         """How many trailing ids belong to a character that is not finished yet."""
-        size = next(n for n in range(len(unread)) if whole_characters(self._codec.text_after(read, unread[:n])) == whole)
+        size = next(
+            n for n in range(len(unread)) if whole_characters(self._codec.text_after(read, unread[:n])) == whole
+        )
         return len(unread) - size
 
 

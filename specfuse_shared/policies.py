@@ -112,10 +112,7 @@ def rewards(scores: Matrix) -> list[float]:
 
     def share(i: int) -> float:
         duels = [
-            (scores[j][i], scores[j][k])
-            for k in range(n)
-            for j in range(n)
-            if k != i and j != i and (j != k or n == 2)
+            (scores[j][i], scores[j][k]) for k in range(n) for j in range(n) if k != i and j != i and (j != k or n == 2)
         ]
         return sum(1.0 if mine > theirs else 0.5 if mine == theirs else 0.0 for mine, theirs in duels) / len(duels)
 

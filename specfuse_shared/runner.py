@@ -46,9 +46,7 @@ class ModelRunner:
             logits = self._forward(chunk, cache, at, mask, **self.keep_last(1))[-1]
         return logits
 
-    def step(
-        self, ids: Sequence[int], visible: torch.Tensor, positions: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def step(self, ids: Sequence[int], visible: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         """Feed Q tokens behind a cache of K - Q slots; logits (Q, V).
 
         `visible` (Q, K): the slots each query sees, itself among them; `positions` (K): the place of each slot.

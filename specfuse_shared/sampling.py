@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers import (
@@ -40,9 +41,10 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor, history: Sequence[int]) -> int:
         """The next token after `history` (prompt and answer ids), from its logits (V)."""
-        scores = logits.float()[None]
+        scores: torch.Tensor = logits.float()[None]
         past = history if self._needs_history else ()
-        scores = self._processors(torch.tensor([list(past)], dtype=torch.long, device=logits.device), scores)
+        past_ids = torch.tensor([list(past)], dtype=torch.long, device=logits.device)
+        scores = self._processors(cast(torch.LongTensor, past_ids), cast(torch.FloatTensor, scores))
         if self._greedy:
             return int(scores.argmax(-1))
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))

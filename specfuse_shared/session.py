@@ -6,6 +6,7 @@ stages. It knows no ids and no tensors. `step` runs one round, so that a caller 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,9 +66,7 @@ class _Choice:
         return self.ends or self.stop is not None
 
     def record(self) -> Candidate:
-        return Candidate(
-            self.text, tuple(self.drafters), self.finishes, self.tokens, dict(self.scores), self.score
-        )
+        return Candidate(self.text, tuple(self.drafters), self.finishes, self.tokens, dict(self.scores), self.score)
 
 
 class AnswerSession:
@@ -154,7 +153,7 @@ class AnswerSession:
             weights={name: self._sides[name].weight for name in self._active},
             retention={},
             exits=tuple(exits),
-            timing=RoundTiming(*(b - a for a, b in zip(clock, clock[1:], strict=False))),
+            timing=RoundTiming(*(b - a for a, b in itertools.pairwise(clock))),
         )
         if verified and reason is None:
             retention, left = self._learn(choices)
@@ -276,9 +275,7 @@ class AnswerSession:
         self._counted = counted
         return choice.text, reason or (FinishReason.LENGTH if len(counted.ids) == limit else None)
 
-    def _publish(
-        self, record: RoundRecord, stop: StopMatch | None, reason: FinishReason | None
-    ) -> Iterator[Event]:
+    def _publish(self, record: RoundRecord, stop: StopMatch | None, reason: FinishReason | None) -> Iterator[Event]:
         self._rounds.append(record)
         if reason is not None:
             yield from self._finish(record.text, stop, reason, record)

@@ -26,7 +26,7 @@ _GUARD = "a"
 _TAIL_IDS = 8
 _MOST_CROSSING_PROBES = 500
 _PROBES = (
-    "The quick brown fox, at 12.5 km/h, didn't stop!  It ran on.\n\nThen: 3 more (or 4) came. \"Well\" - done.",
+    'The quick brown fox, at 12.5 km/h, didn\'t stop!  It ran on.\n\nThen: 3 more (or 4) came. "Well" - done.',
     "def f(x):\n    if x > 1:\n        return x ** 2  # square\n\n    return None\n\nprint(f(10))\n",
     "北京是中国的首都。 It has 21 million people，日本語のテキスト mixed in. Ещё текст, и ещё.",
     "👩\u200d👩\u200d👧 family 🎉 a\u0301 e\u0301 ﬁne ½ ① \u00a0nbsp\t\ttabs  two spaces\r\nline",

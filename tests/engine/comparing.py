@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-
-from tests.engine.naive import NaiveRound, naive_rounds
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
 from specfuse_shared.member import LocalMember
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, RoundRecord
+from tests.engine.naive import NaiveRound, naive_rounds
 
 
 def local_members(engine: EnsembleEngine) -> list[LocalMember]:

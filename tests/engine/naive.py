@@ -120,7 +120,8 @@ def _feedback(
     grown = {}
     for i in names:
         votes = [
-            (scores[j].get(own[i], 0.0) > scores[j].get(own[k], 0.0)) + 0.5 * (scores[j].get(own[i], 0.0) == scores[j].get(own[k], 0.0))
+            (scores[j].get(own[i], 0.0) > scores[j].get(own[k], 0.0))
+            + 0.5 * (scores[j].get(own[i], 0.0) == scores[j].get(own[k], 0.0))
             for k in names
             for j in names
             if k != i and j != i and (len(names) == 2 or j != k)

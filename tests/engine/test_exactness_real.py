@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.member import LocalMember
 from specfuse_shared.tree import Branch
+from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
 PROMPTS = {
     "english": "Why is the sky blue? Explain it to a child.",

@@ -12,7 +12,9 @@ from specfuse_shared import policies
 from specfuse_shared.policies import MeanLogprob, MeanProb, OnlineFeedback, RetentionExit, rewards
 
 LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=12)
-SQUARE = st.integers(2, 5).flatmap(lambda n: st.lists(st.lists(st.floats(0, 1), min_size=n, max_size=n), min_size=n, max_size=n))
+SQUARE = st.integers(2, 5).flatmap(
+    lambda n: st.lists(st.lists(st.floats(0, 1), min_size=n, max_size=n), min_size=n, max_size=n)
+)
 
 
 @given(LOGPROBS)

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from specfuse_shared.stops import StopHold, find_stop, partial_stop
 
 
-@given(pieces=st.lists(st.text("abX", max_size=5), max_size=8), stops=st.lists(st.text("abX", min_size=1, max_size=4), min_size=1, max_size=3))
+@given(
+    pieces=st.lists(st.text("abX", max_size=5), max_size=8),
+    stops=st.lists(st.text("abX", min_size=1, max_size=4), min_size=1, max_size=3),
+)
 def test_what_is_released_never_begins_a_stop_and_ends_before_it(pieces: list[str], stops: list[str]) -> None:
     hold, text, shown = StopHold(stops), "", ""
     for piece in pieces:

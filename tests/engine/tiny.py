@@ -35,12 +35,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": _SHAPE,
     "mistral": {**_SHAPE, "sliding_window": 12},
     "gemma2": {**_SHAPE, "sliding_window": 12, "query_pre_attn_scalar": 16},
-    "gemma3_text": {**_SHAPE, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] + ["sliding_attention"]},
+    "gemma3_text": {
+        **_SHAPE,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "phi3": {**_SHAPE, "pad_token_id": 0, "sliding_window": 14},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "olmo2": _SHAPE,
     "gpt_neox": {k: v for k, v in _SHAPE.items() if k not in ("num_key_value_heads", "head_dim")},
-    "cohere2": {**_SHAPE, "sliding_window": 12, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "cohere2": {
+        **_SHAPE,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "gpt_oss": {**_SHAPE, "sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1},
     "lfm2": {**_SHAPE, "layer_types": ["conv", "full_attention", "conv"]},
     "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
@@ -56,7 +64,8 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|pad|>", "<|turn|>", "<|end|>"]
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
     fast.chat_template = CHAT_TEMPLATE
@@ -73,7 +82,10 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<unk>", "<s>", "</s>"]
     byte_tokens = [f"<0x{n:02X}>" for n in range(256)]
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=800, special_tokens=special + byte_tokens, limit_alphabet=80, show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=800, special_tokens=special + byte_tokens, limit_alphabet=80, show_progress=False
+        ),
     )
     data = tokenizer.to_str()
     tokenizer = Tokenizer.from_str(_bytes_are_plain(data))

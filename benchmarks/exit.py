@@ -1,0 +1,119 @@
+"""Exit with weak members: the two demo models and noisy copies of them, with and without exit.
+
+    python benchmarks/exit.py --data FILE.jsonl [--prompts 20] [--tokens 64] [--json FILE]
+
+Each row of FILE has `prompt` and `references`. Degraded copies get Gaussian noise on every weight matrix, in
+standard deviations of that matrix. Prints ROUGE-L, active members a round and seconds for each exit policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
+from specfuse_shared.loading import converted
+from specfuse_shared.session import AnswerSession
+from specfuse_shared.types import EnsembleResult, Message
+
+COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
+"""(demo member, noise) of the three degraded members."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "never": {"exit": "never"},
+    "entropy": {"exit": "entropy"},
+    "fixed": {"exit": "fixed"},
+}
+
+
+def degraded(source: Path, noise: float, target: Path) -> Path:
+    """A copy of a model with noise on its weights."""
+    generator = torch.Generator().manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return target
+
+
+def members(folder: Path) -> list[MemberConfig]:
+    real = demo_members(dtype="bfloat16")
+    sources = [converted(Path(m.model), None, lambda stage: None) for m in real]
+    weak = [
+        MemberConfig(
+            str(degraded(sources[i], noise, folder / f"{real[i].label}-{noise}")), name=f"{real[i].label}+{noise}"
+        )
+        for i, noise in COPIES
+    ]
+    return [*real, *weak]
+
+
+def answers(
+    engine: EnsembleEngine, settings: dict[str, Any], rows: list[dict[str, Any]], tokens: int
+) -> Iterator[EnsembleResult]:
+    """Greedy answers under an exit policy, on members that stay loaded."""
+    config = replace(engine.config, **settings)
+    for row in track(rows, description=str(settings)):
+        session = AnswerSession(
+            config, engine.load()._members, [Message("user", row["prompt"])], SamplingParams(max_tokens=tokens)
+        )
+        list(session.start())
+        while not session.finished:
+            *_, last = session.step()
+        yield last.result  # type: ignore[union-attr]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "exit.json")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in options.data.read_text().splitlines()][: options.prompts]
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    table = Table(
+        title=f"exit, 2 demo members and 3 degraded copies, {len(rows)} prompts, {options.tokens} tokens, greedy"
+    )
+    for column in ("exit", "ROUGE-L", "active members a round", "rounds", "seconds"):
+        table.add_column(column)
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        engine = EnsembleEngine(EnsembleConfig(members=members(Path(folder)))).load()
+        for name in options.policies:
+            results = list(answers(engine, POLICIES[name], rows, options.tokens))
+            rouge = [
+                max(scorer.score(ref, r.text)["rougeL"].fmeasure for ref in row["references"])
+                for row, r in zip(rows, results, strict=True)
+            ]
+            report[name] = {
+                "rougeL": 100 * statistics.mean(rouge),
+                "active": statistics.mean(len(r.active) for x in results for r in x.rounds),
+                "rounds": statistics.mean(len(x.rounds) for x in results),
+                "seconds": statistics.mean(x.total_seconds for x in results),
+                "answers": [x.to_dict() for x in results],
+            }
+            table.add_row(name, *(f"{report[name][key]:.2f}" for key in ("rougeL", "active", "rounds", "seconds")))
+    Console(width=110).print(table)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Nothing is computed twice: tokens fed, candidates and re-encodings are counted on the real members."""
+
+from __future__ import annotations
+
+import pytest
+
+from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared.tokens import common_prefix
+from tests.engine.comparing import local_members, open_session, with_settings
+
+
+@pytest.mark.parametrize(
+    "text", ["Why is the sky blue?", "请介绍北京的历史。🎉", "Write a nested Python loop over a list of lists."]
+)
+def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: EnsembleEngine, text: str) -> None:
+    members = local_members(demo_engine)
+    config = with_settings(demo_engine.config, exit="never")
+    session = open_session(config, members, [Message("user", text)], SamplingParams(max_tokens=70))
+    list(session.start())
+    sides = session._sides
+    assert all(side.session.fed == 0 for side in sides.values()), "the prompt is counted apart"
+    while not session.finished:
+        answer, fed = session._text, {n: s.session.fed for n, s in sides.items()}
+        drafted = {n: s.drafted for n, s in sides.items()}
+        list(session.step())
+        record = session._rounds[-1]
+        for member in members:
+            name, codec = member.name, member.codec
+            before = codec.encode(answer)
+            others = 0
+            for candidate in record.candidates:
+                if name not in candidate.drafters:
+                    ids = codec.encode(answer + candidate.text)
+                    others += len(ids) - common_prefix(before, ids)
+            spent = sides[name].session.fed - fed[name]
+            own = sides[name].drafted - drafted[name]
+            assert spent <= own + others + 4, f"round {record.index}, {name}: {spent} fed for {own} + {others}"
+
+
+def test_the_prompt_is_read_once(demo_engine: EnsembleEngine) -> None:
+    member = local_members(demo_engine)[0]
+    lengths: list[int] = []
+
+    def count(_: object, __: object, inputs: dict[str, object]) -> None:
+        lengths.append(inputs["input_ids"].shape[1])  # type: ignore[attr-defined]
+
+    hook = member.runner.model.register_forward_pre_hook(count, with_kwargs=True)
+    result = demo_engine.generate("Tell me a story about the sea and the moon.", SamplingParams(max_tokens=30))
+    hook.remove()
+    usage = result.usage.members[member.name]
+    assert lengths[0] == usage.prompt
+    assert sum(lengths[1:]) == usage.fed
