@@ -166,7 +166,8 @@ class LocalSession:
         self._text = ""
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
-        self._unread = 0
+        # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
+        self._unread, self._shown = 0, 0
 
     @property
     def answer_tokens(self) -> int:
@@ -214,14 +215,16 @@ class LocalSession:
         read = self.context.answer[: len(self.context.answer) - self._unread]
         unread = [*self.context.answer[len(read) :], *ids]
         text = self._codec.text_after(read, unread)
-        text, turn_over = self._cut_turn(text)
-        ends = ended or turn_over
-        whole = whole_characters(text)
-        if not ends:
+        fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :])
+        if not (ended or turn_over):
             self.context.commit(Branch(len(self.context.answer), tuple(ids)))
-            self._unread = len(unread) if not whole else 0 if whole == text else self._unread_after(read, unread, whole)
-        self._text += whole
-        return Draft(whole, ends, len(ids))
+            fresh = fresh[: len(fresh) - partial_stop(fresh, self._turn_ends)]
+            self._shown += len(fresh)
+            self._unread = len(unread)
+            if self._shown == len(text):
+                self._unread = self._shown = 0
+        self._text += fresh
+        return Draft(fresh, ended or turn_over, len(ids))
 
     def release(self) -> None:
         self.context.release()
@@ -256,13 +259,6 @@ class LocalSession:
         if match is None:
             return text, False
         return text[: max(0, match.start - len(self._text))].rstrip("\n"), True
-
-    def _unread_after(self, read: Sequence[int], unread: Sequence[int], whole: str) -> int:
-        """How many trailing ids belong to a character that is not finished yet."""
-        size = next(
-            n for n in range(len(unread)) if whole_characters(self._codec.text_after(read, unread[:n])) == whole
-        )
-        return len(unread) - size
 
 
 def _stop_ids(model: object, tokenizer: object, prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:

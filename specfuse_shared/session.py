@@ -46,6 +46,8 @@ class _Side:
     weight: float
     total: float = 0.0
     drafted: int = 0
+    alone: int | None = None
+    """Tokens of the whole answer, where the member ended it by decoding alone."""
 
 
 @dataclass(slots=True)
@@ -238,8 +240,9 @@ class AnswerSession:
         with self._running(side):
             draft = side.session.draft_alone(limit, len(self._rounds) + 1)
         side.drafted += draft.tokens
+        side.alone = before + draft.tokens
         choice = self._choice(name, draft)
-        segment, reason = self._fit(choice, before + draft.tokens if side is self._reference else None)
+        segment, reason = self._fit(choice, side.alone if side is self._reference else None)
         record = RoundRecord(
             index=len(self._rounds) + 1,
             active=(name,),
@@ -321,12 +324,12 @@ class AnswerSession:
 
     def _usage(self) -> Usage:
         def usage(side: _Side) -> MemberUsage:
-            canonical = len(side.member.codec.encode(self._text))
-            return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, canonical)
+            answer = side.alone if side.alone is not None else len(side.member.codec.encode(self._text))
+            return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, answer)
 
         members = {name: usage(side) for name, side in self._sides.items()}
         reference = self._reference.member.name
-        return Usage(self._reference.session.prompt_tokens, members[reference].canonical, reference, members)
+        return Usage(self._reference.session.prompt_tokens, members[reference].answer, reference, members)
 
     # ── who takes part ───────────────────────────────────────────────────────────────────────────
 

@@ -58,13 +58,14 @@ class MemberUsage:
     """What one member computed for one answer, in its own tokens.
 
     `prompt`: prompt length. `drafted`: tokens it sampled. `fed`: tokens that went through the model after the
-    prompt (drafts, verifications, re-encodings). `canonical`: length of the answer in its own encoding.
+    prompt (drafts, verifications, re-encodings). `answer`: length of the answer in its own
+    tokens.
     """
 
     prompt: int
     drafted: int
     fed: int
-    canonical: int
+    answer: int
 
 
 @dataclass(frozen=True, slots=True)
