@@ -6,7 +6,7 @@ Needs pydantic, which both frameworks bring along. The engine never imports this
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from typing import Annotated, Any, Literal, Self
@@ -21,6 +21,7 @@ from specfuse_shared.events import SegmentEvent
 from specfuse_shared.types import Candidate, EnsembleResult, RoundRecord, Usage
 
 Members = Literal["demo"] | Sequence[str | MemberConfig] | None
+OnSegment = Callable[[SegmentEvent], None]
 
 _SAMPLING = SamplingParams()
 _SOURCES = 'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); or engine='
@@ -64,6 +65,8 @@ class EnsembleSettings(BaseModel):
     """The same seed gives the same answer."""
     stop: str | list[str] | None = None
     """Strings that end the answer and never appear in it."""
+    on_segment: OnSegment | None = Field(default=None, exclude=True, repr=False)
+    """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
