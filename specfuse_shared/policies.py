@@ -156,19 +156,24 @@ def never(totals: Sequence[float], round_index: int) -> ExitDecision:
 class RetentionExit:
     """SpecFuse exit, reconstructed: p = softmax(Q/τ); a member with p_i < δ = threshold/n leaves.
 
-    `entropy`: τ = H·√t, H the normalised entropy of Q/ΣQ in (0, 1]: √t because Q grows with t, H so that close
-    races stay soft and clear ones sharpen. `fixed`: τ = 1. n counts the members still active; the best one
-    always stays.
+    `entropy`: τ = H·√t·q, H the normalised entropy of Q/ΣQ in (0, 1] and q = ΣQ/(n·t) the mean score of a round:
+    √t because Q grows with t, H so that close races stay soft and clear ones sharpen, q so that only ratios of
+    scores matter. Without q, small models (scores about 0.2) would hardly ever part. `fixed`: τ = 1. n counts the
+    members still active; the best one always stays.
     """
 
     temperature: Literal["entropy", "fixed"] = "entropy"
     threshold: float = 0.5
 
     def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
-        n = len(totals)
-        tau = entropy(totals) * math.sqrt(round_index) if self.temperature == "entropy" else 1.0
-        top = max(totals)
-        retention = normalised([math.exp((q - top) / max(tau, 1e-9)) for q in totals])
+        n, top = len(totals), max(totals)
+        if self.temperature == "entropy":
+            # Q/τ = √t · (Q / mean Q) / H
+            unit = math.fsum(totals) / n or 1.0
+            tau = entropy(totals) / math.sqrt(round_index)
+        else:
+            unit = tau = 1.0
+        retention = normalised([math.exp((q - top) / unit / max(tau, 1e-9)) for q in totals])
         best = retention.index(max(retention))
         leavers = tuple(i for i, p in enumerate(retention) if p < self.threshold / n and i != best)
         return ExitDecision(tuple(retention), leavers)
@@ -179,4 +184,5 @@ def entropy(totals: Sequence[float]) -> float:
     mass = math.fsum(totals)
     if len(totals) < 2 or mass <= 0:
         return 1.0
-    return -math.fsum(q / mass * math.log(q / mass) for q in totals if q > 0) / math.log(len(totals))
+    shares = [q / mass for q in totals]
+    return -math.fsum(s * math.log(s) for s in shares if s > 0) / math.log(len(totals))

@@ -132,8 +132,8 @@ def _feedback(
 
 def _leavers(quality: dict[str, float], t: int) -> list[str]:
     share = [q / sum(quality.values()) for q in quality.values()]
-    tau = -sum(s * math.log(s) for s in share) / math.log(len(share)) * math.sqrt(t)
-    grown = {i: math.exp(q / tau) for i, q in quality.items()}
+    heat = -sum(s * math.log(s) for s in share) / math.log(len(share)) / math.sqrt(t)
+    grown = {i: math.exp(len(share) * s / heat) for i, s in zip(quality, share, strict=True)}
     keep = {i: g / sum(grown.values()) for i, g in grown.items()}
     best = max(keep, key=lambda i: keep[i])
     return [i for i, p in keep.items() if p < 0.5 / len(keep) and i != best]

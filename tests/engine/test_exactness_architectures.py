@@ -28,7 +28,7 @@ def test_tiny_models_equal_the_naive_round(kind: str, partner: Path, tmp_path: P
         report = engine.describe()[0]
         assert report.verification == ("rows" if kind in ROW_BY_ROW else "packed")
         assert report.probe_error < 1e-3
-        for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=5)):
+        for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
             assert any(r.verified for r in records)
         learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3)

@@ -82,3 +82,15 @@ def test_clear_races_sharpen_the_entropy_temperature() -> None:
     close, clear = policies.entropy([1.0, 1.0, 1.0]), policies.entropy([1.0, 0.01, 0.01])
     assert close == pytest.approx(1)
     assert clear < 0.2
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=6), st.integers(1, 40), st.floats(0.05, 1))
+def test_the_entropy_exit_sees_only_ratios_of_scores(means: list[float], t: int, scale: float) -> None:
+    decide, totals = RetentionExit(), [t * mean for mean in means]
+    scaled = decide([scale * q for q in totals], t)
+    assert scaled.retention == pytest.approx(decide(totals, t).retention, abs=1e-9)
+
+
+def test_the_entropy_exit_lets_a_weaker_member_go_once_it_was_weaker_for_long() -> None:
+    decide, means = RetentionExit(), (0.30, 0.20)
+    assert [decide([t * mean for mean in means], t).leavers for t in (1, 4, 9, 16)] == [(), (), (1,), (1,)]
