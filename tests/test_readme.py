@@ -1,0 +1,32 @@
+"""The README's Python examples run as they are written, over the real demo models."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+EXAMPLES = re.findall(r"(?ms)^```python\n(.*?)^```", README)
+PLACES = ("langchain_specfuse", "llamaindex_specfuse", "specfuse_shared")
+
+
+def test_there_is_one_example_for_each_package() -> None:
+    assert [place for place in PLACES if sum(f"from {place} " in code for code in EXAMPLES) != 1] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_example_runs_as_written_and_prints_an_answer(place: str) -> None:
+    [code] = [code for code in EXAMPLES if f"from {place} " in code]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) >= 5
+
+
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_the_example_of_a_framework_has_about_ten_lines(place: str) -> None:
+    [code] = [code for code in EXAMPLES if f"from {place} " in code]
+    assert len(code.strip().splitlines()) <= 12
