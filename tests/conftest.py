@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
-
-torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
