@@ -8,5 +8,6 @@ except ImportError as error:
     raise MissingExtraError("llamaindex_specfuse", "llamaindex") from error
 
 from llamaindex_specfuse.base import SpecFuseLLM
+from llamaindex_specfuse.events import SpecFuseSegmentEvent
 
-__all__ = ["SpecFuseLLM"]
+__all__ = ["SpecFuseLLM", "SpecFuseSegmentEvent"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -15,32 +16,22 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from pydantic import model_validator
 
-from llamaindex_specfuse.messages import to_messages
-from specfuse_shared.adapters import EnsembleSettings, candidate_records, ledger, segment_record, usage_record
-from specfuse_shared.events import FinishEvent, SegmentEvent
+from llamaindex_specfuse.answers import Answer, Piece
+from llamaindex_specfuse.messages import react_stops, to_messages
+from specfuse_shared.adapters import EnsembleSettings
+from specfuse_shared.config import SamplingParams
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.events import Event
 from specfuse_shared.types import Message
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One step of an answer: the new text, the text so far, and what stands behind it."""
-
-    delta: str
-    text: str
-    raw: dict[str, Any]
-
-    def completion(self) -> CompletionResponse:
-        return CompletionResponse(text=self.text, delta=self.delta, raw=self.raw)
-
-    def chat(self) -> ChatResponse:
-        message = ChatMessage(role=MessageRole.ASSISTANT, content=self.text)
-        return ChatResponse(message=message, delta=self.delta, raw=self.raw)
+PROMPT_ROOM = 620
+"""Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
 
 
 class SpecFuseLLM(EnsembleSettings, CustomLLM):
@@ -51,15 +42,28 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
             ...
 
     Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member
-    scored it, where it stands in the answer and what the other candidates were. The last response adds no text:
-    it carries `raw["usage"]` (tokens of the reference member) and the record of all rounds, and is what `complete`
-    and `chat` return. `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed` and
-    `stop` may be given per call. A completion is one user turn in each member's own chat template. Text only.
+    scored it, where it stands in the answer and what the other candidates were. `SpecFuseSegmentEvent` tells the
+    same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
+    `raw["usage"]` (tokens of the reference member) and the record of all rounds, and is what `complete` and `chat`
+    return. `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed` and `stop` may be
+    given per call. A completion is one user turn in each member's own chat template. Text only.
+
+    Raises `ConfigError` if the smallest member's context has no room for `max_tokens` and LlamaIndex's prompts.
     """
 
     @classmethod
     def class_name(cls) -> str:
         return "specfuse_llm"
+
+    @model_validator(mode="after")
+    def _check_room(self) -> Self:
+        window = self._context_limit()
+        if window is not None and window - self.max_tokens < PROMPT_ROOM:
+            raise ConfigError(
+                f"the smallest context of the members holds {window} tokens: with max_tokens={self.max_tokens} fewer "
+                f"than {PROMPT_ROOM} are left for LlamaIndex's prompts; lower max_tokens or leave that member out"
+            )
+        return self
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -70,6 +74,13 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
             is_chat_model=True,
             model_name=self._model_name(),
         )
+
+    @property
+    def tokenizer(self) -> Callable[[str], list[int]]:
+        """Text to the token ids of the reference member, for `Settings.tokenizer`; loads the engine on first use."""
+        return self._token_ids
+
+    # ── the eight endpoints ──────────────────────────────────────────────────────────────────────
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -89,6 +100,8 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
         pieces = self._pieces(self._turns(messages), kwargs)
         return (piece.chat() for piece in pieces)
 
+    # ── one call ─────────────────────────────────────────────────────────────────────────────────
+
     def _prompt_turn(self, prompt: str, formatted: bool) -> list[Message]:
         render = self.completion_to_prompt
         return [Message("user", prompt if formatted or render is None else render(prompt))]
@@ -100,20 +113,26 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
             return to_messages(messages)
         return [Message("user", render(messages))]
 
-    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Iterator[_Piece]:
-        text = ""
-        for event in self._resolve_engine().stream(messages, self._sampling(overrides)):
-            if isinstance(event, SegmentEvent):
-                text += event.text
-                yield _Piece(event.text, text, {"specfuse": _segment(event)})
-            elif isinstance(event, FinishEvent):
-                usage = usage_record(event.result.usage)
-                yield _Piece("", text, {"usage": usage, "specfuse": ledger(event.result)})
+    def _token_ids(self, text: str) -> list[int]:
+        engine = self._resolve_engine().load()
+        reference = next(m for m in engine._members if m.name == engine.config.reference_name)
+        return reference.codec.encode(text)
+
+    def _call_params(self, messages: Sequence[Message], overrides: dict[str, Any]) -> SamplingParams:
+        params = self._sampling(overrides)
+        return replace(params, stop=(*params.stops, *react_stops(messages)))
+
+    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Iterator[Piece]:
+        """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
+        answer = Answer(self.on_segment)
+        events = self._resolve_engine().stream(messages, self._call_params(messages, overrides))
+        return _fold(answer, events)
 
 
-def _segment(event: SegmentEvent) -> dict[str, Any]:
-    return {**segment_record(event), "candidates": candidate_records(event)}
+def _fold(answer: Answer, events: Iterator[Event]) -> Iterator[Piece]:
+    with closing(cast(Generator[Event], events)):
+        yield from filter(None, map(answer.piece, events))
 
 
-def _last(pieces: Iterator[_Piece]) -> _Piece:
+def _last(pieces: Iterator[Piece]) -> Piece:
     return deque(pieces, maxlen=1).pop()

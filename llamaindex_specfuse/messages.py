@@ -28,12 +28,22 @@ _ROLES: dict[MessageRole, Role] = {
     MessageRole.TOOL: "tool",
     MessageRole.FUNCTION: "tool",
 }
+REACT_MARKS = ("Thought:", "Action:", "Action Input:", "Observation:")
+"""A system message that holds all of them asks for the ReAct format."""
+REACT_STOP = "\nObservation:"
+"""A ReAct agent passes no stop strings, and a model that goes on would make up the tool's answer."""
 _SILENT_BLOCKS = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     """Converts a conversation; content that is not text raises `RequestError`."""
     return [_to_message(message) for message in messages]
+
+
+def react_stops(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The stop string of a conversation in ReAct format; none for any other."""
+    system = "\n".join(message.content for message in messages if message.role == "system")
+    return (REACT_STOP,) if all(mark in system for mark in REACT_MARKS) else ()
 
 
 def _to_message(message: ChatMessage) -> Message:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, CompletionResponse, ImageBlock
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.prompts import PromptTemplate
 
@@ -19,11 +18,6 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError, RequestError
 
 QUESTION = "Write one sentence about the sea."
-
-
-@pytest.fixture(scope="module")
-def llm(demo_engine: EnsembleEngine) -> SpecFuseLLM:
-    return SpecFuseLLM(engine=demo_engine, max_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +31,6 @@ def completion(llm: SpecFuseLLM) -> CompletionResponse:
 
 
 # ── an answer ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_joined_deltas_are_the_completion(responses: list[CompletionResponse], completion: CompletionResponse) -> None:
-    assert len(responses) > 2
-    assert "".join(response.delta or "" for response in responses) == completion.text != ""
-
-
-def test_text_grows_by_each_delta(responses: list[CompletionResponse]) -> None:
-    assert responses[0].text == responses[0].delta
-    for before, after in pairwise(responses):
-        assert after.delta is not None
-        assert after.text == before.text + after.delta
 
 
 def test_provenance_offsets_rebuild_the_answer(responses: list[CompletionResponse]) -> None:
@@ -77,29 +59,8 @@ def test_usage_comes_as_plain_numbers_and_nothing_reaches_the_next_prompt(comple
     json.dumps(completion.raw)
 
 
-def test_a_chat_of_one_turn_answers_like_a_completion(llm: SpecFuseLLM, completion: CompletionResponse) -> None:
-    response = llm.chat([ChatMessage(QUESTION)])
-    assert response.message.content == completion.text
-    assert response.message.additional_kwargs == {}
-
-
-def test_a_chat_streams_like_a_completion(llm: SpecFuseLLM, completion: CompletionResponse) -> None:
-    *_, last = llm.stream_chat([ChatMessage(QUESTION)])
-    assert last.message.content == completion.text
-    assert last.raw is not None
-    assert last.raw["usage"] == (completion.raw or {})["usage"]
-
-
 def test_predict_answers_a_prompt_template(llm: SpecFuseLLM, completion: CompletionResponse) -> None:
     assert llm.predict(PromptTemplate("Write one sentence about {thing}."), thing="the sea") == completion.text
-
-
-def test_callbacks_count_the_engine_s_tokens_once(demo_engine: EnsembleEngine) -> None:
-    counter = TokenCountingHandler(tokenizer=str.split)
-    llm = SpecFuseLLM(engine=demo_engine, callback_manager=CallbackManager([counter]), max_tokens=6)
-    response = llm.chat([ChatMessage(QUESTION)])
-    assert len(counter.llm_token_counts) == 1
-    assert counter.completion_llm_token_count == (response.raw or {})["usage"]["completion_tokens"]
 
 
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────
@@ -112,15 +73,6 @@ def test_a_stop_string_ends_the_answer(llm: SpecFuseLLM) -> None:
     assert " " not in of_call.text
     assert of_call.raw is not None
     assert of_call.raw["specfuse"]["stop_sequence"] == " "
-
-
-def test_settings_of_a_call_do_not_stay(llm: SpecFuseLLM) -> None:
-    before = llm.to_dict()
-    short = llm.complete(QUESTION, max_tokens=4, temperature=0.7, seed=5)
-    assert short.raw is not None
-    assert short.raw["usage"]["completion_tokens"] <= 4
-    assert short.raw["specfuse"]["seed"] == 5
-    assert llm.to_dict() == before
 
 
 def test_a_setting_that_does_not_exist_is_refused(llm: SpecFuseLLM) -> None:
@@ -182,3 +134,24 @@ def test_copies_share_the_engine_and_pickles_leave_it_out(llm: SpecFuseLLM) -> N
 def test_equal_configurations_share_an_engine() -> None:
     one, two = (SpecFuseLLM(members=["no/one", "no/two"]) for _ in range(2))
     assert one._resolve_engine() is two._resolve_engine()
+
+
+# ── a place in LlamaIndex ────────────────────────────────────────────────────────────────────────
+
+
+def test_the_class_stands_in_llamaindex_s_hierarchy() -> None:
+    names = [base.__name__ for base in SpecFuseLLM.__mro__]
+    assert BaseLLM.__name__ in names
+    assert names.index("CustomLLM") < names.index("LLM")
+    assert SpecFuseLLM.class_name() == "specfuse_llm"
+    assert not SpecFuseLLM.__abstractmethods__
+
+
+def test_a_context_without_room_for_llamaindex_s_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"600 tokens.*max_tokens=256"):
+        SpecFuseLLM(members=[MemberConfig("no/such", max_context=600)])
+    assert SpecFuseLLM(members=[MemberConfig("no/such", max_context=900)]).metadata.num_output == 256
+
+
+def test_the_tokenizer_counts_as_the_reference_member_does(llm: SpecFuseLLM, completion: CompletionResponse) -> None:
+    assert len(llm.tokenizer(completion.text)) == (completion.raw or {})["usage"]["completion_tokens"]

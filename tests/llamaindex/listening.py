@@ -1,0 +1,63 @@
+"""Helpers of the LlamaIndex tests: what the framework reports about a call, and every endpoint by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
+from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from pydantic import Field
+
+from llamaindex_specfuse import SpecFuseLLM
+
+ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
+
+
+class Listener(BaseEventHandler):
+    """Everything that LlamaIndex's dispatcher says while a test runs."""
+
+    events: list[BaseEvent] = Field(default_factory=list)
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        self.events.append(event)
+
+    def of(self, name: str) -> list[Any]:
+        return [event for event in self.events if event.class_name() == name]
+
+    def calls(self) -> list[str]:
+        """The events of calls of an LLM, in order, without those of single responses."""
+        names = [event.class_name() for event in self.events]
+        return [name for name in names if name.startswith("LLM") and "InProgress" not in name]
+
+    def prompts(self) -> list[str]:
+        """All that each chat put in front of the LLM."""
+        return ["\n".join(map(str, event.messages)) for event in self.of("LLMChatStartEvent")]
+
+
+class Callbacks:
+    """LlamaIndex's older callbacks: what they counted."""
+
+    def __init__(self) -> None:
+        self.debug = LlamaDebugHandler(print_trace_on_end=False)
+        self.counter = TokenCountingHandler(tokenizer=str.split)
+        self.manager = CallbackManager([self.debug, self.counter])
+
+    def calls(self) -> list[list[Any]]:
+        """The start and the end of each call of an LLM."""
+        return self.debug.get_event_pairs(CBEventType.LLM)
+
+
+async def ask(llm: SpecFuseLLM, endpoint: str, question: str, **options: Any) -> list[Any]:
+    """The responses of one of the eight endpoints; a list of one if it does not stream."""
+    answer = getattr(llm, endpoint)([ChatMessage(question)] if "chat" in endpoint else question, **options)
+    if endpoint.startswith("a"):
+        answer = await answer
+    if "stream" not in endpoint:
+        return [answer]
+    return [response async for response in answer] if endpoint.startswith("a") else list(answer)
+
+
+def text_of(response: ChatResponse | CompletionResponse) -> str:
+    return response.text if isinstance(response, CompletionResponse) else response.message.content or ""
