@@ -13,14 +13,17 @@ from specfuse_shared.errors import (
     ConfigError,
     EngineClosedError,
     GenerationError,
+    GrammarError,
     MemberLoadError,
     MissingExtraError,
     PromptTooLongError,
     RequestError,
     SpecFuseError,
+    UnfinishedValueError,
     UnsupportedModelError,
 )
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.grammar import Grammar
 from specfuse_shared.policies import (
     AggregatePolicy,
     ExitDecision,
@@ -43,6 +46,7 @@ from specfuse_shared.types import (
     Message,
     RoundRecord,
     RoundTiming,
+    Tool,
     ToolCall,
     Usage,
 )
@@ -68,6 +72,8 @@ __all__ = [
     "FinishEvent",
     "FinishReason",
     "GenerationError",
+    "Grammar",
+    "GrammarError",
     "LoadProgress",
     "MeanLogprob",
     "MeanProb",
@@ -90,7 +96,9 @@ __all__ = [
     "SegmentEvent",
     "SpecFuseError",
     "StartEvent",
+    "Tool",
     "ToolCall",
+    "UnfinishedValueError",
     "UnsupportedModelError",
     "Usage",
     "demo_members",

@@ -12,7 +12,10 @@ from typing import Any, Self
 
 from specfuse_shared import policies
 from specfuse_shared.errors import ConfigError
+from specfuse_shared.grammar import Grammar
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
+from specfuse_shared.tools import call_grammar, offered_tools
+from specfuse_shared.types import Tool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PER = ("token", "byte")
@@ -184,6 +187,10 @@ class SamplingParams(_Config):
     `temperature` 0 is greedy; then `top_p`, `top_k`, `min_p` and `seed` change nothing. `max_tokens` counts
     tokens of the reference member. `stop`: strings that end the answer and never appear in it. The same `seed`
     gives the same answer; without one, a sampled request picks its own and reports it.
+
+    `grammar` is what the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was
+    left. `tools` may be called as `tool_choice` says: "auto" (the ensemble decides), "any", "none" or a tool's name;
+    `parallel_tool_calls` allows several calls in one answer. With both, an answer is calls or a value.
     """
 
     max_tokens: int = 256
@@ -194,6 +201,10 @@ class SamplingParams(_Config):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str] = ()
+    grammar: Grammar | None = None
+    tools: Sequence[Tool] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -215,6 +226,30 @@ class SamplingParams(_Config):
                 isinstance(value, (int, float)) and low <= value <= high,
                 f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
             )
+        object.__setattr__(self, "tools", tuple(self.tools or ()))
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
+        )
+        _require(all(isinstance(t, Tool) for t in self.tools), "SamplingParams.tools must hold Tool objects")
+        names = [tool.name for tool in self.tools]
+        _require(len(set(names)) == len(names), f"SamplingParams.tools holds two tools of one name: {names}")
+        _choice("SamplingParams.tool_choice", self.tool_choice, ("auto", "none", *(["any"] if names else []), *names))
+        self.answer_grammar()  # a schema that cannot be enforced is refused here
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that `tool_choice` leaves."""
+        return offered_tools(self.tools, self.tool_choice)
+
+    def answer_grammar(self) -> Grammar | None:
+        """What the whole answer must be: the grammar, and the calls that it may make instead."""
+        if not self.offered_tools:
+            return self.grammar
+        return call_grammar(self.tools, self.tool_choice, self.parallel_tool_calls, self.grammar)
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 SpecFuseError
 ├── ConfigError              a setting that cannot work (also a ValueError)
+│   ├── GrammarError         a schema, expression or grammar that cannot be used
 │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
 ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
 │   └── UnsupportedModelError  no verification path gives the model's own probabilities
 ├── RequestError             one request cannot be served; the engine is unharmed (also a ValueError)
 │   └── PromptTooLongError   the prompt leaves a member no room to answer
 ├── GenerationError          a running answer failed; carries the text so far
+│   └── UnfinishedValueError   an answer under a grammar ended before its value was complete
 └── EngineClosedError        the engine was closed
 """
 
@@ -20,6 +22,10 @@ class SpecFuseError(Exception):
 
 class ConfigError(SpecFuseError, ValueError):
     """A configuration value is impossible; the message says what was expected."""
+
+
+class GrammarError(ConfigError):
+    """A grammar is malformed, or asks for what no grammar can promise."""
 
 
 class MissingExtraError(ConfigError, ImportError):
@@ -62,6 +68,10 @@ class GenerationError(SpecFuseError):
     def __init__(self, message: str, *, member: str, text: str) -> None:
         super().__init__(message)
         self.member, self.text = member, text
+
+
+class UnfinishedValueError(GenerationError):
+    """An answer under a grammar ran out of room before its value was complete. `text` holds the beginning."""
 
 
 class EngineClosedError(SpecFuseError):

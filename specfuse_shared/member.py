@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
 from specfuse_shared.config import MemberConfig, SamplingParams
+from specfuse_shared.constraint import MemberConstraint, token_vocabulary
 from specfuse_shared.loading import OnStage, load_pretrained
 from specfuse_shared.probe import probe
 from specfuse_shared.prompts import PLAIN_TURN_ENDS, PromptEncoder
@@ -23,7 +25,7 @@ from specfuse_shared.sampling import Sampler
 from specfuse_shared.stops import find_stop, partial_stop
 from specfuse_shared.tokens import Codec, Encoding, common_prefix, cut_candidate, whole_characters
 from specfuse_shared.tree import Branch
-from specfuse_shared.types import MemberReport, Message
+from specfuse_shared.types import MemberReport, Message, Tool
 
 _MOST_EXTRA_TOKENS = 8
 """A draft may run over by this much to finish a character."""
@@ -103,8 +105,8 @@ class Member(Protocol):
     context_limit: int | None
     report: MemberReport
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of a conversation. Raises `RequestError`."""
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
         ...
 
     def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> MemberSession:
@@ -147,8 +149,14 @@ class LocalMember:
             load_seconds=time.monotonic() - start,
         )
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.prompts.encode(messages)
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        return self.prompts.encode(messages, tools)
+
+    @cached_property
+    def vocabulary(self) -> Any:
+        """The tokens as the grammar library reads them; built when the first grammar comes."""
+        rows = self.runner.model.get_input_embeddings().num_embeddings
+        return token_vocabulary(self.prompts.tokenizer, rows, self.stop_ids)
 
     def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> LocalSession:
         return LocalSession(self, prompt, params, seed)
@@ -166,6 +174,8 @@ class LocalSession:
         self._text = ""
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
+        grammar = params.answer_grammar()
+        self._constraint = MemberConstraint(grammar, member.vocabulary, member.stop_ids) if grammar else None
         # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
         self._unread, self._shown = 0, 0
 
@@ -184,6 +194,8 @@ class LocalSession:
     @torch.inference_mode()
     def draft(self, limit: int, round_index: int) -> Draft:
         self._sampler.start(round_index)
+        if self._constraint is not None:
+            self._constraint.start()
         ids, ended = self._decode([], limit, self._member.unsayable)
         text = self._codec.text_after(self.context.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
@@ -207,6 +219,8 @@ class LocalSession:
         self._text += text
         self.encoding = self._codec.extend(self.encoding, text)
         self.context.commit(self._branch(self.encoding))
+        if self._constraint is not None:
+            self._constraint.commit(text)
 
     @torch.inference_mode()
     def draft_alone(self, limit: int, round_index: int) -> Draft:
@@ -231,16 +245,22 @@ class LocalSession:
 
     def _decode(self, ids: list[int], count: int, blocked: torch.Tensor | None) -> tuple[list[int], bool]:
         """Sample `count` more tokens behind the committed answer and `ids`; True if the turn ended."""
-        base, ids = len(self.context.answer), list(ids)
+        base, ids, constraint = len(self.context.answer), list(ids), self._constraint
         for _ in range(count):
+            if constraint is not None and constraint.finished:
+                return ids, True
             branch = Branch(base, tuple(ids))
             self.context.extend([branch])
             logits = self.context.logits(branch)
             if blocked is not None:
                 logits = logits.index_fill(0, blocked, float("-inf"))
+            if constraint is not None:
+                logits = constraint.mask(logits)
             token = self._sampler.pick(logits, (*self._prompt, *self.context.answer, *ids))
             if token in self._member.stop_ids:
                 return ids, True
+            if constraint is not None:
+                constraint.advance(token)
             ids.append(token)
         return ids, False
 

@@ -7,7 +7,6 @@ holds one of the member's control strings, that stretch is encoded as plain text
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any, Literal
 
 from specfuse_shared.errors import MemberLoadError, RequestError
 from specfuse_shared.tokens import Codec
-from specfuse_shared.types import Message
+from specfuse_shared.tools import CALL_OPEN, CALL_SYNTAX, call_text, plain_description
+from specfuse_shared.types import Message, Tool
 
 PLAIN_TEMPLATE = """\
 {{- bos_token -}}
@@ -45,7 +45,7 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, Any], member: str) -> None:
-        self._tokenizer, self._options, self._member = tokenizer, dict(options), member
+        self.tokenizer, self._options, self._member = tokenizer, dict(options), member
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):
             own = own.get("default")
@@ -58,12 +58,15 @@ class PromptEncoder:
         if self.kind != "plain":
             self._check_template()
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of the conversation, ready for the assistant's answer. Raises `RequestError`."""
+    def encode(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Prompt ids of the conversation, ready for the assistant's answer. Raises `RequestError`.
+
+        `tools` are described as the template does it; where it has no place for them, in the system text.
+        """
         if not messages:
             raise RequestError("the conversation is empty: give at least one message")
         guard = _Guard(self._has_control, self._control)
-        rendered = self._normalised([guard.turn(m) for m in messages])
+        rendered = self._with_tools([guard.turn(m) for m in messages], [guard.tool(t) for t in tools])
         ids: list[int] = []
         for piece, is_text in guard.split(rendered):
             ids += self.codec.encode(piece) if is_text else self._parse(piece)
@@ -71,10 +74,15 @@ class PromptEncoder:
             raise RequestError(f"the chat template of member {self._member!r} rendered nothing")
         return ids
 
-    def render(self, turns: Sequence[Turn]) -> str:
+    def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation as the template writes it."""
-        rendered = self._tokenizer.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=True, chat_template=self.template, **self._options
+        rendered = self.tokenizer.apply_chat_template(
+            list(turns),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            chat_template=self.template,
+            **self._options,
         )
         return str(rendered)
 
@@ -83,7 +91,7 @@ class PromptEncoder:
         probe = "specfuse-turn-end"
         turns = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": probe}]
         try:
-            rendered = self._tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 turns, tokenize=False, chat_template=self.template, **self._options
             )
         except Exception:  # a template may refuse to render a finished turn; then it has no marker to offer
@@ -91,13 +99,30 @@ class PromptEncoder:
         after = self._parse(str(rendered).rpartition(probe)[2].lstrip())
         return after[0] if after and after[0] in self.control_ids else None
 
-    def _normalised(self, turns: list[Turn]) -> str:
+    def _with_tools(self, turns: list[Turn], tools: list[dict[str, Any]]) -> str:
+        """Render; tools stand where the template puts them, or else in the system text."""
+        if not tools:
+            return self._normalised(turns)
+        if "tools" in self.template and self._shows(turns, tools):
+            native = self._normalised(turns, tools)
+            # all members write one answer: one whose template teaches another syntax is told the common one
+            return native if CALL_OPEN in native else self._normalised(_told(turns, CALL_SYNTAX), tools)
+        return self._normalised(_told(turns, plain_description([tool["function"] for tool in tools])))
+
+    def _shows(self, turns: list[Turn], tools: list[dict[str, Any]]) -> bool:
+        try:
+            native = self._normalised(turns, tools)
+        except RequestError:
+            return False
+        return native != self._normalised(turns) and all(tool["function"]["name"] in native for tool in tools)
+
+    def _normalised(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render; where the template refuses or drops a message, normalise one step further and try again."""
         problem = ""
         for step in (_as_given, _merge_system, _tools_as_text, _alternate, _fold_system):
             turns = step(turns)
             try:
-                rendered = self.render(turns)
+                rendered = self.render(turns, tools)
             except Exception as error:  # Jinja raises whatever a template's author chose
                 problem = str(error)
                 continue
@@ -107,7 +132,7 @@ class PromptEncoder:
         raise RequestError(f"the chat template of member {self._member!r} cannot render this conversation: {problem}")
 
     def _parse(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _has_control(self, text: str) -> bool:
         return any(i in self.control_ids for i in self._parse(text))
@@ -145,6 +170,10 @@ class _Guard:
         if message.tool_call_id:
             turn["tool_call_id"] = self.protect(message.tool_call_id)
         return turn
+
+    def tool(self, tool: Tool) -> dict[str, Any]:
+        function: dict[str, Any] = self._protect_all(tool.as_function()["function"])
+        return {"type": "function", "function": function}
 
     def protect(self, text: str) -> str:
         """`text` with every control string replaced; all of it where the tokenizer still finds one."""
@@ -187,6 +216,11 @@ def _as_given(turns: list[Turn]) -> list[Turn]:
     return turns
 
 
+def _told(turns: list[Turn], text: str) -> list[Turn]:
+    """The conversation with a further system text."""
+    return _merge_system([*turns, {"role": "system", "content": text}])
+
+
 def _merge_system(turns: list[Turn]) -> list[Turn]:
     """All system messages as one, in front."""
     system = [t["content"] for t in turns if t["role"] == "system"]
@@ -201,10 +235,7 @@ def _tools_as_text(turns: list[Turn]) -> list[Turn]:
         if turn["role"] == "tool":
             name = turn.get("name") or "tool"
             return {"role": "user", "content": f"Result of {name}:\n{turn['content']}"}
-        calls = [
-            f"Call {c['function']['name']} with {json.dumps(c['function']['arguments'], ensure_ascii=False)}"
-            for c in turn.get("tool_calls", ())
-        ]
+        calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in turn.get("tool_calls", ())]
         return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
 
     return [plain(t) for t in turns]

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specfuse_shared.config import EnsembleConfig, SamplingParams
-from specfuse_shared.errors import GenerationError, PromptTooLongError, SpecFuseError
+from specfuse_shared.constraint import AnswerConstraint
+from specfuse_shared.errors import GenerationError, PromptTooLongError, SpecFuseError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.member import Draft, Member, MemberSession, Question
 from specfuse_shared.policies import normalised
@@ -60,12 +61,14 @@ class _Choice:
     stop: StopMatch | None
     drafters: list[str]
     tokens: int
+    reason: FinishReason | None = None
+    """Why the answer is over with this text under its grammar."""
     scores: dict[str, float] = field(default_factory=dict)
     score: float | None = None
 
     @property
     def finishes(self) -> bool:
-        return self.ends or self.stop is not None
+        return self.ends or self.stop is not None or self.reason is not None
 
     def record(self) -> Candidate:
         return Candidate(self.text, tuple(self.drafters), self.finishes, self.tokens, dict(self.scores), self.score)
@@ -84,7 +87,7 @@ class AnswerSession:
         self._score, self._aggregate = config.score_policy(), config.aggregate_policy()
         self._feedback, self._exit = config.feedback_policy(), config.exit_policy()
         self.seed = params.seed if params.seed is not None or params.greedy else new_seed()
-        prompts = [member.encode_prompt(messages) for member in members]
+        prompts = [member.encode_prompt(messages, params.offered_tools) for member in members]
         for member, prompt in zip(members, prompts, strict=True):
             self._check_room(member, len(prompt), len(members))
         weights = normalised([member.weight for member in members])
@@ -95,6 +98,8 @@ class AnswerSession:
         self._active = [m.name for m in members]
         self._reference = self._sides[config.reference_name]
         self._counted, self._text = Encoding(), ""
+        grammar, codec = params.answer_grammar(), self._reference.member.codec
+        self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
         self._hold = StopHold(params.stops)
         self._rounds: list[RoundRecord] = []
         self._verified_rounds = 0
@@ -116,7 +121,7 @@ class AnswerSession:
         yield from map(ExitEvent, exits)
         if not self._active:
             yield from self._finish("", None, FinishReason.LENGTH, None)
-        elif len(self._active) == 1:
+        elif len(self._active) == 1 and self._constraint is None:
             yield from self._round_alone(exits)
         else:
             yield from self._round(exits)
@@ -168,7 +173,13 @@ class AnswerSession:
             yield from map(ExitEvent, exits)
 
     def _draft(self) -> list[_Choice]:
-        """Every active member's candidate; equal ones count once."""
+        """Every active member's candidate; equal ones count once.
+
+        What the grammar dictates is every member's draft, and no model has to run for it.
+        """
+        if self._constraint is not None and (forced := self._constraint.forced()):
+            reason = self._constraint.admit(forced, False).reason
+            return [_Choice(forced, forced, False, None, list(self._active), 0, reason)]
         choices: list[_Choice] = []
         for name in self._active:
             side = self._sides[name]
@@ -185,11 +196,13 @@ class AnswerSession:
 
     def _choice(self, name: str, draft: Draft) -> _Choice:
         """A draft that completes a stop string ends there; it is scored with the string, without an end of turn."""
-        match = find_stop(self._text, draft.text, self._params.stops)
+        match, known = find_stop(self._text, draft.text, self._params.stops), len(self._text)
+        text = draft.text[: max(0, match.start - known)] if match else draft.text
+        if self._constraint is not None and not (match and self._constraint.accepts(text)):
+            admitted = self._constraint.admit(draft.text, draft.ends)
+            return _Choice(admitted.text, admitted.text, admitted.ends, None, [name], draft.tokens, admitted.reason)
         if match is None:
-            return _Choice(draft.text, draft.text, draft.ends, None, [name], draft.tokens)
-        known = len(self._text)
-        text = draft.text[: max(0, match.start - known)]
+            return _Choice(text, text, draft.ends, None, [name], draft.tokens)
         return _Choice(text, draft.text[: match.end - known], False, match, [name], draft.tokens)
 
     def _verify(self, choices: list[_Choice]) -> None:
@@ -209,6 +222,8 @@ class AnswerSession:
         for name in self._active:
             with self._running(self._sides[name]):
                 self._sides[name].session.commit(segment)
+        if self._constraint is not None:
+            self._constraint.commit(segment)
 
     def _learn(self, choices: list[_Choice]) -> tuple[dict[str, float], list[MemberExit]]:
         """Update the verifiers' weights, then let members go."""
@@ -266,7 +281,7 @@ class AnswerSession:
 
         `own_count`: tokens of the reference member where it decodes alone, which need no encoding of the text.
         """
-        limit, reason = self._params.max_tokens, FinishReason.STOP if choice.finishes else None
+        limit, reason = self._params.max_tokens, choice.reason or (FinishReason.STOP if choice.finishes else None)
         if own_count is not None:
             return choice.text, reason or (FinishReason.LENGTH if own_count >= limit else None)
         codec = self._reference.member.codec
@@ -290,6 +305,9 @@ class AnswerSession:
         self, segment: str, stop: StopMatch | None, reason: FinishReason, record: RoundRecord | None
     ) -> Iterator[Event]:
         """Release what was held back, up to the stop string, and close the answer."""
+        if reason is FinishReason.LENGTH and self._constraint is not None and not self._constraint.accepts(segment):
+            message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
+            raise UnfinishedValueError(message, member=self._active[0] if self._active else "", text=self._text)
         self._text += segment
         if stop is not None and reason is FinishReason.STOP:
             self._text = self._text[: stop.start]

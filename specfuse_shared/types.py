@@ -14,6 +14,30 @@ ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that an answer may call. `parameters`: JSON schema of its arguments, an object.
+
+    `strict` refuses a schema with keywords that no grammar can promise; else these are ignored.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise RequestError(f"a tool needs a name, not {self.name!r}")
+        if not isinstance(self.parameters, Mapping) or self.parameters.get("type", "object") != "object":
+            raise RequestError(f"the parameters of tool {self.name!r} must be the JSON schema of an object")
+
+    def as_function(self) -> dict[str, Any]:
+        """The tool as chat templates and other frameworks describe it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call that an assistant message made: tool `name`, its `arguments` and an `id` for the answer."""
 

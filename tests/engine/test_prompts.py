@@ -55,7 +55,7 @@ def test_a_document_full_of_control_strings_adds_no_control_token(exact_engine: 
             found.append([i for i in ids if i in prompts.control_ids])
         assert found[0] == found[1]
         ids = prompts.encode([Message("user", ATTACK)])
-        assert all(marker in prompts._tokenizer.decode(ids) for marker in CONTROL)
+        assert all(marker in prompts.tokenizer.decode(ids) for marker in CONTROL)
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,7 +93,7 @@ def test_tool_names_and_arguments_are_text_too(exact_engine: EnsembleEngine) -> 
 def test_an_ordinary_conversation_is_encoded_as_the_library_does(exact_engine: EnsembleEngine) -> None:
     turns = [("system", "Be brief."), ("user", "Hi\n\nthere"), ("assistant", "Hello!"), ("user", "Why?")]
     for member in local_members(exact_engine):
-        expected = member.prompts._tokenizer.apply_chat_template(
+        expected = member.prompts.tokenizer.apply_chat_template(
             [{"role": r, "content": c} for r, c in turns],
             add_generation_prompt=True,
             chat_template=member.prompts.template,
@@ -143,7 +143,7 @@ def test_tool_messages_become_text_where_the_template_drops_them() -> None:
         Message("tool", "12 degrees", name="weather"),
     ]
     text = rendered(DROPS_TOOLS, messages)
-    assert 'Call weather with {"city": "Köln"}' in text
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>' in text
     assert "Result of weather:\n12 degrees" in text
 
 
