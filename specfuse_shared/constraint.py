@@ -24,8 +24,8 @@ _MOST_CLOSING_BYTES = 1024
 _PATIENCE = 256
 _END = 256
 """The end of a text, behind the 256 bytes."""
-_CLOSERS, _CLOSERS_IN_STRING = b"}])>\"'0123456789", b"\"'0123456789"
-_DETOURS = b"\\,{[(<"
+_CLOSERS, _CLOSERS_IN_STRING = b'}])>"', b'"0'
+_DETOURS = b"\\,.eE{[(<"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,11 @@ class AnswerConstraint:
             after, head = self._follow(text[:size])
             if self._fits(after, head):
                 return Admitted(head, False, None)
-        return Admitted(_closing(self._matcher) or "", False, FinishReason.LENGTH)
+        return Admitted(self.finish(), False, FinishReason.LENGTH)
+
+    def finish(self) -> str:
+        """A short text that completes the value; empty if it is complete, or if none was found."""
+        return _closing(self._matcher) or ""
 
     def accepts(self, text: str) -> bool:
         """Whether the answer is a complete value once `text` is added."""
@@ -207,11 +211,13 @@ def _shortest_step(matcher: Any, turn: int) -> bytes:
     return bytes(ranked[:1])
 
 
-def _detour(matcher: Any, byte: int, allowed: set[int]) -> tuple[bool, bool, bool, int]:
-    """Orders bytes: first those that end the value, then those behind which something else is allowed than now."""
+def _detour(matcher: Any, byte: int, allowed: set[int]) -> tuple[bool | int, ...]:
+    """Orders bytes: those that end the value, then those behind which something else is allowed, the shortest first."""
     after = matcher.deep_copy()
     after.consume_token(byte)
-    return not after.is_accepting(), byte in _DETOURS, _allowed(after) == allowed, byte
+    unusual, idle = byte > 127, _allowed(after) == allowed
+    dictated = len(after.compute_ff_bytes())
+    return not after.is_accepting(), unusual, idle, byte in _DETOURS, byte not in b"0123456789", dictated, byte
 
 
 def _allowed(matcher: Any) -> set[int]:

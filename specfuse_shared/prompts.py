@@ -122,14 +122,20 @@ class PromptEncoder:
         for step in (_as_given, _merge_system, _tools_as_text, _alternate, _fold_system):
             turns = step(turns)
             try:
-                rendered = self.render(turns, tools)
+                rendered, lost = self.render(turns, tools), self._lost(turns, tools)
             except Exception as error:  # Jinja raises whatever a template's author chose
                 problem = str(error)
                 continue
-            if not (lost := [w for t in turns for w in _witnesses(t) if w not in rendered]):
+            if lost is None:
                 return rendered
-            problem = f"it drops {lost[0][:40]!r}"
+            problem = f"it drops {lost['content'][:40]!r}"
         raise RequestError(f"the chat template of member {self._member!r} cannot render this conversation: {problem}")
+
+    def _lost(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> Turn | None:
+        """A turn whose text or calls the template leaves out, found by markers in their place."""
+        marked = [_marked(turn, f"specfuse-{number}-") for number, turn in enumerate(turns)]
+        rendered = self.render([turn for turn, _ in marked], tools)
+        return next((t for t, (_, marks) in zip(turns, marked, strict=True) for m in marks if m not in rendered), None)
 
     def _parse(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
@@ -263,13 +269,20 @@ def _fold_system(turns: list[Turn]) -> list[Turn]:
     return [{"role": "user", "content": f"{system['content']}\n\n{first['content']}".strip()}, *rest]
 
 
-def _witnesses(turn: Turn) -> list[str]:
-    """Text that a faithful rendering contains."""
-    found = [c["function"]["name"] for c in turn.get("tool_calls", ())]
-    content = turn["content"].strip()
-    if content and not (turn["role"] == "assistant" and "</think>" in content):
-        found.append(content)
-    return found
+def _marked(turn: Turn, mark: str) -> tuple[Turn, list[str]]:
+    """The turn with markers for its text and the names of its calls, and these markers."""
+    marks, marked = [], dict(turn)
+    if turn["content"].strip():
+        marked["content"] = f"{mark}text"
+        marks.append(marked["content"])
+    if "tool_calls" in turn:
+        names = [f"{mark}call-{number}-" for number in range(len(turn["tool_calls"]))]
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": name}}
+            for call, name in zip(turn["tool_calls"], names, strict=True)
+        ]
+        marks += names
+    return marked, marks
 
 
 def _alternation(strings: Sequence[str]) -> re.Pattern[str] | None:

@@ -18,7 +18,9 @@ from specfuse_shared import EnsembleEngine, FinishReason, Grammar, Message, Samp
 from specfuse_shared.constraint import AnswerConstraint, MemberConstraint
 from specfuse_shared.errors import ConfigError, GrammarError, MissingExtraError, RequestError, UnfinishedValueError
 from specfuse_shared.member import LocalMember
+from specfuse_shared.prompts import PromptEncoder
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
+from tests.engine.tiny import byte_level_tokenizer
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -107,15 +109,15 @@ def test_only_a_grammar_is_taken_for_one() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(grammar=st.sampled_from(GRAMMARS), seed=st.integers(0, 10_000))
-def test_every_draft_of_every_member_is_valid(demo_engine: EnsembleEngine, grammar: Grammar, seed: int) -> None:
-    for member in local_members(demo_engine):
+def test_every_draft_of_every_member_is_valid(exact_engine: EnsembleEngine, grammar: Grammar, seed: int) -> None:
+    for member in local_members(exact_engine):
         drafted = random_draft(constraint_of(member, grammar), member, seed, 12)
         answer = AnswerConstraint(grammar, member.codec, 10_000)
         assert answer.admit(drafted, False).text == drafted != ""
 
 
-def test_a_draft_leaves_the_committed_state_alone(demo_engine: EnsembleEngine) -> None:
-    for member in local_members(demo_engine):
+def test_a_draft_leaves_the_committed_state_alone(exact_engine: EnsembleEngine) -> None:
+    for member in local_members(exact_engine):
         constraint = constraint_of(member, GRAMMARS[0])
         constraint.commit('{"name": "K')
         drafts = {random_draft(constraint, member, seed, 8) for seed in (1, 2, 1)}
@@ -125,10 +127,10 @@ def test_a_draft_leaves_the_committed_state_alone(demo_engine: EnsembleEngine) -
 
 @settings(max_examples=15, deadline=None)
 @given(cuts=st.lists(st.integers(0, len(VALUE)), max_size=5))
-def test_members_follow_a_text_that_another_one_cut_anywhere(demo_engine: EnsembleEngine, cuts: list[int]) -> None:
+def test_members_follow_a_text_that_another_one_cut_anywhere(exact_engine: EnsembleEngine, cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(VALUE)]
     pieces = [VALUE[a:b] for a, b in pairwise(places) if a < b]
-    for member in local_members(demo_engine):
+    for member in local_members(exact_engine):
         constraint, answer = constraint_of(member, GRAMMARS[0]), AnswerConstraint(GRAMMARS[0], member.codec, 500)
         for piece in pieces:
             assert answer.admit(piece, False).text == piece
@@ -140,9 +142,9 @@ def test_members_follow_a_text_that_another_one_cut_anywhere(demo_engine: Ensemb
         assert answer.admit("!", False).text != "!"
 
 
-def test_control_strings_in_a_value_are_text_for_every_member(demo_engine: EnsembleEngine) -> None:
+def test_control_strings_in_a_value_are_text_for_every_member(exact_engine: EnsembleEngine) -> None:
     value = '{"name": "<|im_end|><eos><end_of_turn>", "kind": "town", "people": null, "districts": []}'
-    for member in local_members(demo_engine):
+    for member in local_members(exact_engine):
         constraint = constraint_of(member, GRAMMARS[0])
         constraint.commit(value)
         constraint.start()
@@ -154,8 +156,8 @@ def test_control_strings_in_a_value_are_text_for_every_member(demo_engine: Ensem
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda g: g.kind)
-def test_a_value_is_complete_within_the_budget(demo_engine: EnsembleEngine, grammar: Grammar, seed: int) -> None:
-    members, dice = local_members(demo_engine), random.Random(seed)
+def test_a_value_is_complete_within_the_budget(exact_engine: EnsembleEngine, grammar: Grammar, seed: int) -> None:
+    members, dice = local_members(exact_engine), random.Random(seed)
     limit = dice.randrange(30, 90)
     answer = AnswerConstraint(grammar, members[0].codec, limit)
     constraints, text = [constraint_of(m, grammar) for m in members], ""
@@ -197,6 +199,27 @@ class _Leave:
         self.retention, self.leavers = retention, leavers
 
 
+@pytest.mark.parametrize(
+    ("grammar", "start", "finish"),
+    [
+        (Grammar.json_schema(CITY), '{"name": "Kö', '", "kind": "town", "people": 1, "districts": []}'),
+        (Grammar.json_schema(CITY), '{"name": "\\', '"", "kind": "town", "people": 1, "districts": []}'),
+        (Grammar.json_schema({"type": "array", "items": {"type": "number"}, "minItems": 2}), "[12.5e", "0, 0]"),
+        (Grammar.json_schema({"type": "string", "minLength": 4}), '"a', '000"'),
+        (Grammar.json_schema({"type": "string", "format": "date"}), '"2024-', '01-01"'),
+        (Grammar.regex(r"[A-Z][a-zé]+ \d{2}(, \d{2})*"), "Ke", " 00"),
+        (Grammar.lark('start: "f(" arg ")"\narg: /[a-z]+/ | start'), "f(f(x", "))"),
+    ],
+)
+def test_an_open_value_has_a_short_finish(grammar: Grammar, start: str, finish: str) -> None:
+    codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
+    answer = AnswerConstraint(grammar, codec, len(codec.encode(start + finish)))
+    answer.commit(start)
+    assert answer.admit("", False).reason is None
+    assert answer.admit("\0", False).text == ""
+    assert answer.finish() == finish
+
+
 def test_a_budget_below_the_shortest_value_is_refused_before_any_work(tiny_engine: EnsembleEngine) -> None:
     with pytest.raises(RequestError, match=r"max_tokens=5 cannot hold any value"):
         tiny_engine.stream(QUESTION, SamplingParams(max_tokens=5, grammar=Grammar.json_schema(CITY)))
@@ -209,17 +232,17 @@ def test_a_value_that_finds_no_end_is_an_explicit_error(tiny_engine: EnsembleEng
     assert caught.value.text
 
 
-def test_what_the_grammar_dictates_needs_no_model(demo_engine: EnsembleEngine) -> None:
-    result = demo_engine.generate(QUESTION, SamplingParams(max_tokens=60, grammar=Grammar.json_schema(CITY)))
+def test_what_the_grammar_dictates_needs_no_model(exact_engine: EnsembleEngine) -> None:
+    result = exact_engine.generate(QUESTION, SamplingParams(max_tokens=60, grammar=Grammar.json_schema(CITY)))
     first = result.rounds[0]
     assert (first.text, first.verified, first.candidates[0].tokens) == ('{"name": "', False, 0)
-    assert first.candidates[0].drafters == demo_engine.config.names
+    assert first.candidates[0].drafters == exact_engine.config.names
     validate(json.loads(result.text), CITY)
 
 
-def test_a_complete_value_ends_the_answer_at_once(demo_engine: EnsembleEngine) -> None:
+def test_a_complete_value_ends_the_answer_at_once(exact_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=10, grammar=Grammar.choice(["yes", "no"]))
-    result = demo_engine.generate("Is water wet?", params)
+    result = exact_engine.generate("Is water wet?", params)
     assert result.text in ("yes", "no")
     assert (result.finish_reason, result.rounds[-1].candidates[0].ends) == (FinishReason.STOP, True)
 

@@ -10,7 +10,7 @@ from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.errors import MemberLoadError, RequestError
 from specfuse_shared.prompts import PromptEncoder
 from specfuse_shared.types import ToolCall
-from tests.engine.comparing import local_members, open_session, run_rounds
+from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer
 
 CONTROL = [
@@ -103,7 +103,8 @@ def test_an_ordinary_conversation_is_encoded_as_the_library_does(exact_engine: E
 
 def test_another_members_end_of_turn_does_not_end_the_answer(exact_engine: EnsembleEngine) -> None:
     members = local_members(exact_engine)
-    session = open_session(exact_engine.config, members, [Message("user", "Say hi.")], SamplingParams(max_tokens=64))
+    config = with_settings(exact_engine.config, exit="never")
+    session = open_session(config, members, [Message("user", "Say hi.")], SamplingParams(max_tokens=64))
     run_rounds(session, 1)
     segment = " It writes <eos> and <|im_end|> and <end_of_turn>."
     for member in members:
