@@ -89,12 +89,15 @@ class EnsembleSettings(BaseModel):
 
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
-        own = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
-        return SamplingParams.from_dict({**own, **{k: v for k, v in overrides.items() if v is not None}})
+        return SamplingParams.from_dict({**self._settings(), **{k: v for k, v in overrides.items() if v is not None}})
+
+    def _settings(self) -> dict[str, Any]:
+        """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
+        return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
 
     def _identity(self) -> dict[str, Any]:
         """Everything that decides an answer besides the messages, as plain JSON."""
-        sampling = asdict(self._sampling({}))
+        sampling = {**self._settings(), "stop": list(self._sampling({}).stops)}
         return {"ensemble": plain_config(self._ensemble(), changed=False), "sampling": _plain(sampling)}
 
     def _context_limit(self) -> int | None:
