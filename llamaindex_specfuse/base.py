@@ -23,7 +23,9 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from pydantic import model_validator
 
 from llamaindex_specfuse.answers import Answer, Piece
+from llamaindex_specfuse.calling import ToolCalling
 from llamaindex_specfuse.messages import react_stops, to_messages
+from llamaindex_specfuse.structured import StructuredPrediction
 from specfuse_shared.adapters import EnsembleSettings
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError
@@ -34,7 +36,7 @@ PROMPT_ROOM = 620
 """Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
 
 
-class SpecFuseLLM(EnsembleSettings, CustomLLM):
+class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling):
     """Several local models answer together, segment by segment.
 
         llm = SpecFuseLLM(members=["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m-it"])
@@ -45,11 +47,18 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
     scored it, where it stands in the answer and what the other candidates were. `SpecFuseSegmentEvent` tells the
     same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
     `raw["usage"]` (tokens of the reference member) and the record of all rounds, and is what `complete` and `chat`
-    return. `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed` and `stop` may be
-    given per call. A completion is one user turn in each member's own chat template. Text only.
+    return. `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop` and `grammar`
+    may be given per call. A completion is one user turn in each member's own chat template. Text only.
+
+    Tool calls and structured predictions are drafted under a grammar: every call names a tool that there is and has
+    arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
+    a response holds the calls that are complete.
 
     Raises `ConfigError` if the smallest member's context has no room for `max_tokens` and LlamaIndex's prompts.
     """
+
+    is_function_calling_model: bool = True
+    """False makes LlamaIndex choose its ways without function calling, such as ReAct."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -72,6 +81,7 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
             context_window=self._context_limit() or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
             is_chat_model=True,
+            is_function_calling_model=self.is_function_calling_model,
             model_name=self._model_name(),
         )
 
@@ -124,9 +134,9 @@ class SpecFuseLLM(EnsembleSettings, CustomLLM):
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Iterator[Piece]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
-        answer = Answer(self.on_segment)
-        events = self._resolve_engine().stream(messages, self._call_params(messages, overrides))
-        return _fold(answer, events)
+        params = self._call_params(messages, overrides)
+        events = self._resolve_engine().stream(messages, params)
+        return _fold(Answer(params, self.on_segment), events)
 
 
 def _fold(answer: Answer, events: Iterator[Event]) -> Iterator[Piece]:

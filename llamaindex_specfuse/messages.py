@@ -36,8 +36,12 @@ _SILENT_BLOCKS = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Converts a conversation; content that is not text raises `RequestError`."""
-    return [_to_message(message) for message in messages]
+    """Converts a conversation; content that is not text raises `RequestError`.
+
+    LlamaIndex's agents answer a call by its id alone; the name of the tool is taken from the call.
+    """
+    names = {block.tool_call_id: block.tool_name for message in messages for block in _calls(message)}
+    return [_to_message(message, names) for message in messages]
 
 
 def react_stops(messages: Sequence[Message]) -> tuple[str, ...]:
@@ -46,21 +50,27 @@ def react_stops(messages: Sequence[Message]) -> tuple[str, ...]:
     return (REACT_STOP,) if all(mark in system for mark in REACT_MARKS) else ()
 
 
-def _to_message(message: ChatMessage) -> Message:
+def _calls(message: ChatMessage) -> list[ToolCallBlock]:
+    return [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+
+
+def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Message:
     for block in message.blocks:
         if not isinstance(block, (TextBlock, *_SILENT_BLOCKS)):
             raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
-    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    answered = message.additional_kwargs.get("tool_call_id")
     return Message(
         role=_ROLES[message.role],
         content=message.content or "",
-        name=message.additional_kwargs.get("name"),
-        tool_calls=tuple(ToolCall(c.tool_name, _arguments(c.tool_kwargs), c.tool_call_id) for c in calls),
-        tool_call_id=message.additional_kwargs.get("tool_call_id"),
+        name=message.additional_kwargs.get("name") or (names.get(answered) if answered else None),
+        tool_calls=tuple(ToolCall(c.tool_name, arguments_of(c), c.tool_call_id) for c in _calls(message)),
+        tool_call_id=answered,
     )
 
 
-def _arguments(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
+def arguments_of(call: ToolCallBlock) -> Mapping[str, Any]:
+    """The arguments of a call, which a message may hold as JSON; raises `RequestError` if they are no object."""
+    arguments = call.tool_kwargs
     if not isinstance(arguments, str):
         return arguments
     try:

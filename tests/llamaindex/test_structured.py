@@ -1,0 +1,98 @@
+"""Structured prediction over the real demo ensemble: every prediction is an instance of its class."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from pydantic import BaseModel, Field
+
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared.errors import RequestError
+from tests.llamaindex.listening import Listener
+
+PROMPT = PromptTemplate("Describe {thing} in a few words.")
+
+
+class Colour(StrEnum):
+    BLUE = "blue"
+    GREEN = "green"
+
+
+class Thing(BaseModel):
+    """A thing."""
+
+    name: str = Field(max_length=20)
+    colour: Colour
+    size: Literal["small", "large"] | None
+
+
+class Pair(BaseModel):
+    """Two things and numbers."""
+
+    first: Thing
+    others: list[Thing] = Field(max_length=1)
+    numbers: list[int] = Field(max_length=3)
+
+
+class Choice(BaseModel):
+    """One thing or a word."""
+
+    value: Thing | Literal["nothing", "etwas"]
+    sure: bool = True
+
+
+CLASSES: tuple[type[BaseModel], ...] = (Thing, Pair, Choice)
+THINGS = ("the sea", "ein Wald", "大海", "a 🌊", "code: {'a': 1}", "an apple", "le ciel", "a cat", "Mars", "a song")
+
+
+@pytest.fixture(scope="module")
+def llm(llm: SpecFuseLLM) -> SpecFuseLLM:
+    return llm.model_copy(update={"max_tokens": 100})
+
+
+def test_a_prediction_is_an_instance_of_its_class(llm: SpecFuseLLM, listener: Listener) -> None:
+    output = llm.structured_predict(Thing, PROMPT, thing="the sea")
+    assert isinstance(output, Thing)
+    names = [event.class_name() for event in listener.events]
+    assert names.count("LLMStructuredPredictStartEvent") == names.count("LLMStructuredPredictEndEvent") == 1
+    assert names.count("LLMChatStartEvent") == 1
+
+
+async def test_all_four_predictions_are_the_same(llm: SpecFuseLLM) -> None:
+    expected = llm.structured_predict(Pair, PROMPT, thing="a cat")
+    assert await llm.astructured_predict(Pair, PROMPT, thing="a cat") == expected
+    streamed = list(llm.stream_structured_predict(Pair, PROMPT, thing="a cat"))
+    assert streamed[-1] == expected
+    assert len(streamed) > 2
+    astreamed = [value async for value in await llm.astream_structured_predict(Pair, PROMPT, thing="a cat")]
+    assert [value.model_dump() for value in astreamed] == [value.model_dump() for value in streamed]
+
+
+def test_a_structured_llm_answers_chats_with_json(llm: SpecFuseLLM) -> None:
+    response = llm.as_structured_llm(Choice).chat([ChatMessage("Describe the sky.")])
+    assert isinstance(response.raw, Choice)
+    assert Choice.model_validate_json(response.message.content or "") == response.raw
+
+
+def test_a_value_without_room_is_an_error_and_not_half_a_value(llm: SpecFuseLLM) -> None:
+    with pytest.raises(RequestError, match="max_tokens=4"):
+        llm.structured_predict(Pair, PROMPT, llm_kwargs={"max_tokens": 4}, thing="the sea")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_of_fifty_predictions_are_valid(llm: SpecFuseLLM) -> None:
+    asked = [(CLASSES[number % 3], THINGS[number % 10]) for number in range(50)]
+    for number, (cls, thing) in enumerate(asked):
+        options = {"temperature": 0.8, "seed": number}
+        if number % 2:
+            assert isinstance(llm.structured_predict(cls, PROMPT, llm_kwargs=options, thing=thing), cls)
+        else:
+            structured = llm.model_copy(update=options).as_structured_llm(cls)
+            assert isinstance(
+                structured.complete(f"Describe this: {thing}".replace("{", "(").replace("}", ")")).raw, cls
+            )
