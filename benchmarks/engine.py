@@ -54,7 +54,9 @@ class Figure:
 
 class Bench:
     def __init__(self, tokens: int, repeats: int) -> None:
-        config = EnsembleConfig(members=demo_members(dtype="bfloat16"), segment_tokens=10, exit="never")
+        config = EnsembleConfig(
+            members=demo_members(dtype="bfloat16"), segment_tokens=10, exit="never", reuse_prefixes=False
+        )
         self.engine = EnsembleEngine(config).load()
         self.members = [m for m in self.engine._members if isinstance(m, LocalMember)]
         self.tokens, self.repeats = tokens, repeats

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
 from specfuse_shared.loading import converted
+from specfuse_shared.scheduler import run_alone
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, Message
 
@@ -72,9 +73,7 @@ def answers(
         session = AnswerSession(
             config, engine.load()._members, [Message("user", row["prompt"])], SamplingParams(max_tokens=tokens)
         )
-        list(session.start())
-        while not session.finished:
-            *_, last = session.step()
+        *_, last = run_alone(session)
         yield last.result  # type: ignore[union-attr]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.errors import (
     ConfigError,
+    EngineBusyError,
     EngineClosedError,
     GenerationError,
     GrammarError,
@@ -18,11 +19,12 @@ from specfuse_shared.errors import (
     MissingExtraError,
     PromptTooLongError,
     RequestError,
+    RequestTimeoutError,
     SpecFuseError,
     UnfinishedValueError,
     UnsupportedModelError,
 )
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
 from specfuse_shared.grammar import Grammar
 from specfuse_shared.policies import (
     AggregatePolicy,
@@ -55,12 +57,17 @@ if TYPE_CHECKING:
     from specfuse_shared.demo import demo_members
     from specfuse_shared.engine import EnsembleEngine
     from specfuse_shared.loading import LoadProgress
+    from specfuse_shared.metrics import Histogram, MetricsSnapshot
+    from specfuse_shared.prometheus import prometheus_collector
+    from specfuse_shared.registry import EngineLease, lease_engine
 
 __all__ = [
     "AggregatePolicy",
     "Candidate",
     "ConfigError",
+    "EngineBusyError",
     "EngineClosedError",
+    "EngineLease",
     "EnsembleConfig",
     "EnsembleEngine",
     "EnsembleResult",
@@ -74,6 +81,7 @@ __all__ = [
     "GenerationError",
     "Grammar",
     "GrammarError",
+    "Histogram",
     "LoadProgress",
     "MeanLogprob",
     "MeanProb",
@@ -84,10 +92,12 @@ __all__ = [
     "MemberSummary",
     "MemberUsage",
     "Message",
+    "MetricsSnapshot",
     "MissingExtraError",
     "OnlineFeedback",
     "PromptTooLongError",
     "RequestError",
+    "RequestTimeoutError",
     "RetentionExit",
     "RoundRecord",
     "RoundTiming",
@@ -101,13 +111,21 @@ __all__ = [
     "UnfinishedValueError",
     "UnsupportedModelError",
     "Usage",
+    "WarningEvent",
     "demo_members",
+    "lease_engine",
+    "prometheus_collector",
 ]
 
 _NEEDS_TORCH = {
     "EnsembleEngine": "specfuse_shared.engine",
     "LoadProgress": "specfuse_shared.loading",
+    "EngineLease": "specfuse_shared.registry",
+    "Histogram": "specfuse_shared.metrics",
+    "MetricsSnapshot": "specfuse_shared.metrics",
     "demo_members": "specfuse_shared.demo",
+    "lease_engine": "specfuse_shared.registry",
+    "prometheus_collector": "specfuse_shared.prometheus",
 }
 
 

@@ -26,6 +26,7 @@ SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
 AGGREGATES: dict[str, AggregatePolicy] = {"weighted_mean": policies.weighted_mean}
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
+WHEN_BUSY = ("wait", "raise")
 
 
 class _Config:
@@ -109,6 +110,11 @@ class EnsembleConfig(_Config):
     score: "mean_logprob" | "mean_prob", per "token" | "byte". feedback: "uniform" (SpecFuse) or the schedules
     "constant" | "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "entropy" |
     "fixed" | "never", with `exit_threshold` · 1/n as the retention below which a member leaves.
+
+    Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
+    `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
+    share of what is free once the weights are loaded if unset. `reuse_prefixes`: keep an eighth of it for prompts
+    that begin like earlier ones.
     """
 
     members: Sequence[MemberConfig | str]
@@ -122,6 +128,11 @@ class EnsembleConfig(_Config):
     exit_threshold: float = 0.7
     reference: str | None = None
     cache_dir: str | None = None
+    max_concurrent: int = 32
+    max_queue: int = 1024
+    when_busy: str = "wait"
+    cache_bytes: int | None = None
+    reuse_prefixes: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
@@ -142,6 +153,13 @@ class EnsembleConfig(_Config):
         _require(
             0 < self.exit_threshold <= 1,
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
+        )
+        _choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
+        _require(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
+        _require(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
+        _require(
+            self.cache_bytes is None or self.cache_bytes > 0,
+            f"EnsembleConfig.cache_bytes must be positive, not {self.cache_bytes!r}",
         )
         if self.reference is not None:
             _choice("EnsembleConfig.reference", self.reference, self.names)

@@ -8,12 +8,16 @@ SpecFuseError
 │   └── UnsupportedModelError  no verification path gives the model's own probabilities
 ├── RequestError             one request cannot be served; the engine is unharmed (also a ValueError)
 │   └── PromptTooLongError   the prompt leaves a member no room to answer
+├── EngineBusyError          the queue is full, and the engine was told not to wait
 ├── GenerationError          a running answer failed; carries the text so far
+│   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
 │   └── UnfinishedValueError   an answer under a grammar ended before its value was complete
 └── EngineClosedError        the engine was closed
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 
 class SpecFuseError(Exception):
@@ -63,9 +67,9 @@ class PromptTooLongError(RequestError):
 
 
 class GenerationError(SpecFuseError):
-    """A running answer failed. `text` holds what was generated before the failure."""
+    """A running answer failed. `text` holds what was generated before; `member` failed, if it was one."""
 
-    def __init__(self, message: str, *, member: str, text: str) -> None:
+    def __init__(self, message: str, *, member: str | None, text: str) -> None:
         super().__init__(message)
         self.member, self.text = member, text
 
@@ -74,5 +78,25 @@ class UnfinishedValueError(GenerationError):
     """An answer under a grammar ran out of room before its value was complete. `text` holds the beginning."""
 
 
+class RequestTimeoutError(GenerationError, TimeoutError):
+    """The request's timeout passed. `text` holds what was generated before."""
+
+    def __init__(self, message: str, *, text: str) -> None:
+        super().__init__(message, member=None, text=text)
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The timeout of a request that has generated `text`."""
+        return cls(f"the timeout passed after {len(text)} characters of the answer", text=text)
+
+
+class EngineBusyError(SpecFuseError):
+    """More requests wait than the engine queues; try again later."""
+
+
 class EngineClosedError(SpecFuseError):
-    """The engine was used after `close()`."""
+    """The engine was used after `close()`, or closed while it answered; `text` is the answer so far."""
+
+    def __init__(self, message: str = "this engine was closed: make a new one", *, text: str = "") -> None:
+        super().__init__(message)
+        self.text = text

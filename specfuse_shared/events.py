@@ -1,10 +1,10 @@
-"""The typed events of one answer, in order: StartEvent, then SegmentEvent and ExitEvent, then FinishEvent."""
+"""The typed events of one answer: StartEvent, then SegmentEvent, ExitEvent and WarningEvent, then FinishEvent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specfuse_shared.types import EnsembleResult, MemberExit, RoundRecord
+from specfuse_shared.types import EnsembleResult, MemberExit, RoundRecord, StageName
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,19 @@ class ExitEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class WarningEvent:
+    """A member failed in a stage and left this answer, which goes on with the others."""
+
+    member: str
+    stage: StageName
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class FinishEvent:
     """The last event: the whole result."""
 
     result: EnsembleResult
 
 
-Event = StartEvent | SegmentEvent | ExitEvent | FinishEvent
+Event = StartEvent | SegmentEvent | ExitEvent | WarningEvent | FinishEvent

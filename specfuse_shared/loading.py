@@ -162,17 +162,15 @@ def choose_device(device: str) -> torch.device:
 
 
 def _placed(model: Any, config: MemberConfig) -> Any:
-    from specfuse_shared.attention import GROUPED
+    from specfuse_shared.attention import EAGER, GROUPED
 
     device = choose_device(config.device)
     if device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()
     model = model.to(device).eval().requires_grad_(False)
     text = model.config.get_text_config(decoder=True)
-    if config.attn_implementation is None and text._attn_implementation == "sdpa":
-        model.set_attn_implementation(GROUPED)
-    elif text._attn_implementation not in ("sdpa", "eager", GROUPED):
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    wanted = config.attn_implementation or text._attn_implementation
+    model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
     return model
 
 

@@ -1,14 +1,14 @@
 """A member: one language model with its own tokenizer, template and limits.
 
-`Member` and `MemberSession` are the boundary between the method and a model. It is coarse (a call does a whole
-stage of a round), speaks text and numbers, and so can stand in this process, on another device or behind a
-network. `LocalMember` is a transformers model in this process.
+`Member` and `MemberSession` are the boundary between the method and a model: a call does a whole stage of a round
+and speaks text and numbers. Stages are generators, so that many answers can share a forward: they yield what they
+want fed and return their result. `LocalMember` is a transformers model in this process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 
 from specfuse_shared.config import MemberConfig, SamplingParams
 from specfuse_shared.constraint import MemberConstraint, token_vocabulary
+from specfuse_shared.context import PREFILL_CHUNK, Feed
 from specfuse_shared.loading import OnStage, load_pretrained
 from specfuse_shared.probe import probe
 from specfuse_shared.prompts import PLAIN_TURN_ENDS, PromptEncoder
@@ -26,6 +27,9 @@ from specfuse_shared.stops import find_stop, partial_stop
 from specfuse_shared.tokens import Codec, Encoding, common_prefix, cut_candidate, whole_characters
 from specfuse_shared.tree import Branch
 from specfuse_shared.types import MemberReport, Message, Tool
+
+Stage = Generator[Feed, None, Any]
+"""A stage of one member of one answer: yields feeds, returns its result."""
 
 _MOST_EXTRA_TOKENS = 8
 """A draft may run over by this much to finish a character."""
@@ -56,6 +60,15 @@ class Verdict:
     token_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Bytes of running answers and of remembered prefixes; prompt tokens that were not read again, ever."""
+
+    cache_bytes: int
+    prefix_bytes: int
+    reused_tokens: int
+
+
 class MemberSession(Protocol):
     """One member's side of one answer. Between calls its context is the prompt and the committed answer."""
 
@@ -71,28 +84,28 @@ class MemberSession(Protocol):
         """Tokens that went through the model after the prompt."""
         ...
 
-    def prefill(self) -> None:
+    def prefill(self) -> Stage:
         """Read the prompt; called once, first."""
         ...
 
-    def draft(self, limit: int, round_index: int) -> Draft:
-        """Continue the answer by at most `limit` own tokens, cut where every member can follow."""
+    def draft(self, limit: int, round_index: int) -> Stage:
+        """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Draft`."""
         ...
 
-    def verify(self, questions: Sequence[Question]) -> list[Verdict]:
-        """Judge candidates for the next segment by this member's own probabilities."""
+    def verify(self, questions: Sequence[Question]) -> Stage:
+        """Judge candidates for the next segment by this member's own probabilities → a `Verdict` for each."""
         ...
 
-    def commit(self, text: str) -> None:
+    def commit(self, text: str) -> Stage:
         """`text` is now part of the answer."""
         ...
 
-    def draft_alone(self, limit: int, round_index: int) -> Draft:
-        """Plain decoding for the last active member: the text of up to `limit` further tokens, committed as drafted."""
+    def draft_alone(self, limit: int, round_index: int) -> Stage:
+        """Plain decoding for the last active member: up to `limit` further tokens, committed as drafted → `Draft`."""
         ...
 
-    def release(self) -> None:
-        """Free the cache. Safe to call twice."""
+    def release(self, remember: bool = False) -> None:
+        """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""
         ...
 
 
@@ -103,6 +116,8 @@ class Member(Protocol):
     weight: float
     codec: Codec
     context_limit: int | None
+    bytes_per_token: int
+    vocabulary_size: int
     report: MemberReport
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -111,6 +126,14 @@ class Member(Protocol):
 
     def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> MemberSession:
         """A new answer to `prompt`."""
+        ...
+
+    def cache_use(self) -> CacheUse:
+        """Memory for answers now."""
+        ...
+
+    def remember(self, limit: int) -> None:
+        """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
         ...
 
 
@@ -132,6 +155,8 @@ class LocalMember:
         text = model.config.get_text_config(decoder=True)
         limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
         self.context_limit: int | None = min((n for n in limits if n), default=None)
+        self.bytes_per_token = way.bytes_per_token
+        self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
         self.report = MemberReport(
             name=self.name,
             model=config.model,
@@ -155,11 +180,18 @@ class LocalMember:
     @cached_property
     def vocabulary(self) -> Any:
         """The tokens as the grammar library reads them; built when the first grammar comes."""
-        rows = self.runner.model.get_input_embeddings().num_embeddings
-        return token_vocabulary(self.prompts.tokenizer, rows, self.stop_ids)
+        return token_vocabulary(self.prompts.tokenizer, self.vocabulary_size, self.stop_ids)
 
     def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> LocalSession:
         return LocalSession(self, prompt, params, seed)
+
+    def cache_use(self) -> CacheUse:
+        pool, prefixes = self.runner.pool, self.runner.prefixes
+        return CacheUse(pool.memory_bytes, prefixes.memory_bytes, prefixes.reused_tokens)
+
+    def remember(self, limit: int) -> None:
+        self.runner.prefixes.limit = limit
+        self.runner.prefixes.shrink(limit)
 
 
 class LocalSession:
@@ -187,19 +219,20 @@ class LocalSession:
     def fed(self) -> int:
         return self.context.fed
 
-    @torch.inference_mode()
-    def prefill(self) -> None:
-        self.context.prefill(self._prompt)
+    def prefill(self) -> Stage:
+        if not self.context.prompt:
+            self.context.begin(self._prompt)
+        while self.context.unread:
+            yield Feed(self.context, prompt=min(self.context.unread, PREFILL_CHUNK))
 
-    @torch.inference_mode()
-    def draft(self, limit: int, round_index: int) -> Draft:
+    def draft(self, limit: int, round_index: int) -> Stage:
         self._sampler.start(round_index)
         if self._constraint is not None:
             self._constraint.start()
-        ids, ended = self._decode([], limit, self._member.unsayable)
+        ids, ended = yield from self._decode([], limit, self._member.unsayable)
         text = self._codec.text_after(self.context.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
-            ids, ended = self._decode(ids, 1, self._member.unsayable)
+            ids, ended = yield from self._decode(ids, 1, self._member.unsayable)
             text = self._codec.text_after(self.context.answer, ids)
         text, turn_over = self._cut_turn(text)
         if ended or turn_over:
@@ -208,30 +241,31 @@ class LocalSession:
         text = text[: len(text) - open_turn] if 0 < open_turn < len(text) else text
         return Draft(cut_candidate(text), False, len(ids))
 
-    @torch.inference_mode()
-    def verify(self, questions: Sequence[Question]) -> list[Verdict]:
+    def verify(self, questions: Sequence[Question]) -> Stage:
         branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
-        self.context.extend(branches)
+        yield Feed(self.context, tuple(branches))
         return [self._verdict(q, b) for q, b in zip(questions, branches, strict=True)]
 
-    @torch.inference_mode()
-    def commit(self, text: str) -> None:
-        self._text += text
-        self.encoding = self._codec.extend(self.encoding, text)
-        self.context.commit(self._branch(self.encoding))
+    def commit(self, text: str) -> Stage:
+        encoding = self._codec.extend(self.encoding, text)
+        branch = self._branch(encoding)
+        yield Feed(self.context, (branch,))
+        self.context.commit(branch)
+        self._text, self.encoding = self._text + text, encoding
         if self._constraint is not None:
             self._constraint.commit(text)
 
-    @torch.inference_mode()
-    def draft_alone(self, limit: int, round_index: int) -> Draft:
+    def draft_alone(self, limit: int, round_index: int) -> Stage:
         self._sampler.start(round_index)
-        ids, ended = self._decode([], limit, None)
+        ids, ended = yield from self._decode([], limit, None)
         read = self.context.answer[: len(self.context.answer) - self._unread]
         unread = [*self.context.answer[len(read) :], *ids]
         text = self._codec.text_after(read, unread)
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :])
         if not (ended or turn_over):
-            self.context.commit(Branch(len(self.context.answer), tuple(ids)))
+            branch = Branch(len(self.context.answer), tuple(ids))
+            yield Feed(self.context, (branch,))
+            self.context.commit(branch)
             fresh = fresh[: len(fresh) - partial_stop(fresh, self._turn_ends)]
             self._shown += len(fresh)
             self._unread = len(unread)
@@ -240,23 +274,23 @@ class LocalSession:
         self._text += fresh
         return Draft(fresh, ended or turn_over, len(ids))
 
-    def release(self) -> None:
-        self.context.release()
+    def release(self, remember: bool = False) -> None:
+        self.context.release(remember)
 
-    def _decode(self, ids: list[int], count: int, blocked: torch.Tensor | None) -> tuple[list[int], bool]:
+    def _decode(
+        self, ids: list[int], count: int, blocked: torch.Tensor | None
+    ) -> Generator[Feed, None, tuple[list[int], bool]]:
         """Sample `count` more tokens behind the committed answer and `ids`; True if the turn ended."""
         base, ids, constraint = len(self.context.answer), list(ids), self._constraint
         for _ in range(count):
             if constraint is not None and constraint.finished:
                 return ids, True
             branch = Branch(base, tuple(ids))
-            self.context.extend([branch])
+            yield Feed(self.context, (branch,))
             logits = self.context.logits(branch)
-            if blocked is not None:
-                logits = logits.index_fill(0, blocked, float("-inf"))
             if constraint is not None:
                 logits = constraint.mask(logits)
-            token = self._sampler.pick(logits, (*self._prompt, *self.context.answer, *ids))
+            token = self._sampler.pick(logits, (*self._prompt, *self.context.answer, *ids), blocked)
             if token in self._member.stop_ids:
                 return ids, True
             if constraint is not None:

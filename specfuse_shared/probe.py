@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from specfuse_shared.attention import MaskPlan, plans_for
-from specfuse_shared.context import Context
+from specfuse_shared.context import Context, Feed, feed_together
 from specfuse_shared.errors import UnsupportedModelError
 from specfuse_shared.rows import new_context
 from specfuse_shared.runner import ModelRunner
@@ -37,6 +37,8 @@ class Attempt:
     plan: MaskPlan | None
     one_by_one: bool = False
     error: float = float("inf")
+    bytes_per_token: int = 0
+    """Cache bytes of one token; 0 for recurrent models, whose state does not grow."""
 
     @property
     def verification(self) -> Literal["packed", "rows"]:
@@ -80,31 +82,37 @@ def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[st
         chunk=way.plan.chunk and shrunk["attention_chunk_size"],
     )
     try:
-        return replace(way, error=_error(replace(way, plan=plan).runner(model)))
+        error, bytes_per_token = _measure(replace(way, plan=plan).runner(model))
+        return replace(way, error=error, bytes_per_token=bytes_per_token)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])
         return way
 
 
 @torch.inference_mode()
-def _error(runner: ModelRunner) -> float:
-    """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk."""
+def _measure(runner: ModelRunner) -> tuple[float, int]:
+    """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk, while a
+    shorter answer is fed along; and the cache bytes of a token."""
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
     prompt, first = ids[:_PROMPT], tuple(ids[_PROMPT : _PROMPT + _FIRST])
     second, third = tuple(ids[-2 * _SECOND : -_SECOND]), tuple(ids[-_SECOND:])
-    context = new_context(runner)
+    neighbour, context = new_context(runner), new_context(runner)
+    neighbour.prefill(third)
     context.prefill(prompt)
     for size in range(1, _FIRST):
         context.extend([Branch(0, first[:size])])
-    branches = [Branch(0, first), Branch(0, second)]
-    context.extend(branches)
+    branches, beside = (Branch(0, first), Branch(0, second)), Branch(0, first)
+    feed_together([Feed(context, branches), Feed(neighbour, (beside,))])
     deltas = [_deltas(runner, context, prompt, b) for b in branches]
+    deltas.append(_deltas(runner, neighbour, third, beside))
     context.commit(branches[1])
-    later = [Branch(len(second), third), Branch(len(second) - 2, third[:3])]
-    context.extend(later)
+    later = (Branch(len(second), third), Branch(len(second) - 2, third[:3]))
+    feed_together([Feed(neighbour, (Branch(0, second),)), Feed(context, later)])
     deltas += [_deltas(runner, context, [*prompt, *second], b) for b in later]
+    bytes_per_token = runner.pool.bytes_per_slot
     context.release()
-    return float(torch.cat(deltas).mean())
+    neighbour.release()
+    return float(torch.cat(deltas).mean()), bytes_per_token
 
 
 def _deltas(runner: ModelRunner, context: Context, trunk: list[int] | tuple[int, ...], branch: Branch) -> torch.Tensor:

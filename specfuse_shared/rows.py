@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.context import Context, PackedContext
+from specfuse_shared.context import Context, Feed, PackedContext
 from specfuse_shared.runner import ModelRunner
 from specfuse_shared.tree import Branch
 
@@ -43,20 +43,30 @@ class RowContext(Context):
         self._runs: dict[tuple[int, ...], _Snapshot] = {}
         super().__init__(runner)
 
-    def release(self) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.prompt, self.unread = tuple(prompt), len(prompt)
+
+    def release(self, remember: bool = False) -> None:
         self._snapshots, self._end = [], None
         self._forget_tree()
 
-    def _prefill(self, prompt: Sequence[int]) -> torch.Tensor:
-        """The prompt's last token is fed apart, so that a snapshot stands before every answer token's parent."""
-        if len(prompt) == 1:
-            logits, cache = self._runner.new_cache(prompt)
+    def feed_alone(self, feed: Feed) -> None:
+        if feed.prompt:
+            self._end = self._read_prompt()
+            self.unread = 0
+        else:
+            self._feed([self._path(branch) for branch in feed.branches])
+
+    def _read_prompt(self) -> torch.Tensor:
+        """Logits (V) after the prompt. Its last token is fed apart, so that a snapshot stands before every parent."""
+        if len(self.prompt) == 1:
+            logits, cache = self.runner.new_cache(self.prompt)
             self._snapshots = [_Snapshot(cache, 1)]
             return logits
-        _, cache = self._runner.new_cache(prompt[:-1])
-        first = _Snapshot(cache, len(prompt) - 1)
+        _, cache = self.runner.new_cache(self.prompt[:-1])
+        first = _Snapshot(cache, len(self.prompt) - 1)
         trunk = first.copy()
-        logits = self._append(trunk, prompt[-1:])[-1]
+        logits = self._append(trunk, self.prompt[-1:])[-1]
         trunk.length += 1
         self._snapshots = [first, trunk]
         return logits
@@ -104,7 +114,7 @@ class RowContext(Context):
         return list((self.prompt + self.answer)[start:end])
 
     def _append(self, run: _Snapshot, ids: Sequence[int]) -> torch.Tensor:
-        return self._runner.append(ids, run.cache, run.length + len(run.nodes))
+        return self.runner.append(ids, run.cache, run.length + len(run.nodes))
 
     def _forget_tree(self) -> None:
         super()._forget_tree()

@@ -1,4 +1,4 @@
-"""Forward passes of one causal language model: prefill, a step over a token tree, a plain step. No text, no policy."""
+"""Forward passes of one causal language model: a batch of segments, a plain step. No text, no policy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.attention import MaskPlan
-
-PREFILL_CHUNK = 1024
+from specfuse_shared.attention import Batch, MaskPlan, Segment, running
+from specfuse_shared.cache import CachePool
+from specfuse_shared.prefix import PrefixCache
 
 
 class ModelRunner:
-    """Runs `model` (a causal LM in eval mode).
+    """Runs `model` (a causal LM in eval mode); `pool` holds the caches of all its answers, `prefixes` what
+    earlier ones left.
 
     `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
     (Mamba), so `append` feeds them in turn.
@@ -23,6 +24,7 @@ class ModelRunner:
     def __init__(self, model: Any, plan: MaskPlan | None = None, one_by_one: bool = False) -> None:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
         self.device, self.dtype = model.device, model.dtype
+        self.pool, self.prefixes = CachePool(), PrefixCache()
         parameters = inspect.signature(model.forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -32,27 +34,27 @@ class ModelRunner:
         """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""
         return {"logits_to_keep": count} if self._can_skip_logits else {}
 
-    def prefill(self, ids: Sequence[int], cache: Any) -> torch.Tensor:
-        """Feed a whole prompt in chunks; logits (V) after its last token."""
-        logits = torch.empty(0)
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            chunk = ids[start : start + PREFILL_CHUNK]
-            mask = None
-            if start:
-                positions = torch.arange(start + len(chunk), device=self.device)
-                visible = positions[None, :] <= positions[start:, None]
-                mask = self._masks(visible, positions)
-            at = torch.arange(start, start + len(chunk), device=self.device)
-            logits = self._forward(chunk, cache, at, mask, **self.keep_last(1))[-1]
-        return logits
-
-    def step(self, ids: Sequence[int], visible: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Feed Q tokens behind a cache of K - Q slots; logits (Q, V).
-
-        `visible` (Q, K): the slots each query sees, itself among them; `positions` (K): the place of each slot.
-        """
-        visible, positions = visible.to(self.device), positions.to(self.device)
-        return self._forward(ids, cache, positions[-len(ids) :], self._masks(visible, positions))
+    def step(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """Feed every segment in one forward; logits (wanted, V) of each. Their rows then hold the new tokens."""
+        assert self.plan is not None, "a model without a mask plan runs row by row"
+        batch = Batch(segments, self.plan, self.device, self.dtype)
+        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in segments]).to(self.device)
+        ids = [token for s in segments for token in s.ids]
+        wanted: list[int] = []
+        ends = 0
+        for segment in segments:
+            ends += len(segment.ids)
+            wanted += range(ends - segment.wanted, ends)
+        skip: dict[str, Any] = {}
+        if self._can_skip_logits and len(wanted) < len(ids):
+            skip = {"logits_to_keep": torch.tensor(wanted, dtype=torch.long, device=self.device)}
+        with running(batch):
+            logits = self._forward(ids, batch, at, self.plan.markers(self.device, self.dtype), **skip)
+        if len(logits) > len(wanted):
+            logits = logits[wanted]
+        for segment in segments:
+            segment.row.used = segment.slots
+        return list(torch.split(logits, [s.wanted for s in segments]))
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
         """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
@@ -71,10 +73,6 @@ class ModelRunner:
         inputs = torch.tensor([list(ids)], device=self.device)
         out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
         return out.logits[0, -1], out[self._cache_argument]
-
-    def _masks(self, visible: torch.Tensor, positions: torch.Tensor) -> Any:
-        assert self.plan is not None, "a model without a mask plan runs row by row"
-        return self.plan.masks(visible, positions[-visible.shape[0] :], positions, self.dtype)
 
     def _forward(self, ids: Sequence[int], cache: Any, at: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
         inputs = {"input_ids": torch.tensor([list(ids)], device=self.device), self._cache_argument: cache}

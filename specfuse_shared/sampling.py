@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 from typing import cast
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from specfuse_shared.config import SamplingParams
+from specfuse_shared.context import NotFiniteError
 
 
 class Sampler:
@@ -39,15 +41,32 @@ class Sampler:
             key = f"{self._seed}/{self._member}/{round_index}".encode()
             self._generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
 
-    def pick(self, logits: torch.Tensor, history: Sequence[int]) -> int:
-        """The next token after `history` (prompt and answer ids), from its logits (V)."""
+    def pick(self, logits: torch.Tensor, history: Sequence[int], blocked: torch.Tensor | None = None) -> int:
+        """The next token after `history` (prompt and answer ids), from its logits (V); never one of `blocked`."""
+        if self._greedy and not self._processors:
+            best = _largest(logits)
+            if blocked is None or not bool((blocked == best).any()):
+                return best
+        if blocked is not None:
+            logits = logits.index_fill(0, blocked, float("-inf"))
         scores: torch.Tensor = logits.float()[None]
         past = history if self._needs_history else ()
         past_ids = torch.tensor([list(past)], dtype=torch.long, device=logits.device)
         scores = self._processors(cast(torch.LongTensor, past_ids), cast(torch.FloatTensor, scores))
         if self._greedy:
-            return int(scores.argmax(-1))
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            return _largest(scores[0])
+        shares = scores.softmax(-1)
+        if not bool(shares.isfinite().all()):
+            raise NotFiniteError
+        return int(torch.multinomial(shares, 1, generator=self._generator))
+
+
+def _largest(scores: torch.Tensor) -> int:
+    """Index of the largest of scores (V). Raises `NotFiniteError`."""
+    best = scores.max(0)
+    if not math.isfinite(float(best.values)):
+        raise NotFiniteError
+    return int(best.indices)
 
 
 def new_seed() -> int:

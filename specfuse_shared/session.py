@@ -1,27 +1,28 @@
 """One request: rounds of draft, verify, select, commit, learn, until the answer ends.
 
-`AnswerSession` owns the state of one answer (text, weights, totals, who is active) and asks members for whole
-stages. It knows no ids and no tensors. `step` runs one round, so that a caller can interleave answers.
+`AnswerSession` owns the state of one answer (text, weights, totals, who is active). It runs no model: it yields the
+stages that members shall run and is sent what came out, so that a scheduler can run many answers together. It
+knows no ids and no tensors.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from specfuse_shared.answer import AnswerText
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.constraint import AnswerConstraint
-from specfuse_shared.errors import GenerationError, PromptTooLongError, SpecFuseError, UnfinishedValueError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
-from specfuse_shared.member import Draft, Member, MemberSession, Question
+from specfuse_shared.errors import GenerationError, PromptTooLongError, UnfinishedValueError
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, WarningEvent
+from specfuse_shared.member import Draft, Member, MemberSession, Question, Stage, Verdict
 from specfuse_shared.policies import normalised
 from specfuse_shared.sampling import new_seed
-from specfuse_shared.stops import StopHold, StopMatch, find_stop
-from specfuse_shared.tokens import Encoding
+from specfuse_shared.stops import StopMatch
 from specfuse_shared.types import (
     Candidate,
     EnsembleResult,
@@ -31,11 +32,18 @@ from specfuse_shared.types import (
     Message,
     RoundRecord,
     RoundTiming,
+    StageName,
     Usage,
 )
 
 _ROOM_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
+
+Jobs = Mapping[str, Stage]
+"""Stages to run, by member."""
+Outcomes = Mapping[str, Any]
+"""What became of the jobs: each one's result, or the exception that it raised."""
+Work = Generator[Jobs, Outcomes | None, None]
 
 
 @dataclass(slots=True)
@@ -61,23 +69,29 @@ class _Choice:
     stop: StopMatch | None
     drafters: list[str]
     tokens: int
-    reason: FinishReason | None = None
+    over: FinishReason | None = None
     """Why the answer is over with this text under its grammar."""
     scores: dict[str, float] = field(default_factory=dict)
     score: float | None = None
 
     @property
     def finishes(self) -> bool:
-        return self.ends or self.stop is not None or self.reason is not None
+        return self.reason is not None
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why the answer ends with this candidate, if it does."""
+        return self.over or (FinishReason.STOP if self.ends or self.stop is not None else None)
 
     def record(self) -> Candidate:
         return Candidate(self.text, tuple(self.drafters), self.finishes, self.tokens, dict(self.scores), self.score)
 
 
 class AnswerSession:
-    """One answer of the ensemble. `start` once, then `step` until `finished`; `release` frees every cache.
+    """One answer of the ensemble; `run` is the whole of it, `events` what it has to tell.
 
-    Raises `RequestError` on construction, before any model runs, if the request cannot be served.
+    A member whose stage fails leaves the answer, which goes on with the others. Raises `RequestError` on
+    construction, before any model runs, if the request cannot be served.
     """
 
     def __init__(
@@ -97,95 +111,107 @@ class AnswerSession:
         }
         self._active = [m.name for m in members]
         self._reference = self._sides[config.reference_name]
-        self._counted, self._text = Encoding(), ""
         grammar, codec = params.answer_grammar(), self._reference.member.codec
+        self._answer = AnswerText(params, codec)
         self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
-        self._hold = StopHold(params.stops)
         self._rounds: list[RoundRecord] = []
         self._verified_rounds = 0
-        self._began, self._prefilled, self._first = 0.0, 0.0, None  # type: float, float, float | None
+        self._exits: list[MemberExit] = []
+        self._began, self._prefilled = time.monotonic(), 0.0
+        self.events: deque[Event] = deque()
         self.finished = False
 
-    def start(self) -> Iterator[Event]:
-        """Read the prompt into every member."""
-        self._began = time.monotonic()
-        for side in self._sides.values():
-            with self._running(side):
-                side.session.prefill()
-        self._prefilled = time.monotonic() - self._began
-        yield StartEvent(tuple(self._sides), self._reference.session.prompt_tokens)
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._answer.text
 
-    def step(self) -> Iterator[Event]:
-        """Run one round; yield its events."""
-        exits = self._leave_full_contexts()
-        yield from map(ExitEvent, exits)
-        if not self._active:
-            yield from self._finish("", None, FinishReason.LENGTH, None)
-        elif len(self._active) == 1 and self._constraint is None:
-            yield from self._round_alone(exits)
-        else:
-            yield from self._round(exits)
+    @property
+    def rounds(self) -> Sequence[RoundRecord]:
+        return self._rounds
+
+    @property
+    def prompt_tokens(self) -> Mapping[str, int]:
+        """Prompt length of each member."""
+        return {name: side.session.prompt_tokens for name, side in self._sides.items()}
+
+    @property
+    def max_tokens(self) -> int:
+        return self._params.max_tokens
+
+    def run(self) -> Work:
+        """Yields jobs, is sent their outcomes; ends when the answer does. Raises `GenerationError`."""
+        self._began = time.monotonic()
+        yield from self._all("prefill", {name: self._sides[name].session.prefill() for name in self._active})
+        self._prefilled = time.monotonic() - self._began
+        self.events.append(StartEvent(tuple(self._active), self._reference.session.prompt_tokens))
+        while not self.finished:
+            self._leave_full_contexts()
+            if not self._active:
+                self._finish("", None, FinishReason.LENGTH, None)
+            elif len(self._active) == 1 and self._constraint is None:
+                yield from self._round_alone()
+            else:
+                yield from self._round()
 
     def release(self) -> None:
+        """Free every cache. Safe to call twice."""
         for side in self._sides.values():
-            side.session.release()
+            side.session.release(remember=self.finished)
 
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
-    def _round(self, exits: list[MemberExit]) -> Iterator[Event]:
+    def _round(self) -> Work:
         clock = [time.monotonic()]
-        choices = self._draft()
+        active, exits = tuple(self._active), self._take_exits()
+        choices = yield from self._draft()
         clock.append(time.monotonic())
         if not choices:
-            yield from self._finish("", None, FinishReason.STOP, None)
+            self._finish("", None, FinishReason.STOP, None)
             return
         verified = len(choices) > 1
         if verified:
-            self._verify(choices)
+            yield from self._verify(choices)
         winner = max(choices, key=lambda c: c.score or 0.0)
         clock.append(time.monotonic())
-        segment, reason = self._fit(winner)
+        segment, reason = self._answer.fit(winner.text, winner.reason)
         if reason is None:
-            self._commit(segment)
+            yield from self._all("commit", {n: self._sides[n].session.commit(segment) for n in self._active})
+            if self._constraint is not None:
+                self._constraint.commit(segment)
         clock.append(time.monotonic())
+        weights = {name: self._sides[name].weight for name in self._active}
+        retention = self._learn(choices) if verified and reason is None else {}
         record = RoundRecord(
             index=len(self._rounds) + 1,
-            active=tuple(self._active),
+            active=active,
             candidates=tuple(c.record() for c in choices),
             winner=winner.drafters[0],
             text=segment,
-            start=len(self._text),
-            end=len(self._text) + len(segment),
+            start=len(self.text),
+            end=len(self.text) + len(segment),
             verified=verified,
-            weights={name: self._sides[name].weight for name in self._active},
-            retention={},
-            exits=tuple(exits),
+            weights=weights,
+            retention=retention,
+            exits=(*exits, *self._exits),
             timing=RoundTiming(*(b - a for a, b in itertools.pairwise(clock))),
         )
-        if verified and reason is None:
-            retention, left = self._learn(choices)
-            record = replace(record, retention=retention, exits=(*exits, *left))
-            exits = left
-        else:
-            exits = []
-        yield from self._publish(record, winner.stop, reason)
-        if not self.finished:
-            yield from map(ExitEvent, exits)
+        self._publish(record, winner.stop, reason)
 
-    def _draft(self) -> list[_Choice]:
+    def _draft(self) -> Generator[Jobs, Outcomes, list[_Choice]]:
         """Every active member's candidate; equal ones count once.
 
         What the grammar dictates is every member's draft, and no model has to run for it.
         """
         if self._constraint is not None and (forced := self._constraint.forced()):
-            reason = self._constraint.admit(forced, False).reason
-            return [_Choice(forced, forced, False, None, list(self._active), 0, reason)]
+            over = self._constraint.admit(forced, False).reason
+            return [_Choice(forced, forced, False, None, list(self._active), 0, over)]
+        number, limit = len(self._rounds) + 1, self._config.segment_tokens
+        jobs = {name: self._sides[name].session.draft(limit, number) for name in self._active}
+        drafts: dict[str, Draft] = yield from self._all("draft", jobs)
         choices: list[_Choice] = []
-        for name in self._active:
-            side = self._sides[name]
-            with self._running(side):
-                draft = side.session.draft(self._config.segment_tokens, len(self._rounds) + 1)
-            side.drafted += draft.tokens
+        for name, draft in drafts.items():
+            self._sides[name].drafted += draft.tokens
             choice = self._choice(name, draft)
             same = next((c for c in choices if (c.scored, c.ends) == (choice.scored, choice.ends)), None)
             if same is not None:
@@ -196,7 +222,7 @@ class AnswerSession:
 
     def _choice(self, name: str, draft: Draft) -> _Choice:
         """A draft that completes a stop string ends there; it is scored with the string, without an end of turn."""
-        match, known = find_stop(self._text, draft.text, self._params.stops), len(self._text)
+        match, known = self._answer.find_stop(draft.text), len(self.text)
         text = draft.text[: max(0, match.start - known)] if match else draft.text
         if self._constraint is not None and not (match and self._constraint.accepts(text)):
             admitted = self._constraint.admit(draft.text, draft.ends)
@@ -205,12 +231,11 @@ class AnswerSession:
             return _Choice(text, text, draft.ends, None, [name], draft.tokens)
         return _Choice(text, draft.text[: match.end - known], False, match, [name], draft.tokens)
 
-    def _verify(self, choices: list[_Choice]) -> None:
+    def _verify(self, choices: list[_Choice]) -> Work:
         questions = [Question(c.scored, c.ends) for c in choices]
-        for name in self._active:
-            side = self._sides[name]
-            with self._running(side):
-                verdicts = side.session.verify(questions)
+        jobs = {name: self._sides[name].session.verify(questions) for name in self._active}
+        judged: dict[str, list[Verdict]] = yield from self._all("verify", jobs)
+        for name, verdicts in judged.items():
             for choice, verdict in zip(choices, verdicts, strict=True):
                 # a verifier to which the candidate is invisible has no opinion on it
                 choice.scores[name] = self._score(verdict.logprobs, verdict.token_bytes) if verdict.logprobs else 0.0
@@ -218,15 +243,8 @@ class AnswerSession:
         for choice, score in zip(choices, self._aggregate(table, self._weights()), strict=True):
             choice.score = score
 
-    def _commit(self, segment: str) -> None:
-        for name in self._active:
-            with self._running(self._sides[name]):
-                self._sides[name].session.commit(segment)
-        if self._constraint is not None:
-            self._constraint.commit(segment)
-
-    def _learn(self, choices: list[_Choice]) -> tuple[dict[str, float], list[MemberExit]]:
-        """Update the verifiers' weights, then let members go."""
+    def _learn(self, choices: list[_Choice]) -> dict[str, float]:
+        """Update the verifiers' weights, then let members go; everyone's retention."""
         self._verified_rounds += 1
         own = {name: next((c for c in choices if name in c.drafters), None) for name in self._active}
         matrix = [[c.scores[j] if (c := own[i]) else 0.0 for i in self._active] for j in self._active]
@@ -240,95 +258,65 @@ class AnswerSession:
         leavers = [self._active[i] for i in decision.leavers]
         if len(leavers) >= len(self._active):
             leavers.remove(max(self._active, key=lambda name: retention[name]))
-        exits = [MemberExit(n, len(self._rounds) + 1, "retention", retention[n]) for n in leavers]
-        self._drop(leavers)
-        return retention, exits
+        self._drop(leavers, "retention", retention)
+        return retention
 
-    def _round_alone(self, exits: list[MemberExit]) -> Iterator[Event]:
+    def _round_alone(self) -> Work:
         """The last member decodes plainly: nothing to verify."""
-        name = self._active[0]
+        name, exits = self._active[0], self._take_exits()
         side, clock = self._sides[name], time.monotonic()
-        limit = self._config.segment_tokens
-        if side is self._reference:
+        limit, is_reference = self._config.segment_tokens, side is self._reference
+        if is_reference:
             limit = min(limit, self._params.max_tokens - side.session.answer_tokens)
         before = side.session.answer_tokens
-        with self._running(side):
-            draft = side.session.draft_alone(limit, len(self._rounds) + 1)
+        drafts = yield from self._all("draft", {name: side.session.draft_alone(limit, len(self._rounds) + 1)})
+        draft = drafts[name]
         side.drafted += draft.tokens
         side.alone = before + draft.tokens
         choice = self._choice(name, draft)
-        segment, reason = self._fit(choice, side.alone if side is self._reference else None)
+        segment, reason = self._answer.fit(choice.text, choice.reason, side.alone if is_reference else None)
         record = RoundRecord(
             index=len(self._rounds) + 1,
             active=(name,),
             candidates=(choice.record(),),
             winner=name,
             text=segment,
-            start=len(self._text),
-            end=len(self._text) + len(segment),
+            start=len(self.text),
+            end=len(self.text) + len(segment),
             verified=False,
             weights={name: 1.0},
             retention={},
             exits=tuple(exits),
             timing=RoundTiming(draft=time.monotonic() - clock),
         )
-        yield from self._publish(record, choice.stop, reason)
+        self._publish(record, choice.stop, reason)
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _fit(self, choice: _Choice, own_count: int | None = None) -> tuple[str, FinishReason | None]:
-        """The segment within `max_tokens`, and why the answer ends with it, if it does.
-
-        `own_count`: tokens of the reference member where it decodes alone, which need no encoding of the text.
-        """
-        limit, reason = self._params.max_tokens, choice.reason or (FinishReason.STOP if choice.finishes else None)
-        if own_count is not None:
-            return choice.text, reason or (FinishReason.LENGTH if own_count >= limit else None)
-        codec = self._reference.member.codec
-        counted = codec.extend(self._counted, choice.text)
-        if len(counted.ids) > limit:
-            text = codec.head(counted, limit)
-            self._counted = codec.extend(Encoding(), text)
-            return text[len(self._text) :], FinishReason.LENGTH
-        self._counted = counted
-        return choice.text, reason or (FinishReason.LENGTH if len(counted.ids) == limit else None)
-
-    def _publish(self, record: RoundRecord, stop: StopMatch | None, reason: FinishReason | None) -> Iterator[Event]:
+    def _publish(self, record: RoundRecord, stop: StopMatch | None, reason: FinishReason | None) -> None:
         self._rounds.append(record)
         if reason is not None:
-            yield from self._finish(record.text, stop, reason, record)
+            self._finish(record.text, stop, reason, record)
             return
-        self._text += record.text
-        yield self._segment(self._hold.feed(record.text), record)
+        self.events.append(self._answer.add(record.text, record))
+        self.events.extend(map(ExitEvent, self._take_exits()))
 
-    def _finish(
-        self, segment: str, stop: StopMatch | None, reason: FinishReason, record: RoundRecord | None
-    ) -> Iterator[Event]:
+    def _finish(self, segment: str, stop: StopMatch | None, reason: FinishReason, record: RoundRecord | None) -> None:
         """Release what was held back, up to the stop string, and close the answer."""
         if reason is FinishReason.LENGTH and self._constraint is not None and not self._constraint.accepts(segment):
             message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
-            raise UnfinishedValueError(message, member=self._active[0] if self._active else "", text=self._text)
-        self._text += segment
-        if stop is not None and reason is FinishReason.STOP:
-            self._text = self._text[: stop.start]
-        else:
-            stop = None
-        shown = self._hold.finish(segment, len(self._text))
-        if shown or record is not None:
-            yield self._segment(shown, record)
+            raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
+        stop = stop if reason is FinishReason.STOP else None
+        last = self._answer.finish(segment, stop, record)
+        if last is not None:
+            self.events.append(last)
         self.finished = True
+        self.events.append(FinishEvent(self._result(reason, stop.stop if stop else None)))
         self.release()
-        yield FinishEvent(self._result(reason, stop.stop if stop else None))
-
-    def _segment(self, text: str, record: RoundRecord | None) -> SegmentEvent:
-        if text and self._first is None:
-            self._first = time.monotonic() - self._began
-        end = self._hold.released
-        return SegmentEvent(text, end - len(text), end, record)
 
     def _result(self, reason: FinishReason, stop: str | None) -> EnsembleResult:
         return EnsembleResult(
-            text=self._text,
+            text=self.text,
             finish_reason=reason,
             stop_sequence=stop,
             usage=self._usage(),
@@ -336,13 +324,13 @@ class AnswerSession:
             members=tuple(self._sides),
             seed=self.seed,
             prefill_seconds=self._prefilled,
-            first_segment_seconds=self._first,
+            first_segment_seconds=self._answer.first_seconds,
             total_seconds=time.monotonic() - self._began,
         )
 
     def _usage(self) -> Usage:
         def usage(side: _Side) -> MemberUsage:
-            answer = side.alone if side.alone is not None else len(side.member.codec.encode(self._text))
+            answer = side.alone if side.alone is not None else len(side.member.codec.encode(self.text))
             return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, answer)
 
         members = {name: usage(side) for name, side in self._sides.items()}
@@ -351,22 +339,52 @@ class AnswerSession:
 
     # ── who takes part ───────────────────────────────────────────────────────────────────────────
 
+    def _all(self, stage: StageName, jobs: Jobs) -> Generator[Jobs, Outcomes, dict[str, Any]]:
+        """Results of a stage, in the members' order; members that failed have left."""
+        outcomes = yield jobs
+        results = {}
+        for name in jobs:
+            outcome = outcomes[name]
+            if isinstance(outcome, Exception):
+                self._lose(name, stage, outcome)
+            else:
+                results[name] = outcome
+        return results
+
+    def _lose(self, name: str, stage: StageName, error: Exception) -> None:
+        message = f"member {name!r} failed in {stage} and left the answer: {error}"
+        if self._active == [name]:
+            text = f"{message.replace(' and left the answer', '')} (no member is left)"
+            raise GenerationError(text, member=name, text=self.text) from error
+        self._drop([name], "fault")
+        self.events.append(WarningEvent(name, stage, message))
+
     def _weights(self) -> list[float]:
         return [self._sides[name].weight for name in self._active]
 
-    def _drop(self, names: Sequence[str]) -> None:
+    def _drop(
+        self,
+        names: Sequence[str],
+        reason: Literal["retention", "context", "fault"],
+        retention: Mapping[str, float] | None = None,
+    ) -> None:
         for name in names:
-            self._sides[name].session.release()
+            self._sides[name].session.release(remember=reason == "retention")
             self._active.remove(name)
+            kept = retention[name] if retention else None
+            self._exits.append(MemberExit(name, len(self._rounds) + 1, reason, kept))
         for name, weight in zip(self._active, normalised(self._weights() or [1.0]), strict=False):
             self._sides[name].weight = weight
 
-    def _leave_full_contexts(self) -> list[MemberExit]:
+    def _take_exits(self) -> list[MemberExit]:
+        """Exits that no round and no event has told of yet."""
+        exits, self._exits = self._exits, []
+        return exits
+
+    def _leave_full_contexts(self) -> None:
         """Members without room for another round leave, so that the others can go on."""
-        full = [name for name in self._active if self._is_full(self._sides[name])]
-        self._drop(full)
-        reason: Literal["context"] = "context"
-        return [MemberExit(name, len(self._rounds) + 1, reason) for name in full]
+        self._drop([name for name in self._active if self._is_full(self._sides[name])], "context")
+        self.events.extend(map(ExitEvent, self._exits))
 
     def _is_full(self, side: _Side) -> bool:
         limit = side.member.context_limit
@@ -381,14 +399,3 @@ class AnswerSession:
         room, limit = self._room(members), member.context_limit
         if limit is not None and count + room > limit:
             raise PromptTooLongError(member.name, limit, count, room)
-
-    @contextmanager
-    def _running(self, side: _Side) -> Iterator[None]:
-        """Name the member in any failure, and keep the text so far."""
-        try:
-            yield
-        except SpecFuseError:
-            raise
-        except Exception as error:
-            name = side.member.name
-            raise GenerationError(f"member {name!r} failed: {error}", member=name, text=self._text) from error

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from specfuse_shared.errors import RequestError
 
 Role = Literal["system", "user", "assistant", "tool"]
+StageName = Literal["prefill", "draft", "verify", "commit"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 
 
@@ -124,11 +125,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class MemberExit:
-    """A member left the answer. `reason` is "retention" (exit policy) or "context" (its context is full)."""
+    """A member left the answer: by "retention" (exit policy), its full "context", or a "fault" of its own."""
 
     member: str
     round: int
-    reason: Literal["retention", "context"]
+    reason: Literal["retention", "context", "fault"]
     retention: float | None = None
 
 

@@ -7,11 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
 from specfuse_shared.member import LocalMember
+from specfuse_shared.scheduler import run_alone
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, RoundRecord
 from tests.engine.naive import NaiveRound, naive_rounds
+
+FAULT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()
+"""What the fault tests injected and saw, for the summary of the run."""
 
 
 def local_members(engine: EnsembleEngine) -> list[LocalMember]:
@@ -32,10 +38,10 @@ def open_session(
 
 def run_rounds(session: AnswerSession, count: int) -> list[RoundRecord]:
     """At most `count` rounds of a session, which stays open."""
-    list(session.start())
-    while not session.finished and len(session._rounds) < count:
-        list(session.step())
-    return list(session._rounds)
+    events = run_alone(session)
+    while not session.finished and len(session.rounds) < count:
+        next(events)
+    return list(session.rounds)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
+from specfuse_shared.scheduler import run_alone
 from specfuse_shared.tokens import common_prefix
 from tests.engine.comparing import local_members, open_session, with_settings
 
@@ -16,14 +17,14 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
     members = local_members(demo_engine)
     config = with_settings(demo_engine.config, exit="never")
     session = open_session(config, members, [Message("user", text)], SamplingParams(max_tokens=70))
-    list(session.start())
-    sides = session._sides
+    events, sides = run_alone(session), session._sides
+    assert isinstance(next(events), StartEvent)
     assert all(side.session.fed == 0 for side in sides.values()), "the prompt is counted apart"
     while not session.finished:
-        answer, fed = session._text, {n: s.session.fed for n, s in sides.items()}
+        answer, fed = session.text, {n: s.session.fed for n, s in sides.items()}
         drafted = {n: s.drafted for n, s in sides.items()}
-        list(session.step())
-        record = session._rounds[-1]
+        next(events)
+        record = session.rounds[-1]
         for member in members:
             name, codec = member.name, member.codec
             before = codec.encode(answer)
@@ -44,9 +45,10 @@ def test_the_prompt_is_read_once(demo_engine: EnsembleEngine) -> None:
     def count(_: object, __: object, inputs: dict[str, object]) -> None:
         lengths.append(inputs["input_ids"].shape[1])  # type: ignore[attr-defined]
 
+    known = member.cache_use().reused_tokens
     hook = member.runner.model.register_forward_pre_hook(count, with_kwargs=True)
     result = demo_engine.generate("Tell me a story about the sea and the moon.", SamplingParams(max_tokens=30))
     hook.remove()
     usage = result.usage.members[member.name]
-    assert lengths[0] == usage.prompt
+    assert lengths[0] == usage.prompt - (member.cache_use().reused_tokens - known)
     assert sum(lengths[1:]) == usage.fed

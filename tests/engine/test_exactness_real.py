@@ -7,6 +7,7 @@ import torch
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.member import LocalMember
+from specfuse_shared.scheduler import run_stage
 from specfuse_shared.tree import Branch
 from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
@@ -60,8 +61,8 @@ def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, 
     prompt = member.encode_prompt(question("Tell me about the sea, the moon and the tides."))
     session = member.open(prompt, SamplingParams(max_tokens=45), seed=0)
     session._turn_ends = ()
-    session.prefill()
-    drafts = [session.draft_alone(9, number) for number in range(1, 6)]
+    run_stage(session.prefill())
+    drafts = [run_stage(session.draft_alone(9, number)) for number in range(1, 6)]
     with torch.inference_mode():
         ids = member.runner.model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=45, do_sample=False
@@ -82,9 +83,8 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     for member in members:
         context = session._sides[member.name].session.context
         assert list(context.prompt) == member.encode_prompt(messages)
-        assert list(context.answer) == member.codec.encode(session._text)
-        cached = context._cache.layers[0].get_seq_length()
-        assert cached == len(context.prompt) + len(context.answer)
+        assert list(context.answer) == member.codec.encode(session.text)
+        assert context._row.used == len(context.prompt) + len(context.answer)
         with torch.inference_mode():
             fresh = member.runner.plain([*context.prompt, *context.answer])[-1]
             kept = context.logits(Branch(len(context.answer), ()))

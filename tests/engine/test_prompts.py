@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.errors import MemberLoadError, RequestError
 from specfuse_shared.prompts import PromptEncoder
+from specfuse_shared.scheduler import run_stage
 from specfuse_shared.types import ToolCall
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer
@@ -110,7 +111,7 @@ def test_another_members_end_of_turn_does_not_end_the_answer(exact_engine: Ensem
     for member in members:
         side = session._sides[member.name].session
         before = len(side.context.answer)
-        side.commit(segment)
+        run_stage(side.commit(segment))
         assert not set(side.context.answer[before:]) & (member.prompts.control_ids | set(member.stop_ids))
         assert member.codec.decode(side.context.answer).endswith(segment)
     assert not session.finished

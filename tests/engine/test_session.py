@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Messag
 from specfuse_shared.errors import EngineClosedError, GenerationError, PromptTooLongError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.policies import ExitDecision, Matrix
+from specfuse_shared.scheduler import run_alone
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, FinishReason
 from tests.engine.comparing import answer_of, local_members, open_session, run_rounds, with_settings
@@ -22,10 +22,7 @@ QUESTION = [Message("user", "How do the tides follow the moon?")]
 
 def events_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> list[Event]:
     session = AnswerSession(with_settings(engine.config, **settings), engine.load()._members, QUESTION, params)
-    events = list(session.start())
-    while not session.finished:
-        events += session.step()
-    return events
+    return list(run_alone(session))
 
 
 def result_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> EnsembleResult:
@@ -107,10 +104,10 @@ def test_a_stop_string_cuts_a_lone_members_answer_exactly(tiny_engine: EnsembleE
         run_rounds(session, 100)
         return session
 
-    text = answer(SamplingParams(max_tokens=60))._text
+    text = answer(SamplingParams(max_tokens=60)).text
     for start in range(5, len(text) - 6, 7):
         stop = text[start : start + 5]
-        assert answer(SamplingParams(max_tokens=60, stop=[stop]))._text == text[: text.find(stop)]
+        assert answer(SamplingParams(max_tokens=60, stop=[stop])).text == text[: text.find(stop)]
 
 
 def test_the_same_seed_gives_the_same_answer(tiny_engine: EnsembleEngine) -> None:
@@ -219,59 +216,34 @@ def test_own_weights_start_the_vote(tiny_engine: EnsembleEngine) -> None:
     assert result.rounds[0].weights == {"chat": 0.75, "base": 0.25}
 
 
-def test_a_failing_member_is_named_and_the_text_so_far_is_kept(tiny_engine: EnsembleEngine) -> None:
-    member = local_members(tiny_engine)[1]
-    steps = iter(range(100))
+def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_engine: EnsembleEngine) -> None:
+    alone = EnsembleConfig(members=[tiny_engine.config.members[1]], segment_tokens=6)
+    with EnsembleEngine(alone) as engine:
+        member, steps = local_members(engine)[0], iter(range(100))
 
-    def fail(*_: object) -> None:
-        if next(steps) == 25:
-            raise RuntimeError("device lost")
+        def fail(*_: object) -> None:
+            if next(steps) == 25:
+                raise RuntimeError("device lost")
 
-    hook = member.runner.model.register_forward_pre_hook(fail)
-    shown: list[str] = []
-    events = tiny_engine.stream(QUESTION, SamplingParams(max_tokens=200))
-    texts = (event.text for event in events if isinstance(event, SegmentEvent))
-    with pytest.raises(GenerationError, match="member 'base' failed: device lost") as failure:
-        shown.extend(texts)
-    hook.remove()
-    assert failure.value.text == "".join(shown) != ""
-    assert tiny_engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine goes on"
-
-
-def test_an_abandoned_stream_frees_its_caches(tiny_engine: EnsembleEngine) -> None:
-    stream = tiny_engine.stream(QUESTION, SamplingParams(max_tokens=100))
-    next(stream)
-    next(stream)
-    frame = stream.gi_frame  # type: ignore[attr-defined]
-    contexts = [side.session.context for side in frame.f_locals["session"]._sides.values()]
-    assert all(len(c._cache.layers) for c in contexts)
-    stream.close()  # type: ignore[attr-defined]
-    assert not any(len(c._cache.layers) for c in contexts)
-
-
-def test_threads_take_turns_and_disturb_nobody(tiny_engine: EnsembleEngine) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1)
-    questions = [f"Question {n} about the sea?" for n in range(3)]
-    expected = [tiny_engine.generate(q, params).text for q in questions]
-    found: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        found[number] = tiny_engine.generate(questions[number], params).text
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[n] for n in range(3)] == expected
+        hook = member.runner.model.register_forward_pre_hook(fail)
+        shown: list[str] = []
+        texts = (e.text for e in engine.stream(QUESTION, SamplingParams(max_tokens=200)) if isinstance(e, SegmentEvent))
+        with pytest.raises(GenerationError, match="failed in draft: device lost") as failure:
+            shown.extend(texts)
+        hook.remove()
+        assert failure.value.member == member.name
+        assert failure.value.text == "".join(shown) != ""
+        assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine goes on"
 
 
 def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(EnsembleConfig(members=[MemberConfig(tiny_engine.config.member_configs[1].model)])) as engine:
-        stream = engine.stream(QUESTION, SamplingParams(max_tokens=100))
+        stream = engine.stream(QUESTION, SamplingParams(max_tokens=400))
         next(stream)
-    with pytest.raises(EngineClosedError):
-        next(stream)
+    shown: list[Event] = []
+    with pytest.raises(EngineClosedError) as closed:
+        shown.extend(stream)
+    assert closed.value.text == "".join(e.text for e in shown if isinstance(e, SegmentEvent))
     with pytest.raises(EngineClosedError):
         engine.generate(QUESTION)
     engine.close()

@@ -1,0 +1,127 @@
+"""What an engine counts: requests, waiting, first segments, tokens, rounds, wins, exits, forwards, cache use.
+
+`EnsembleEngine.metrics()` returns a `MetricsSnapshot`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, WarningEvent
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+MEMBERS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
+BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+
+End = Literal["finished", "cancelled", "failed"]
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of values up to each bound, and beyond the last one; their sum."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class MetricsSnapshot:
+    """The state of an engine's counters at one moment. Times are seconds, memory is bytes."""
+
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("finished", "cancelled", "failed"), 0))
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reused_prompt_tokens: int = 0
+    rounds: int = 0
+    verified_rounds: int = 0
+    wins: dict[str, int] = field(default_factory=dict)
+    exits: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    forwards: dict[str, int] = field(default_factory=dict)
+    forward_seconds: dict[str, float] = field(default_factory=dict)
+    cache_bytes: int = 0
+    prefix_bytes: int = 0
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    first_segment_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    answer_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    active_members: Histogram = field(default_factory=lambda: Histogram(MEMBERS))
+    batch_size: Histogram = field(default_factory=lambda: Histogram(BATCHES))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+class Metrics:
+    """Collects; may be read and written from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = MetricsSnapshot()
+        self._by_member: dict[str, Counter[str]] = {n: Counter() for n in ("wins", "exits", "faults", "forwards")}
+        self._forward_seconds: Counter[str] = Counter()
+
+    def started(self, waited: float) -> None:
+        with self._lock:
+            self._now.queue_seconds.add(waited)
+
+    def ended(self, how: End) -> None:
+        with self._lock:
+            self._now.requests[how] += 1
+
+    def forward(self, member: str, batch: int, seconds: float) -> None:
+        with self._lock:
+            self._by_member["forwards"][member] += 1
+            self._forward_seconds[member] += seconds  # type: ignore[assignment]
+            self._now.batch_size.add(batch)
+
+    def saw(self, event: Event) -> None:
+        """Count what an event tells."""
+        with self._lock:
+            if isinstance(event, SegmentEvent) and event.record is not None:
+                self._now.rounds += 1
+                self._now.verified_rounds += event.record.verified
+                self._now.active_members.add(len(event.record.active))
+                self._by_member["wins"][event.record.winner] += 1
+            elif isinstance(event, ExitEvent):
+                self._by_member["exits"][event.exit.member] += 1
+            elif isinstance(event, WarningEvent):
+                self._by_member["faults"][event.member] += 1
+            elif isinstance(event, FinishEvent):
+                result = event.result
+                self._now.prompt_tokens += result.usage.prompt_tokens
+                self._now.completion_tokens += result.usage.completion_tokens
+                self._now.answer_seconds.add(result.total_seconds)
+                if result.first_segment_seconds is not None:
+                    self._now.first_segment_seconds.add(result.first_segment_seconds)
+
+    def snapshot(self, **gauges: int) -> MetricsSnapshot:
+        """A copy, with gauges that the caller read elsewhere."""
+        with self._lock:
+            values = asdict(self._now)
+            counters = {name: dict(counter) for name, counter in self._by_member.items()}
+            seconds: dict[str, float] = dict(self._forward_seconds)
+        histograms = {k: Histogram(**v) for k, v in values.items() if isinstance(v, dict) and "bounds" in v}
+        return MetricsSnapshot(**{**values, **histograms, **counters, **gauges, "forward_seconds": seconds})
