@@ -100,6 +100,7 @@ class CachePool:
     def __init__(self) -> None:
         self._blocks: dict[int, CacheBlock] = {}
 
+    @torch.inference_mode()
     def row(self, slots: int) -> CacheRow:
         """A new row with room for at least `slots` slots."""
         block = self._block(slots)
@@ -112,6 +113,7 @@ class CachePool:
             values[row.index].zero_()
         return row
 
+    @torch.inference_mode()
     def move(self, row: CacheRow, slots: int) -> None:
         """Take `row` to a block with room for `slots` slots."""
         other = self.row(slots)
@@ -124,6 +126,7 @@ class CachePool:
         row.block, row.index = block, index
         block.rows[index] = row
 
+    @torch.inference_mode()
     def free(self, row: CacheRow) -> None:
         """Fill the gap with the block's last row; an empty block gives its memory back."""
         block, last = row.block, row.block.rows.pop()

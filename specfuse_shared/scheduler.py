@@ -145,7 +145,9 @@ class Scheduler:
                         self._step(member)
         except BaseException as error:
             logger.exception("the engine's worker stopped")
-            self._closed = EngineClosedError(f"the engine's worker stopped ({type(error).__name__}: {error})")
+            with self._changed:
+                self._closed = EngineClosedError(f"the engine's worker stopped ({type(error).__name__}: {error})")
+                self._changed.notify_all()
         for request in [*self._running, *self._queue]:
             self._end(request, EngineClosedError(str(self._closed), text=request.session.text))
         self._running.clear()
