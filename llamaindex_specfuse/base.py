@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any, Self, cast
 
@@ -12,8 +12,10 @@ from llama_index.core.base.llms.generic_utils import messages_to_prompt as gener
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
+    ChatResponseAsyncGen,
     ChatResponseGen,
     CompletionResponse,
+    CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
 )
@@ -25,6 +27,7 @@ from pydantic import model_validator
 from llamaindex_specfuse.answers import Answer, Piece
 from llamaindex_specfuse.calling import ToolCalling
 from llamaindex_specfuse.messages import react_stops, to_messages
+from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import StructuredPrediction
 from specfuse_shared.adapters import EnsembleSettings
 from specfuse_shared.config import SamplingParams
@@ -96,6 +99,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         return _last(self._pieces(self._prompt_turn(prompt, formatted), kwargs)).completion()
 
+    @closes_source
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         pieces = self._pieces(self._prompt_turn(prompt, formatted), kwargs)
@@ -105,10 +109,31 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         return _last(self._pieces(self._turns(messages), kwargs)).chat()
 
+    @closes_source
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         pieces = self._pieces(self._turns(messages), kwargs)
         return (piece.chat() for piece in pieces)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return (await _alast(self._apieces(self._prompt_turn(prompt, formatted), kwargs))).completion()
+
+    @acloses_source
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        pieces = self._apieces(self._prompt_turn(prompt, formatted), kwargs)
+        return (piece.completion() async for piece in pieces)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return (await _alast(self._apieces(self._turns(messages), kwargs))).chat()
+
+    @acloses_source
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        pieces = self._apieces(self._turns(messages), kwargs)
+        return (piece.chat() async for piece in pieces)
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
@@ -132,17 +157,35 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         params = self._sampling(overrides)
         return replace(params, stop=(*params.stops, *react_stops(messages)))
 
-    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Iterator[Piece]:
+    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
         params = self._call_params(messages, overrides)
         events = self._resolve_engine().stream(messages, params)
-        return _fold(Answer(params, self.on_segment), events)
+        return source(_fold(Answer(params, self.on_segment), events))
+
+    def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+        """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
+        params = self._call_params(messages, overrides)
+        events = self._resolve_engine().astream(messages, params)
+        return source(_afold(Answer(params, self.on_segment), events))
 
 
-def _fold(answer: Answer, events: Iterator[Event]) -> Iterator[Piece]:
+def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:
     with closing(cast(Generator[Event], events)):
         yield from filter(None, map(answer.piece, events))
 
 
+async def _afold(answer: Answer, events: AsyncIterator[Event]) -> AsyncGenerator[Piece, None]:
+    async with aclosing(cast(AsyncGenerator[Event], events)):
+        async for event in events:
+            if piece := answer.piece(event):
+                yield piece
+
+
 def _last(pieces: Iterator[Piece]) -> Piece:
     return deque(pieces, maxlen=1).pop()
+
+
+async def _alast(pieces: AsyncGenerator[Piece, None]) -> Piece:
+    async with aclosing(pieces):
+        return [piece async for piece in pieces][-1]

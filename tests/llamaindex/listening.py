@@ -12,7 +12,8 @@ from pydantic import Field
 
 from llamaindex_specfuse import SpecFuseLLM
 
-ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
+SYNC_ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
+ENDPOINTS = (*SYNC_ENDPOINTS, *(f"a{name}" for name in SYNC_ENDPOINTS))
 
 
 class Listener(BaseEventHandler):
