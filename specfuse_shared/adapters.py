@@ -5,19 +5,19 @@ Needs pydantic, which both frameworks bring along. The engine never imports this
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr, model_validator
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.demo import demo_members
 from specfuse_shared.engine import EnsembleEngine
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import SegmentEvent
+from specfuse_shared.registry import EngineLease, lease_engine
 from specfuse_shared.types import Candidate, EnsembleResult, RoundRecord, Usage
 
 Members = Literal["demo"] | Sequence[str | MemberConfig] | None
@@ -68,6 +68,8 @@ class EnsembleSettings(BaseModel):
     on_segment: OnSegment | None = Field(default=None, exclude=True, repr=False)
     """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 
+    _lease: EngineLease | None = PrivateAttr(default=None)
+
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         if self.engine is not None and self.config in (None, self.engine.config):
@@ -85,7 +87,17 @@ class EnsembleSettings(BaseModel):
         return _demo_config() if self.members == "demo" else EnsembleConfig(self.members or ())
 
     def _resolve_engine(self) -> EnsembleEngine:
-        return self.engine if self.engine is not None else shared_engine(self._ensemble())
+        if self.engine is not None:
+            return self.engine
+        if self._lease is None or self._lease.engine.closed:
+            self._lease = lease_engine(self._ensemble())
+        return self._lease.engine
+
+    def close(self) -> None:
+        """Let go of the shared engine; the last model that does frees its memory. An `engine` given stays open."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
@@ -109,31 +121,25 @@ class EnsembleSettings(BaseModel):
     def _model_name(self) -> str:
         return "demo" if self.members == "demo" else "+".join(self._ensemble().names)
 
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._lease = None
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return super().__deepcopy__({**(memo or {}), id(self.engine): self.engine})
+        shared = {id(held): held for held in (self.engine, self._lease)}
+        copied = super().__deepcopy__({**(memo or {}), **shared})
+        copied._lease = None
+        return copied
 
     def __getstate__(self) -> dict[Any, Any]:
-        bare = self if self.engine is None else self.model_copy(update={"engine": None})
+        bare = self.model_copy(update={} if self.engine is None else {"engine": None})
         return super(EnsembleSettings, bare).__getstate__()
 
 
 @cache
 def _demo_config() -> EnsembleConfig:
     return EnsembleConfig(demo_members())
-
-
-_engines: list[EnsembleEngine] = []
-_engines_lock = threading.Lock()
-
-
-def shared_engine(config: EnsembleConfig) -> EnsembleEngine:
-    """The engine of this process for a configuration; it loads on first use."""
-    with _engines_lock:
-        for engine in _engines:
-            if engine.config == config:
-                return engine
-        _engines.append(EnsembleEngine(config))
-        return _engines[-1]
 
 
 # ── records as plain JSON ────────────────────────────────────────────────────────────────────────
