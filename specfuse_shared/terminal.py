@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
 from specfuse_shared.types import EnsembleResult, MemberExit, MemberReport, RoundRecord
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def show_answer(events: Iterable[Event], out: Console, notes: Console) -> Ensemb
     colours: Palette = {}
     author, last = "", "\n"
     exits: list[MemberExit] = []
+    warnings: list[str] = []
     result: EnsembleResult | None = None
     try:
         for event in events:
@@ -93,11 +94,15 @@ def show_answer(events: Iterable[Event], out: Console, notes: Console) -> Ensemb
                 _write(out, event.text, colours.get(author))
             elif isinstance(event, ExitEvent):
                 exits.append(event.exit)
+            elif isinstance(event, WarningEvent):
+                warnings.append(event.message)
             elif isinstance(event, FinishEvent):
                 result = event.result
     finally:
         if last != "\n":
             _write(out, "\n", None)
+    for warning in warnings:
+        notes.print(Text(visible(warning), style="yellow"))
     for leaving in exits:
         notes.print(_exit_line(leaving), style="dim")
     assert result is not None
@@ -118,7 +123,8 @@ def _legend(colours: Palette) -> Text:
 
 
 def _exit_line(leaving: MemberExit) -> str:
-    why = "its context is full" if leaving.reason == "context" else f"retention {_number(leaving.retention)}"
+    whys = {"context": "its context is full", "fault": "it failed"}
+    why = whys.get(leaving.reason, f"retention {_number(leaving.retention)}")
     return visible(f"{leaving.member} left after round {leaving.round} ({why})")
 
 

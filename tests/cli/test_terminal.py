@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from specfuse_shared import terminal
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
 from specfuse_shared.types import (
     Candidate,
     EnsembleResult,
@@ -117,6 +117,19 @@ def test_the_answer_ends_with_exactly_one_line_end() -> None:
 def test_the_legend_comes_first_and_exits_are_noted() -> None:
     _, notes = draw("One ")
     assert notes.splitlines() == ["● [red]a  ● b", "b left after round 1 (retention 0.125)"]
+
+
+def test_a_member_that_failed_is_told_of_after_the_answer() -> None:
+    events = answer("One ")
+    failed = [
+        WarningEvent("b", "verify", "member 'b' failed in verify\x1b[2J and left the answer: device lost"),
+        ExitEvent(MemberExit("b", 2, "fault")),
+    ]
+    out, notes = console(), console()
+    terminal.show_answer([*events[:-1], *failed, events[-1]], out, notes)
+    assert shown(out) == "One \n"
+    assert "failed in verify\\x1b[2J and left the answer: device lost" in shown(notes)
+    assert "b left after round 2 (it failed)" in shown(notes)
 
 
 def test_what_was_shown_stays_when_a_stream_breaks_off() -> None:
