@@ -17,6 +17,7 @@ from specfuse_shared.demo import demo_members
 from specfuse_shared.engine import EnsembleEngine
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import SegmentEvent
+from specfuse_shared.member import Member
 from specfuse_shared.registry import EngineLease, lease_engine
 from specfuse_shared.types import Candidate, EnsembleResult, RoundRecord, Usage
 
@@ -68,7 +69,7 @@ class EnsembleSettings(BaseModel):
     on_segment: OnSegment | None = Field(default=None, exclude=True, repr=False)
     """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 
-    _lease: EngineLease | None = PrivateAttr(default=None)
+    _leases: list[EngineLease] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -82,22 +83,31 @@ class EnsembleSettings(BaseModel):
         return self
 
     def _ensemble(self) -> EnsembleConfig:
-        if self.config is not None:
-            return self.config
-        return _demo_config() if self.members == "demo" else EnsembleConfig(self.members or ())
+        return config_of(self.config if self.config is not None else self.members)
 
     def _resolve_engine(self) -> EnsembleEngine:
-        if self.engine is not None:
+        return self._engine_for(self._ensemble())
+
+    def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:
+        """The engine given, where it has this configuration, else the one that this process shares."""
+        if self.engine is not None and self.engine.config == config:
             return self.engine
-        if self._lease is None or self._lease.engine.closed:
-            self._lease = lease_engine(self._ensemble())
-        return self._lease.engine
+        held = next((lease for lease in self._leases if lease.engine.config == config), None)
+        if held is None or held.engine.closed:
+            self._leases = [lease for lease in self._leases if lease is not held]
+            self._leases.append(held := lease_engine(config))
+        return held.engine
+
+    def _reference_member(self) -> Member:
+        """The member whose tokens are counted; loads the engine on first use."""
+        engine = self._resolve_engine().load()
+        return next(m for m in engine._members if m.name == engine.config.reference_name)
 
     def close(self) -> None:
         """Let go of the shared engine; the last model that does frees its memory. An `engine` given stays open."""
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
+        for lease in self._leases:
+            lease.close()
+        self._leases = []
 
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
@@ -110,7 +120,11 @@ class EnsembleSettings(BaseModel):
     def _identity(self) -> dict[str, Any]:
         """Everything that decides an answer besides the messages, as plain JSON."""
         sampling = {**self._settings(), "stop": list(self._sampling({}).stops)}
-        return {"ensemble": plain_config(self._ensemble(), changed=False), "sampling": _plain(sampling)}
+        return {"ensemble": self._plain_ensemble(self._ensemble()), "sampling": _plain(sampling)}
+
+    @staticmethod
+    def _plain_ensemble(config: EnsembleConfig) -> dict[str, Any]:
+        return plain_config(config, changed=False)
 
     def _context_limit(self) -> int | None:
         """Of the smallest member; before the engine is loaded, only what the configuration says."""
@@ -123,18 +137,26 @@ class EnsembleSettings(BaseModel):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied._lease = None
+        copied._leases = []
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        shared = {id(held): held for held in (self.engine, self._lease)}
+        shared = {id(held): held for held in (self.engine, *self._leases)}
         copied = super().__deepcopy__({**(memo or {}), **shared})
-        copied._lease = None
+        copied._leases = []
         return copied
 
     def __getstate__(self) -> dict[Any, Any]:
         bare = self.model_copy(update={} if self.engine is None else {"engine": None})
         return super(EnsembleSettings, bare).__getstate__()
+
+
+def config_of(ensemble: Members | EnsembleConfig) -> EnsembleConfig:
+    """The configuration that `members` or `config` stand for. Raises `ConfigError`."""
+    if isinstance(ensemble, EnsembleConfig):
+        return ensemble
+    members = _as_members(ensemble)
+    return _demo_config() if members == "demo" else EnsembleConfig(members or ())
 
 
 @cache

@@ -103,9 +103,13 @@ class CallReader:
         self._buffer += text
         return [part for part in self._parts() if part != TextDelta("")]
 
-    def finish(self) -> list[TextDelta | CallDelta]:
-        """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call."""
-        if self._state in ("head", "arguments"):
+    def finish(self, *, cut: bool = False) -> list[TextDelta | CallDelta]:
+        """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call.
+
+        `cut`: `max_tokens` ended the answer, so the beginning of a tag is a call that found no room.
+        """
+        begun = cut and self._state == "text" and len(self._buffer) > len(CALL_OPEN) // 2
+        if begun or self._state in ("head", "arguments"):
             raise UnfinishedValueError("the answer ended inside a tool call", member="", text=self._buffer)
         rest, self._buffer = self._buffer, ""
         return [TextDelta(rest)] if rest and self._state == "text" else []

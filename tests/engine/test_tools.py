@@ -143,6 +143,14 @@ def test_half_a_call_is_an_explicit_error(size: int) -> None:
         read_calls(ADDED[:size])
 
 
+def test_a_call_that_found_no_room_is_no_text() -> None:
+    reader = CallReader()
+    assert reader.feed("Hm. <tool_call") == [TextDelta("Hm. ")]
+    with pytest.raises(UnfinishedValueError, match="inside a tool call"):
+        reader.finish(cut=True)
+    assert reader.finish() == [TextDelta("<tool_call")]
+
+
 def test_every_call_has_an_id_of_its_own() -> None:
     _, calls = read_calls(f"{ADDED}\n{ADDED}")
     assert len({call.id for call in calls}) == 2

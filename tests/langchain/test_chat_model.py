@@ -141,7 +141,7 @@ def test_the_same_seed_gives_the_same_sampled_answer(model: ChatSpecFuse) -> Non
     assert first.content == second.content
 
 
-@pytest.mark.parametrize("unknown", [{"response_formats": {}}, {"max_token": 3}])
+@pytest.mark.parametrize("unknown", [{"response_formats": {}}, {"max_token": 3}, {"model": "unknown"}])
 def test_a_setting_that_does_not_exist_is_refused(model: ChatSpecFuse, unknown: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(unknown))):
         model.invoke(QUESTION, **unknown)

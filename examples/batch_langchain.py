@@ -1,0 +1,16 @@
+"""Many questions at once: answers arrive as they are finished, each with its index."""
+
+from __future__ import annotations
+
+import time
+
+from langchain_specfuse import ChatSpecFuse
+
+QUESTIONS = ["Why is the sky blue?", "What is a tide?", "Who was Galileo?", "What is a comet?"]
+
+llm = ChatSpecFuse(members="demo", max_tokens=24)
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    for index, answer in llm.batch_as_completed(QUESTIONS):
+        print(f"{time.monotonic() - began:5.1f} s  {QUESTIONS[index]}  {answer.text}")

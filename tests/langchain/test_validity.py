@@ -1,0 +1,83 @@
+"""Fifty structured values and fifty forced calls of the demo ensemble: each one fits its schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import validate
+
+from langchain_specfuse import ChatSpecFuse
+from langchain_specfuse.tools import to_tools
+from specfuse_shared import EnsembleEngine
+
+TEXT = {"type": "string"}
+ZIP = {"type": "string", "pattern": "^[0-9]{5}$"}
+SCHEMAS: list[dict[str, Any]] = [
+    {"properties": {"name": TEXT, "age": {"type": "integer"}, "city": TEXT}, "required": ["name", "age", "city"]},
+    {"properties": {"name": TEXT, "email": TEXT, "phone": {"type": ["string", "null"]}}, "required": ["name"]},
+    {
+        "properties": {"kind": {"enum": ["guest", "visitor", "école"]}, "since": {"type": "string", "format": "date"}},
+        "required": ["kind", "since"],
+    },
+    {
+        "properties": {
+            "items": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"label": TEXT, "price": {"type": "number"}},
+                    "required": ["label"],
+                },
+                "maxItems": 3,
+            }
+        },
+        "required": ["items"],
+    },
+    {
+        "properties": {
+            "answer": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/range"}, TEXT]},
+            "place": {"type": "object", "properties": {"street": TEXT, "zip": ZIP}},
+        },
+        "required": ["answer", "place"],
+        "$defs": {"range": {"type": "object", "properties": {"low": {"type": "integer"}}, "required": ["low"]}},
+    },
+]  # fmt: skip
+TEXTS = [
+    "Zoë Müller, 34, of Köln (zoe@example.org) booked two tents for 12.50 each on 3 May 2024.",
+    "The observatory opens at seven; tickets cost 9 euros, children under six enter free.",
+    "北京的张伟 ordered three books and a lamp. Call him on +49 221 5550.",
+    "Is the road to 50667 Domstraße closed? Between 10 and 20 cars were seen.",
+    "No details are known.",
+    'He said "stop", then wrote C:\\temp\\x and left {"a": 1}.',
+    "Anna and Ben, visitors since 2019, live at 12 Hill Street.",
+    "🎉 Party! Tickets: 5, 10 or 15.",
+    "The report lists 1,204 items, of which none was sold.",
+    "Mr. O'Neil (61) complained about the price.",
+]
+CASES = [(schema, text) for text in TEXTS for schema in SCHEMAS]
+
+
+def schema_of(number: int) -> dict[str, Any]:
+    return {"title": f"Record{number % len(SCHEMAS)}", "type": "object", **SCHEMAS[number % len(SCHEMAS)]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_extractions_and_fifty_forced_calls_are_all_valid(demo_engine: EnsembleEngine) -> None:
+    model, valid = ChatSpecFuse(engine=demo_engine, max_tokens=48), 0
+    for number, (_, text) in enumerate(CASES):
+        schema = schema_of(number)
+        value = model.invoke(f"Extract the record: {text}", response_format=schema)
+        validate(json.loads(str(value.content)), schema)
+        tool = {
+            "type": "function",
+            "function": {"name": schema["title"], "description": "Files.", "parameters": schema},
+        }
+        called = model.bind_tools([tool], tool_choice="any").invoke(f"File this record: {text}")
+        [call] = called.tool_calls
+        assert call["name"] == to_tools([tool])[0].name
+        validate(call["args"], schema)
+        valid += 2
+    assert valid == 100
