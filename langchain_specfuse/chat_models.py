@@ -90,8 +90,8 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         return LangSmithParams(**{**params, "ls_provider": PROVIDER, "ls_model_name": name})
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """`max_input_tokens` is the smallest member's, known once the engine is loaded or where the settings say."""
-        profile = ModelProfile(
+        """`max_input_tokens` is the smallest member's; it is known once the engine is loaded, or where settings say."""
+        return ModelProfile(
             name=self._model_name(),
             max_output_tokens=self.max_tokens,
             text_inputs=True,
@@ -103,8 +103,6 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
             tool_choice=True,
             structured_output=True,
         )
-        limit = self._context_limit()
-        return profile if limit is None else ModelProfile(**{**profile, "max_input_tokens": limit})
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -244,7 +242,12 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         given = {"tools": tools, "tool_choice": choice, "grammar": grammar}
         params = self._sampling({**overrides, **given})
         answer = Answer(model or self._model_name(), bool(params.offered_tools))
+        self._complete_profile()
         return _Request(self._engine_of(model), conversation, params, answer, timeout)
+
+    def _complete_profile(self) -> None:
+        if self.profile is not None and (limit := self._context_limit()) is not None:
+            self.profile.setdefault("max_input_tokens", limit)
 
     def _engine_of(self, model: str | None) -> EnsembleEngine:
         return self._resolve_engine() if model is None else self._engine_for(self._preset(model))

@@ -83,6 +83,8 @@ class EnsembleSettings(BaseModel):
         return self
 
     def _ensemble(self) -> EnsembleConfig:
+        if self.engine is not None:
+            return self.engine.config
         return config_of(self.config if self.config is not None else self.members)
 
     def _resolve_engine(self) -> EnsembleEngine:
@@ -203,11 +205,10 @@ def usage_record(usage: Usage) -> dict[str, int]:
 
 
 def ledger(result: EnsembleResult) -> dict[str, Any]:
-    """The whole result but its text, with each member's part in it."""
-    return {
-        **{key: value for key, value in result.to_dict().items() if key != "text"},
-        "summary": [asdict(member) for member in result.summary()],
-    }
+    """The whole result but its text, with each member's part in it, as plain JSON: lists, no tuples."""
+    told = {key: value for key, value in result.to_dict().items() if key != "text"}
+    plain: dict[str, Any] = _plain({**told, "summary": [asdict(member) for member in result.summary()]})
+    return plain
 
 
 def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.slow
+
 NAMES = ("agent_langgraph", "extract_langchain", "batch_langchain")
 
 

@@ -64,7 +64,7 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"max_tokens": 64}
+        return {"max_tokens": 48}
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
