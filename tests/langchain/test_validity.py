@@ -9,7 +9,6 @@ import pytest
 from jsonschema import validate
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.tools import to_tools
 from specfuse_shared import EnsembleEngine
 
 TEXT = {"type": "string"}
@@ -56,7 +55,6 @@ TEXTS = [
     "The report lists 1,204 items, of which none was sold.",
     "Mr. O'Neil (61) complained about the price.",
 ]
-CASES = [(schema, text) for text in TEXTS for schema in SCHEMAS]
 
 
 def schema_of(number: int) -> dict[str, Any]:
@@ -67,17 +65,20 @@ def schema_of(number: int) -> dict[str, Any]:
 @pytest.mark.timeout(3600)
 def test_fifty_extractions_and_fifty_forced_calls_are_all_valid(demo_engine: EnsembleEngine) -> None:
     model, valid = ChatSpecFuse(engine=demo_engine, max_tokens=48), 0
-    for number, (_, text) in enumerate(CASES):
+    for number in range(len(SCHEMAS)):
         schema = schema_of(number)
-        value = model.invoke(f"Extract the record: {text}", response_format=schema)
-        validate(json.loads(str(value.content)), schema)
+        extract = model.bind(response_format=schema)
+        for value in extract.batch([f"Extract the record: {text}" for text in TEXTS]):
+            validate(json.loads(str(value.content)), schema)
+            valid += 1
         tool = {
             "type": "function",
             "function": {"name": schema["title"], "description": "Files.", "parameters": schema},
         }
-        called = model.bind_tools([tool], tool_choice="any").invoke(f"File this record: {text}")
-        [call] = called.tool_calls
-        assert call["name"] == to_tools([tool])[0].name
-        validate(call["args"], schema)
-        valid += 2
+        file = model.bind_tools([tool], tool_choice="any")
+        for called in file.batch([f"File this record: {text}" for text in TEXTS]):
+            [call] = called.tool_calls
+            assert call["name"] == schema["title"]
+            validate(call["args"], schema)
+            valid += 1
     assert valid == 100
