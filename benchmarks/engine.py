@@ -13,19 +13,15 @@ bf16, greedy, 10 tokens a segment, no exit, so that every member works in every 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from figures import RESULTS, Figure, report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,21 +31,6 @@ from specfuse_shared.types import EnsembleResult
 from tests.engine.naive import naive_rounds
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
-
-
-@dataclass(frozen=True)
-class Figure:
-    """`ratio` of two times; `target` is the most it should be (the least where `at_least`)."""
-
-    name: str
-    ratio: float
-    target: float
-    at_least: bool
-    detail: str
-
-    @property
-    def met(self) -> bool:
-        return self.ratio >= self.target if self.at_least else self.ratio <= self.target
 
 
 class Bench:
@@ -141,28 +122,13 @@ def _round_seconds(results: Sequence[EnsembleResult]) -> list[float]:
     return [r.timing.total for result in results for r in result.rounds[:-1] if r.verified]
 
 
-def show(figures: list[Figure]) -> None:
-    table = Table(title=f"engine, demo members, bf16, {torch.get_num_threads()} threads of {platform.machine()}")
-    for column in ("figure", "ratio", "target", "met", "from"):
-        table.add_column(column)
-    for f in figures:
-        bound = f"{'≥' if f.at_least else '≤'} {f.target:g}"
-        table.add_row(f.name, f"{f.ratio:.2f}", bound, "yes" if f.met else "no", f.detail)
-    Console(width=120).print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "engine.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "engine.json")
     options = parser.parse_args()
-    figures = Bench(options.tokens, options.repeats).run()
-    show(figures)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{**asdict(f), "met": f.met} for f in figures]
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-    options.json.write_text(json.dumps({"figures": rows, **versions}, indent=2, ensure_ascii=False) + "\n")
+    report("engine, demo members, bf16", Bench(options.tokens, options.repeats).run(), options.json)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,12 @@ bf16, greedy, 10 tokens a segment, no exit, so that every member works in every 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
+from figures import RESULTS, Figure, report
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, SegmentEvent, demo_members
 
@@ -37,21 +33,6 @@ QUESTIONS = (
     "Describe a day in the life of a fisherman.",
 )
 DOCUMENTS = sorted((Path(__file__).parents[1] / "examples" / "documents").glob("*.md"))
-
-
-@dataclass(frozen=True)
-class Figure:
-    """`ratio` of two measurements, and the bound that it should keep."""
-
-    name: str
-    ratio: float
-    target: float
-    at_least: bool
-    detail: str
-
-    @property
-    def met(self) -> bool:
-        return self.ratio >= self.target if self.at_least else self.ratio <= self.target
 
 
 def engine(**settings: object) -> EnsembleEngine:
@@ -124,18 +105,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "serving.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
     options = parser.parse_args()
     figures = [*serving(options.requests, options.tokens, options.repeats), prefix(options.repeats)]
-    table = Table(title=f"serving, demo members, bf16, {torch.get_num_threads()} threads of {platform.machine()}")
-    for column in ("figure", "ratio", "target", "met", "from"):
-        table.add_column(column)
-    for f in figures:
-        bound = f"{'≥' if f.at_least else '≤'} {f.target:g}"
-        table.add_row(f.name, f"{f.ratio:.2f}", bound, "yes" if f.met else "no", f.detail)
-    Console(width=120).print(table)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps([{**asdict(f), "met": f.met} for f in figures], indent=1) + "\n")
+    report("serving, demo members, bf16", figures, options.json)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,6 +95,14 @@ def _assert_round(record: RoundRecord, reference: NaiveRound, tolerance: float) 
         for name, score in candidate.scores.items():
             expected = reference.scores[name][f"{candidate.text}|{candidate.ends}"]
             assert abs(score - expected) <= tolerance, f"round {record.index}: {name} on {candidate.text!r}"
+
+
+async def stalls_of_the_loop(stalls: list[float]) -> None:
+    """Tick every 10 ms until cancelled; how much later than that each tick came, in seconds."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(0.01)
+        stalls.append(time.perf_counter() - before - 0.01)
 
 
 def answer_of(result: EnsembleResult) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestEr
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from specfuse_shared.member import LocalMember
 from specfuse_shared.registry import lease_engine
-from tests.engine.comparing import answer_of, local_members
+from tests.engine.comparing import answer_of, local_members, stalls_of_the_loop
 
 WORDS = ["the", "sea", "moon", "tide", "star", "ship", "wind", "night", "glass", "lens", "map", "door"]
 
@@ -124,13 +124,7 @@ async def test_async_events_are_those_of_the_stream(engine: EnsembleEngine) -> N
 async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: EnsembleEngine) -> None:
     stalls: list[float] = []
 
-    async def ticker() -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.01)
-            stalls.append(time.perf_counter() - before - 0.01)
-
-    ticking = asyncio.create_task(ticker())
+    ticking = asyncio.create_task(stalls_of_the_loop(stalls))
     asked = [(f"{n} {question}", replace(params, max_tokens=150)) for n, (question, params) in enumerate(requests(8))]
     answers = asyncio.gather(*(engine.agenerate(*each) for each in asked))
     start = time.perf_counter()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from tests.engine.comparing import answer_of
+from tests.engine.comparing import answer_of, stalls_of_the_loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SUBJECTS = ("the sea", "a lighthouse", "北京", "bread", "a Python loop", "tides", "the moon", "a piano", "glass", "🎉")
@@ -30,13 +30,7 @@ def test_twenty_float32_answers_at_once_equal_those_one_after_another(exact_engi
 async def test_a_ticker_on_the_event_loop_never_stalls_a_tenth_of_a_second(demo_engine: EnsembleEngine) -> None:
     stalls: list[float] = []
 
-    async def ticker() -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.01)
-            stalls.append(time.perf_counter() - before - 0.01)
-
-    ticking = asyncio.create_task(ticker())
+    ticking = asyncio.create_task(stalls_of_the_loop(stalls))
     await asyncio.gather(
         *(demo_engine.agenerate(f"Tell me about {s}.", SamplingParams(max_tokens=32)) for s in SUBJECTS[:8])
     )
