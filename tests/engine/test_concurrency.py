@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,9 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingPar
 from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from specfuse_shared.member import LocalMember
+from specfuse_shared.policies import ExitDecision, never
 from specfuse_shared.registry import lease_engine
+from specfuse_shared.types import EnsembleResult
 from tests.engine.comparing import answer_of, local_members, stalls_of_the_loop
 
 WORDS = ["the", "sea", "moon", "tide", "star", "ship", "wind", "night", "glass", "lens", "map", "door"]
@@ -187,23 +189,33 @@ def test_a_stream_that_is_never_read_is_stopped_when_it_is_dropped(engine: Ensem
 
 
 def test_a_full_queue_refuses_or_waits_as_configured(tiny_engine: EnsembleEngine) -> None:
-    config = replace(tiny_engine.config, max_concurrent=1, max_queue=1, when_busy="raise")
-    long = SamplingParams(max_tokens=300)
+    gate, params = threading.Event(), SamplingParams(max_tokens=40)
+
+    def held(totals: Sequence[float], round_index: int) -> ExitDecision:
+        assert gate.wait(60)
+        return never(totals, round_index)
+
+    config = replace(tiny_engine.config, exit=held, max_concurrent=1, max_queue=1, when_busy="raise")
     with EnsembleEngine(config) as engine:
-        running = engine.stream("First", long)
+        running = engine.stream("First", params)
         next(running)
-        waiting = engine.stream("Second", long)
+        waiting = engine.stream("Second", params)
         with pytest.raises(EngineBusyError, match="max_queue=1"):
-            engine.stream("Third", long)
-        running.close()  # type: ignore[attr-defined]
+            engine.stream("Third", params)
+        gate.set()
+        assert isinstance(list(running)[-1], FinishEvent)
         assert isinstance(list(waiting)[-1], FinishEvent)
+    gate.clear()
     with EnsembleEngine(replace(config, when_busy="wait")) as engine:
-        results = engine.generate_batch([f"Question {n}" for n in range(5)], SamplingParams(max_tokens=10))
-        assert all(result.text for result in results)
-        streams = [engine.stream(f"Question {n}", long) for n in range(2)]
+        streams = [engine.stream("First", params)]
         next(streams[0])
+        streams.append(engine.stream("Second", params))
         with pytest.raises(RequestTimeoutError):
-            engine.generate("Too late", timeout=0.01)
+            engine.generate("Too late", timeout=0.05)
+        gate.set()
+        results = engine.generate_batch([f"Question {n}" for n in range(5)], params)
+        assert all(isinstance(result, EnsembleResult) and result.text for result in results)
+        assert all(isinstance(list(stream)[-1], FinishEvent) for stream in streams)
 
 
 def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:
@@ -215,7 +227,7 @@ def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:
         engine.generate("x", SamplingParams(max_tokens=450))
     with EnsembleEngine(replace(config, cache_bytes=int(2.5 * one))) as engine:
         results = engine.generate_batch(["Why?", "How?", "Who?", "When?"], SamplingParams(max_tokens=100))
-        assert all(result.text for result in results)
+        assert len(results) == 4
         assert sum(engine.metrics().batch_size.counts[2:]) == 0, "two fit, three do not"
         assert engine.metrics().batch_size.counts[1] > 0
 

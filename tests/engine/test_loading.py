@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
-from specfuse_shared.attention import MaskPlan
+from specfuse_shared.attention import GROUPED, MaskPlan
 from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.loading import LoadProgress, cache_folder, converted
 from specfuse_shared.member import LocalMember
@@ -110,6 +110,7 @@ def test_dtype_and_report(folder: Path) -> None:
 
 def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
+    model.set_attn_implementation(GROUPED)
     chosen = probe(model, "tiny")
     assert chosen.plan is not None
     assert chosen.plan.as_mapping
