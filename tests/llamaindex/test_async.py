@@ -6,6 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 
+import psutil
 import pytest
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage
@@ -109,3 +110,18 @@ async def test_langchain_and_llamaindex_answer_at_the_same_time(demo_engine: Ens
     assert one == two.text
     first, last = heard.index("llamaindex"), len(heard) - 1 - heard[::-1].index("llamaindex")
     assert "langchain" in heard[first:last]
+
+
+@pytest.mark.slow
+async def test_equal_members_are_loaded_once_for_both_frameworks() -> None:
+    def resident() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    chat = ChatSpecFuse(members="demo", max_tokens=8)
+    chat.invoke("Hello")
+    loaded = resident()
+    llm = SpecFuseLLM(members="demo", max_tokens=8)
+    llm.complete("Hello")
+    assert llm._resolve_engine() is chat._resolve_engine()
+    weights = sum(report.memory_bytes for report in llm._resolve_engine().describe())
+    assert resident() - loaded < 0.1 * weights
