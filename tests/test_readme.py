@@ -19,17 +19,17 @@ def example_of(place: str) -> list[str]:
 
 
 def test_there_are_examples_for_each_package() -> None:
-    assert [len(example_of(place)) for place in PLACES] == [1, 1, 2]
+    assert [len(example_of(place)) for place in PLACES] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_runs_as_written_and_prints_an_answer(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) >= 5
+    assert len(done.stdout.split()) >= 3
 
 
 @pytest.mark.parametrize("place", PLACES[:2])
-def test_the_example_of_a_framework_has_about_ten_lines(place: str) -> None:
-    [code] = example_of(place)
+def test_the_first_example_of_a_framework_has_about_ten_lines(place: str) -> None:
+    code, *_ = example_of(place)
     assert len(code.strip().splitlines()) <= 12
