@@ -26,12 +26,23 @@ def in_terminal(arguments: list[str], until: bytes | None = None, **environment:
     settings = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}}
     settings |= {"TERM": "xterm", **environment}
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=settings, start_new_session=True
+        [*COMMAND, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=settings,
+        start_new_session=True,
+        preexec_fn=_hear_interrupts,
     )
     os.close(slave)
     shown = read_terminal(master, process, until)
     os.close(master)
     return process.wait(30), shown.decode().replace("\r\n", "\n")
+
+
+def _hear_interrupts() -> None:
+    """A shell that runs the tests in the background makes them, and what they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_terminal(master: int, process: subprocess.Popen[bytes], until: bytes | None) -> bytes:
