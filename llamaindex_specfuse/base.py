@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any, Self, cast
@@ -31,7 +31,7 @@ from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import StructuredPrediction
 from specfuse_shared.adapters import EnsembleSettings
 from specfuse_shared.config import SamplingParams
-from specfuse_shared.errors import ConfigError
+from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.events import Event
 from specfuse_shared.types import Message
 
@@ -97,12 +97,12 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _last(self._pieces(self._prompt_turn(prompt, formatted), kwargs)).completion()
+        return _last(self._pieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)).completion()
 
     @closes_source
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        pieces = self._pieces(self._prompt_turn(prompt, formatted), kwargs)
+        pieces = self._pieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)
         return (piece.completion() for piece in pieces)
 
     @llm_chat_callback()
@@ -117,12 +117,12 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return (await _alast(self._apieces(self._prompt_turn(prompt, formatted), kwargs))).completion()
+        return (await _alast(self._apieces(self._prompt_turn(prompt, formatted, kwargs), kwargs))).completion()
 
     @acloses_source
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        pieces = self._apieces(self._prompt_turn(prompt, formatted), kwargs)
+        pieces = self._apieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)
         return (piece.completion() async for piece in pieces)
 
     @llm_chat_callback()
@@ -137,7 +137,9 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
-    def _prompt_turn(self, prompt: str, formatted: bool) -> list[Message]:
+    def _prompt_turn(self, prompt: str, formatted: bool, overrides: Mapping[str, Any]) -> list[Message]:
+        if overrides.get("tools"):
+            raise RequestError("a completion cannot hold tool calls: use chat, chat_with_tools or predict_and_call")
         render = self.completion_to_prompt
         return [Message("user", prompt if formatted or render is None else render(prompt))]
 

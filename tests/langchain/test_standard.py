@@ -51,6 +51,7 @@ class TestUnit(ChatModelUnitTests):
         return "demo"
 
 
+@pytest.mark.slow
 class TestIntegration(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _use_the_demo_engine(self, demo_engine: EnsembleEngine) -> None:

@@ -14,7 +14,7 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.prompts import PromptTemplate
 
 from llamaindex_specfuse import SpecFuseLLM
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Tool
 from specfuse_shared.errors import ConfigError, RequestError
 
 QUESTION = "Write one sentence about the sea."
@@ -78,6 +78,11 @@ def test_a_stop_string_ends_the_answer(llm: SpecFuseLLM) -> None:
 def test_a_setting_that_does_not_exist_is_refused(llm: SpecFuseLLM) -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         llm.complete(QUESTION, max_token=3)
+
+
+def test_tools_are_refused_where_no_call_could_be_answered(llm: SpecFuseLLM) -> None:
+    with pytest.raises(RequestError, match="chat_with_tools"):
+        llm.complete("What time is it?", tools=[Tool("clock")])
 
 
 def test_images_are_refused(llm: SpecFuseLLM) -> None:
