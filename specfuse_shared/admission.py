@@ -43,7 +43,7 @@ class Budget:
     def needs(self, session: AnswerSession) -> dict[str, int]:
         """Bytes by device. Raises `RequestError` if the answer could not even run alone."""
         needed: dict[str, int] = defaultdict(int)
-        drafted = self._config.segment_tokens * len(self._members)
+        drafted = self._config.longest_segment * len(self._members)
         for member in self._members:
             slots = session.prompt_tokens[member.name] + session.max_tokens + drafted
             if member.context_limit is not None:

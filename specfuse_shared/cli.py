@@ -22,7 +22,16 @@ import typer
 from rich.console import Console
 
 from specfuse_shared import terminal
-from specfuse_shared.config import DTYPES, EXITS, FEEDBACKS, SCORES, EnsembleConfig, MemberConfig, SamplingParams
+from specfuse_shared.config import (
+    DTYPES,
+    EXITS,
+    FEEDBACKS,
+    PRESETS,
+    SCORES,
+    EnsembleConfig,
+    MemberConfig,
+    SamplingParams,
+)
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.types import EnsembleResult, Message
@@ -33,7 +42,6 @@ if TYPE_CHECKING:
 PROGRAM = "specfuse-llm"
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
-ENSEMBLE: dict[str, Any] = {f.name: f.default for f in fields(EnsembleConfig)}
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
 SAMPLING = SamplingParams()
 
@@ -49,12 +57,13 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most 
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a sampled answer repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer; repeatable.")]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
 SegmentTokens = Annotated[
-    int, typer.Option("--segment-tokens", metavar="L", help="Most tokens a member drafts a round.")
+    int | None, typer.Option("--segment-tokens", metavar="L", help="Most tokens a member drafts a round.")
 ]
-Score = Annotated[str, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
-Feedback = Annotated[str, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
-Exit = Annotated[str, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
+Score = Annotated[str | None, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
+Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
+Exit = Annotated[str | None, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
@@ -98,10 +107,11 @@ def ask(
     temperature: Temperature = SAMPLING.temperature,
     seed: Seed = None,
     stop: Stop = None,
-    segment_tokens: SegmentTokens = ENSEMBLE["segment_tokens"],
-    score: Score = ENSEMBLE["score"],
-    feedback: Feedback = ENSEMBLE["feedback"],
-    exit: Exit = ENSEMBLE["exit"],
+    preset: Preset = "default",
+    segment_tokens: SegmentTokens = None,
+    score: Score = None,
+    feedback: Feedback = None,
+    exit: Exit = None,
     dtype: Dtype = MEMBER["dtype"],
     as_json: AsJson = False,
     explain: Explain = False,
@@ -109,7 +119,9 @@ def ask(
 ) -> int:
     """Answer a question, each segment in the colour of its author."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
-    config = _config(member, dtype, segment_tokens=segment_tokens, score=score, feedback=feedback, exit=exit)
+    given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
+    settings = {name: value for name, value in given.items() if value is not None}
+    config = _config(member, dtype, preset, **settings)
     messages = _messages(system, question)
     with _loaded(config, verbose) as engine:
         events = engine.stream(messages, params)
@@ -138,10 +150,10 @@ def doctor(member: Members = None, as_json: AsJson = False, verbose: Verbose = F
     return FAILED if checkup.problems else 0
 
 
-def _config(models: Sequence[str] | None, dtype: str, **settings: Any) -> EnsembleConfig:
+def _config(models: Sequence[str] | None, dtype: str, preset: str = "default", **settings: Any) -> EnsembleConfig:
     """Settings are checked before the demo models are looked for."""
     chosen = [MemberConfig(model, dtype=dtype) for model in models or ["demo"]]
-    config = EnsembleConfig(members=chosen, **settings)
+    config = EnsembleConfig.preset(preset, chosen, **settings)
     if models:
         return config
     from specfuse_shared.demo import demo_members

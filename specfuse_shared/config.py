@@ -18,15 +18,48 @@ from specfuse_shared.tools import call_grammar, offered_tools
 from specfuse_shared.types import Tool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PER = ("token", "byte")
+PER = ("token", "byte", "text")
 SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
     "mean_logprob": policies.MeanLogprob,
     "mean_prob": policies.MeanProb,
 }
-AGGREGATES: dict[str, AggregatePolicy] = {"weighted_mean": policies.weighted_mean}
+AGGREGATES: dict[str, AggregatePolicy] = {
+    "weighted_mean": policies.weighted_mean,
+    "geometric_mean": policies.geometric_mean,
+    "others_mean": policies.others_mean,
+    "share_mean": policies.share_mean,
+    "rank_mean": policies.rank_mean,
+}
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "default": {},
+        "specfuse": {
+            "segment_tokens": 10,
+            "first_segment_tokens": None,
+            "score": "mean_prob",
+            "per": "token",
+            "aggregate": "weighted_mean",
+            "feedback": "uniform",
+            "exit": "entropy",
+            "exit_threshold": 0.5,
+            "repetition_guard": False,
+        },
+        "specem": {
+            "segment_tokens": 10,
+            "first_segment_tokens": None,
+            "score": "mean_prob",
+            "per": "token",
+            "aggregate": "weighted_mean",
+            "feedback": "paper",
+            "exit": "never",
+            "repetition_guard": False,
+        },
+    }
+)
+"""Settings by name: the measured default (docs/experiments.md), and those of the two papers."""
 
 
 class _Config:
@@ -51,14 +84,15 @@ class MemberConfig(_Config):
     `gguf_file`). `weight`: relative voting weight at the start of each answer. `chat_template`: Jinja source that
     replaces the tokenizer's own; a base model without one gets `specfuse_shared.prompts.PLAIN_TEMPLATE`.
     `template_options` reach the template (`enable_thinking` is False unless set). `stop_token_ids` are added to
-    those of the model's configuration. `max_context` lowers the model's context limit. Remote code and pickled
-    weights are refused unless allowed here.
+    those of the model's configuration. `max_context` lowers the model's context limit. `adapter`: hub id or folder of
+    a PEFT adapter, merged into the weights. Remote code and pickled weights are refused unless allowed here.
     """
 
     model: str
     name: str | None = None
     revision: str | None = None
     gguf_file: str | None = None
+    adapter: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -74,6 +108,9 @@ class MemberConfig(_Config):
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))
         _require(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", str(self.adapter))
+            _require(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
         _choice("MemberConfig.dtype", self.dtype, DTYPES)
         _require(
             math.isfinite(self.weight) and self.weight > 0,
@@ -102,14 +139,18 @@ class MemberConfig(_Config):
 class EnsembleConfig(_Config):
     """The ensemble: who answers, and how a round is decided.
 
-    `segment_tokens`: most tokens (of its own) a member drafts a round (paper: 10). `score`, `aggregate`,
+    `segment_tokens`: most tokens (of its own) a member drafts a round (paper: 10); `first_segment_tokens`, if set,
+    in the first one, so that the first words come sooner. `repetition_guard`: a candidate that goes in circles
+    (`specfuse_shared.repetition`) loses against one that does not. `score`, `aggregate`,
     `feedback`, `exit`: a name below or an object with the policy's signature (`specfuse_shared.policies`).
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
 
-    score: "mean_logprob" | "mean_prob", per "token" | "byte". feedback: "uniform" (SpecFuse) or the schedules
-    "constant" | "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "entropy" |
-    "fixed" | "never", with `exit_threshold` · 1/n as the retention below which a member leaves.
+    score: "mean_logprob" | "mean_prob", per "token" | "byte" | "text" ("mean_logprob" only). aggregate:
+    "weighted_mean" | "geometric_mean" | "others_mean" (nobody votes on its own candidate) | "share_mean" |
+    "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" | "sqrt_decay" | "paper" of online feedback
+    with `feedback_rate` (SpecEM). exit: "entropy" | "fixed" | "never", with `exit_threshold` · 1/n as the retention
+    below which a member leaves.
 
     Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
     `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
@@ -119,6 +160,7 @@ class EnsembleConfig(_Config):
 
     members: Sequence[MemberConfig | str]
     segment_tokens: int = 10
+    first_segment_tokens: int | None = None
     score: str | ScorePolicy = "mean_logprob"
     per: str = "token"
     aggregate: str | AggregatePolicy = "weighted_mean"
@@ -126,6 +168,7 @@ class EnsembleConfig(_Config):
     feedback_rate: float = 0.5
     exit: str | ExitPolicy = "entropy"
     exit_threshold: float = 0.7
+    repetition_guard: bool = True
     reference: str | None = None
     cache_dir: str | None = None
     max_concurrent: int = 32
@@ -140,11 +183,15 @@ class EnsembleConfig(_Config):
         members = tuple(_as_member(m) for m in self.members)
         _require(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
         object.__setattr__(self, "members", _unique_names(members))
-        _require(
-            1 <= self.segment_tokens <= 512,
-            f"EnsembleConfig.segment_tokens must be 1 to 512, not {self.segment_tokens!r}",
-        )
+        for name in ("segment_tokens", "first_segment_tokens"):
+            count = getattr(self, name)
+            unset = count is None and name == "first_segment_tokens"
+            _require(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
         _choice("EnsembleConfig.per", self.per, PER)
+        _require(
+            self.per != "text" or self.score != "mean_prob",
+            'EnsembleConfig.per="text" goes with score="mean_logprob": use per="token" or per="byte"',
+        )
         for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
             value = getattr(self, name)
             if not callable(value):
@@ -163,6 +210,20 @@ class EnsembleConfig(_Config):
         )
         if self.reference is not None:
             _choice("EnsembleConfig.reference", self.reference, self.names)
+
+    @classmethod
+    def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
+        """The settings of a paper or the default (`PRESETS`), each of which may be replaced."""
+        _choice("preset", name, tuple(PRESETS))
+        return cls.from_dict({**PRESETS[name], **settings, "members": members})
+
+    def segment_limit(self, round_index: int) -> int:
+        """Most tokens of a draft in this round, which counts from 1."""
+        return (self.first_segment_tokens or self.segment_tokens) if round_index == 1 else self.segment_tokens
+
+    @property
+    def longest_segment(self) -> int:
+        return max(self.segment_limit(1), self.segment_tokens)
 
     @property
     def member_configs(self) -> tuple[MemberConfig, ...]:

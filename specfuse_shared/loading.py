@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from filelock import FileLock
 
 from specfuse_shared.config import MemberConfig
-from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.errors import MemberLoadError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def cache_folder(configured: str | None = None) -> Path:
 
 
 def load_pretrained(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> tuple[Any, Any]:
-    """Model (in eval mode, on its device) and tokenizer. Raises `MemberLoadError`."""
+    """Model (in eval mode, on its device) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -70,8 +71,11 @@ def load_pretrained(config: MemberConfig, cache_dir: str | None, on_stage: OnSta
                 use_safetensors=None if config.allow_pickle else True,
                 **common,
             )
+            if config.adapter is not None:
+                on_stage("merging the adapter")
+                model = _with_adapter(model, config, config.adapter)
             return _placed(model, config), tokenizer
-    except MemberLoadError:
+    except (MemberLoadError, MissingExtraError):
         raise
     except Exception as error:  # hub, disk, format and memory errors have no common class
         raise MemberLoadError(_explain(config, error)) from error
@@ -172,6 +176,27 @@ def _placed(model: Any, config: MemberConfig) -> Any:
     wanted = config.attn_implementation or text._attn_implementation
     model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
     return model
+
+
+def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
+    """The model with the adapter's weights merged in, so that it costs nothing at run time."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingExtraError(f"The adapter of member {config.label!r}", "adapters") from error
+    from transformers.utils.hub import cached_file
+
+    if not config.allow_pickle:
+        try:
+            cached_file(adapter, "adapter_model.safetensors")
+        except OSError as error:
+            raise MemberLoadError(
+                f"member {config.label!r}: there is no adapter_model.safetensors in {adapter!r}: expected the hub id "
+                "or folder of a PEFT adapter (pickled ones need MemberConfig(allow_pickle=True))"
+            ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the two libraries' quarrels over each other's names
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
 
 
 def _explain(config: MemberConfig, error: Exception) -> str:

@@ -28,8 +28,11 @@ class ScorePolicy(Protocol):
 class AggregatePolicy(Protocol):
     """Turns all verifiers' scores into one score per candidate."""
 
-    def __call__(self, scores: Matrix, weights: Sequence[float]) -> list[float]:
-        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i; the largest S_i wins, the first of equals."""
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the largest S_i wins, the first of equals.
+
+        `drafters[i]`: the verifiers that wrote candidate i themselves.
+        """
         ...
 
 
@@ -62,12 +65,15 @@ class ExitPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeanLogprob:
-    """exp(mean log p): the geometric mean probability per token, or per byte."""
+    """exp(mean log p): the geometric mean probability per token, or per byte; per text, the probability of all of it.
 
-    per: Literal["token", "byte"] = "token"
+    The first two favour long fluent candidates over short ones, the last one short ones over long.
+    """
+
+    per: Literal["token", "byte", "text"] = "token"
 
     def __call__(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
-        units = len(logprobs) if self.per == "token" else sum(token_bytes)
+        units = {"token": len(logprobs), "byte": sum(token_bytes), "text": 1}[self.per]
         return math.exp(math.fsum(logprobs) / units)
 
 
@@ -87,9 +93,50 @@ class MeanProb:
 # ── aggregate ────────────────────────────────────────────────────────────────────────────────────
 
 
-def weighted_mean(scores: Matrix, weights: Sequence[float]) -> list[float]:
-    """S_i = Σ_j w_j s_ji."""
+def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j s_ji (the papers')."""
     return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
+
+
+def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
+
+    With equal weights this ranks by regret too: how much less each verifier thinks of a candidate than of its own.
+    """
+
+    def mean(i: int) -> float:
+        if any(row[i] <= 0 for row in scores):
+            return 0.0
+        return math.exp(math.fsum(w * math.log(row[i]) for w, row in zip(weights, scores, strict=True)))
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
+def others_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """The weighted mean over those that did not write the candidate; over all, where everyone did."""
+
+    def mean(i: int) -> float:
+        judges = [j for j in range(len(scores)) if j not in drafters[i]] or range(len(scores))
+        return math.fsum(weights[j] * scores[j][i] for j in judges) / math.fsum(weights[j] for j in judges)
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
+def share_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j s_ji / Σ_k s_jk: every verifier has one vote to share out, whatever the height of its scores."""
+    shares = [[s / (math.fsum(row) or 1.0) for s in row] for row in scores]
+    return weighted_mean(shares, weights, drafters)
+
+
+def rank_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j · share of the rivals that verifier j puts below candidate i (Borda); ties count ½."""
+
+    def beaten(row: Sequence[float], i: int) -> float:
+        wins = (1.0 if row[i] > s else 0.5 if row[i] == s else 0.0 for k, s in enumerate(row) if k != i)
+        return math.fsum(wins) / (len(row) - 1)
+
+    ranks = [[beaten(row, i) for i in range(len(row))] for row in scores]
+    return weighted_mean(ranks, weights, drafters)
 
 
 # ── feedback ─────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ from specfuse_shared.errors import GenerationError, PromptTooLongError, Unfinish
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, WarningEvent
 from specfuse_shared.member import Draft, Member, MemberSession, Question, Stage, Verdict
 from specfuse_shared.policies import normalised
+from specfuse_shared.repetition import repeats
 from specfuse_shared.sampling import new_seed
 from specfuse_shared.stops import StopMatch
 from specfuse_shared.types import (
@@ -206,7 +207,8 @@ class AnswerSession:
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
             return [_Choice(forced, forced, False, None, list(self._active), 0, over)]
-        number, limit = len(self._rounds) + 1, self._config.segment_tokens
+        number = len(self._rounds) + 1
+        limit = self._config.segment_limit(number)
         jobs = {name: self._sides[name].session.draft(limit, number) for name in self._active}
         drafts: dict[str, Draft] = yield from self._all("draft", jobs)
         choices: list[_Choice] = []
@@ -240,8 +242,10 @@ class AnswerSession:
                 # a verifier to which the candidate is invisible has no opinion on it
                 choice.scores[name] = self._score(verdict.logprobs, verdict.token_bytes) if verdict.logprobs else 0.0
         table = [[c.scores[name] for c in choices] for name in self._active]
-        for choice, score in zip(choices, self._aggregate(table, self._weights()), strict=True):
-            choice.score = score
+        drafters = [[self._active.index(name) for name in c.drafters if name in self._active] for c in choices]
+        for choice, score in zip(choices, self._aggregate(table, self._weights(), drafters), strict=True):
+            circles = self._config.repetition_guard and repeats(self.text, choice.text)
+            choice.score = 0.0 if circles else score
 
     def _learn(self, choices: list[_Choice]) -> dict[str, float]:
         """Update the verifiers' weights, then let members go; everyone's retention."""
@@ -265,7 +269,7 @@ class AnswerSession:
         """The last member decodes plainly: nothing to verify."""
         name, exits = self._active[0], self._take_exits()
         side, clock = self._sides[name], time.monotonic()
-        limit, is_reference = self._config.segment_tokens, side is self._reference
+        limit, is_reference = self._config.segment_limit(len(self._rounds) + 1), side is self._reference
         if is_reference:
             limit = min(limit, self._params.max_tokens - side.session.answer_tokens)
         before = side.session.answer_tokens
@@ -393,7 +397,7 @@ class AnswerSession:
 
     def _room(self, members: int) -> int:
         """Free tokens that a round needs in every context."""
-        return self._config.segment_tokens * (_ROOM_PER_TOKEN if members > 1 else 1)
+        return self._config.longest_segment * (_ROOM_PER_TOKEN if members > 1 else 1)
 
     def _check_room(self, member: Member, count: int, members: int) -> None:
         room, limit = self._room(members), member.context_limit

@@ -15,6 +15,7 @@ import torch
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
 from specfuse_shared.member import LocalMember
 from specfuse_shared.prompts import PLAIN_TURN_ENDS
+from specfuse_shared.repetition import repeats
 from specfuse_shared.sampling import Sampler
 from specfuse_shared.stops import partial_stop
 from specfuse_shared.tokens import common_prefix, cut_candidate, whole_characters
@@ -82,12 +83,13 @@ def naive_rounds(
     answer, index, verified = "", 0, 0
     while len(active) > 1:
         index += 1
-        drafts = {m.name: m.draft(answer, config.segment_tokens, index) for m in active}
+        drafts = {m.name: m.draft(answer, config.segment_limit(index), index) for m in active}
         distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
         scores = {m.name: {f"{t}|{e}": m.score(answer, t, e) for t, e in distinct} for m in active}
         if len(distinct) == 1:
             scores = {}
         total = {d: sum(weight[j] * s[f"{d[0]}|{d[1]}"] for j, s in scores.items()) for d in distinct}
+        total |= {d: 0.0 for d in distinct if config.repetition_guard and scores and repeats(answer, d[0])}
         text, ended = max(distinct, key=lambda d: total[d])
         winner = next(name for name, d in drafts.items() if d == (text, ended))
         yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in active])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 from specfuse_shared.attention import GROUPED, MaskPlan
-from specfuse_shared.errors import ConfigError, MemberLoadError
+from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError
 from specfuse_shared.loading import LoadProgress, cache_folder, converted
 from specfuse_shared.member import LocalMember
 from specfuse_shared.probe import Attempt, _attempt, _small_windows, probe
@@ -106,6 +108,43 @@ def test_dtype_and_report(folder: Path) -> None:
     report = LocalMember(MemberConfig(str(folder), dtype="bfloat16")).report
     assert (report.dtype, report.device, report.architecture) == ("bfloat16", "cpu", "LlamaForCausalLM")
     assert report.memory_bytes == pytest.approx(2 * report.parameters, rel=0.01)
+
+
+def _adapter(folder: Path, target: Path) -> AutoModelForCausalLM:
+    """A random LoRA adapter for the model in `folder`, stored in `target`; the model with the adapter in place."""
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.save_pretrained(target)
+    return model.eval()
+
+
+def test_an_adapter_is_merged_into_the_weights(folder: Path, tmp_path: Path) -> None:
+    adapted = _adapter(folder, tmp_path / "adapter")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.inference_mode():
+        wanted = adapted(input_ids=ids, use_cache=False).logits[0]
+        bare = LocalMember(MemberConfig(str(folder))).runner.plain(ids[0].tolist())
+        member = LocalMember(MemberConfig(str(folder), adapter=str(tmp_path / "adapter")))
+        found = member.runner.plain(ids[0].tolist())
+    assert (found - wanted).abs().max() < 1e-4
+    assert (bare - wanted).abs().max() > 1e-2
+    assert member.report.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_a_pickled_or_missing_adapter_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(MemberLoadError, match=r"adapter_model\.safetensors"):
+        LocalMember(MemberConfig(str(folder), adapter=str(tmp_path / "nothing")))
+    model = _adapter(folder, tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter", safe_serialization=False)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(MemberLoadError, match=r"adapter_model\.safetensors.*allow_pickle"):
+        LocalMember(MemberConfig(str(folder), adapter=str(tmp_path / "adapter")))
+
+
+def test_an_adapter_without_its_extra_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match=r"specfuse-llm\[adapters\]"):
+        LocalMember(MemberConfig(str(folder), adapter="an/adapter"))
 
 
 def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:

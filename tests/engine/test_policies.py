@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specfuse_shared import policies
+from specfuse_shared.config import AGGREGATES
 from specfuse_shared.policies import MeanLogprob, MeanProb, OnlineFeedback, RetentionExit, rewards
 
 LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=12)
@@ -20,7 +21,7 @@ SQUARE = st.integers(2, 5).flatmap(
 @given(LOGPROBS)
 def test_scores_lie_between_zero_and_one(logprobs: list[float]) -> None:
     sizes = [1 + i % 3 for i in range(len(logprobs))]
-    for policy in (MeanLogprob("token"), MeanLogprob("byte"), MeanProb("token"), MeanProb("byte")):
+    for policy in (MeanLogprob("token"), MeanLogprob("byte"), MeanLogprob("text"), MeanProb("token"), MeanProb("byte")):
         assert 0 <= policy(logprobs, sizes) <= 1 + 1e-9
 
 
@@ -30,6 +31,10 @@ def test_mean_logprob_is_the_geometric_mean_and_mean_prob_the_arithmetic() -> No
     assert MeanProb()(logprobs, [1, 1]) == pytest.approx(0.5)
 
 
+def test_per_text_is_the_probability_of_the_whole() -> None:
+    assert MeanLogprob("text")([math.log(0.5), math.log(0.25)], [3, 1]) == pytest.approx(0.125)
+
+
 def test_per_byte_does_not_favour_long_tokens() -> None:
     long_token, short_tokens = [math.log(0.25)], [math.log(0.5), math.log(0.5)]
     assert MeanLogprob("token")(long_token, [2]) < MeanLogprob("token")(short_tokens, [1, 1])
@@ -37,8 +42,49 @@ def test_per_byte_does_not_favour_long_tokens() -> None:
     assert MeanProb("byte")(long_token, [2]) == pytest.approx(MeanProb("byte")(short_tokens, [1, 1]))
 
 
+OWN = [[0], [1]]
+"""Two candidates, each written by the verifier of its number."""
+
+
 def test_weighted_mean() -> None:
-    assert policies.weighted_mean([[1.0, 0.0], [0.0, 0.5]], [0.75, 0.25]) == pytest.approx([0.75, 0.125])
+    assert policies.weighted_mean([[1.0, 0.0], [0.0, 0.5]], [0.75, 0.25], OWN) == pytest.approx([0.75, 0.125])
+
+
+def test_geometric_mean_lets_no_candidate_win_that_a_verifier_finds_impossible() -> None:
+    assert policies.geometric_mean([[1.0, 0.25], [0.0, 0.25]], [0.5, 0.5], OWN) == pytest.approx([0.0, 0.25])
+    assert policies.geometric_mean([[0.5, 1.0], [0.125, 1.0]], [0.5, 0.5], OWN) == pytest.approx([0.25, 1.0])
+
+
+def test_nobody_votes_on_its_own_candidate() -> None:
+    assert policies.others_mean([[0.9, 0.2], [0.3, 0.8]], [0.5, 0.5], OWN) == pytest.approx([0.3, 0.2])
+    both = [[0, 1], [1]]
+    assert policies.others_mean([[0.9, 0.2], [0.3, 0.8]], [0.5, 0.5], both) == pytest.approx([0.6, 0.2])
+
+
+def test_share_mean_gives_every_verifier_one_vote_whatever_the_height_of_its_scores() -> None:
+    scores = [[0.9, 0.3], [0.003, 0.009]]
+    assert policies.share_mean(scores, [0.5, 0.5], OWN) == pytest.approx([0.5, 0.5])
+    assert policies.share_mean([[0.0, 0.0], [0.2, 0.6]], [0.5, 0.5], OWN) == pytest.approx([0.125, 0.375])
+
+
+def test_rank_mean_counts_the_rivals_that_are_beaten() -> None:
+    scores = [[0.9, 0.3, 0.3], [0.1, 0.2, 0.3]]
+    assert policies.rank_mean(scores, [0.5, 0.5], [[0], [1], []]) == pytest.approx([0.5, 0.375, 0.625])
+
+
+@given(SQUARE, st.sampled_from(sorted(AGGREGATES)), st.data())
+def test_aggregates_do_not_depend_on_the_order_of_members(
+    scores: list[list[float]], name: str, data: st.DataObject
+) -> None:
+    n = len(scores)
+    order = data.draw(st.permutations(range(n)))
+    weights = policies.normalised([1.0 + j for j in range(n)])
+    plain = AGGREGATES[name](scores, weights, [[i] for i in range(n)])
+    moved = AGGREGATES[name](
+        [[scores[j][i] for i in order] for j in order], [weights[j] for j in order], [[k] for k in range(n)]
+    )
+    assert moved == pytest.approx([plain[i] for i in order])
+    assert all(0 <= s <= 1 + 1e-9 for s in plain)
 
 
 def test_rewards_leave_out_interested_parties() -> None:

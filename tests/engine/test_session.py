@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, PromptTooLongError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.policies import ExitDecision, Matrix
+from specfuse_shared.repetition import repeats
 from specfuse_shared.scheduler import run_alone
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, FinishReason
 from tests.engine.comparing import answer_of, local_members, open_session, run_rounds, with_settings
+from tests.engine.tiny import byte_level_tokenizer, save_model
 
 QUESTION = [Message("user", "How do the tides follow the moon?")]
 
@@ -178,7 +182,7 @@ class OnlyTheFirst:
     def score(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
         return 1 / (1 + len(logprobs))
 
-    def aggregate(self, scores: Matrix, weights: Sequence[float]) -> list[float]:
+    def aggregate(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         return [1.0] + [0.0] * (len(scores[0]) - 1)
 
     def feedback(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
@@ -206,6 +210,38 @@ def test_every_policy_can_be_replaced(tiny_engine: EnsembleEngine) -> None:
     assert [e.member for e in verified[1].exits] == ["base"]
     assert {r.active for r in result.rounds[verified[1].index :]} == {("chat",)}
     assert result.rounds[0].candidates[0].scores["chat"] < 1
+
+
+def _for_chat(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    return [1.0 if 0 in own else 0.5 for own in drafters]
+
+
+def test_a_candidate_that_goes_in_circles_loses(tiny_engine: EnsembleEngine, tmp_path: Path) -> None:
+    """Without layers, the next token depends on the last one only, so that greedy text soon goes in circles."""
+    folder = save_model("qwen3", byte_level_tokenizer(), tmp_path / "circling", seed=1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.save_pretrained(folder)
+    members = [MemberConfig(str(folder), name="chat"), tiny_engine.config.member_configs[1]]
+    params = SamplingParams(max_tokens=100)
+    with EnsembleEngine(EnsembleConfig(members, segment_tokens=6, exit="never")) as engine:
+        free = result_of(engine, params, aggregate=_for_chat, repetition_guard=False)
+        guarded = result_of(engine, params, aggregate=_for_chat, repetition_guard=True)
+    assert any(repeats(free.text[: r.start], r.text) for r in free.rounds)
+    for record in (r for r in guarded.rounds if r.verified):
+        circles = {c.drafters[0]: repeats(guarded.text[: record.start], c.text) for c in record.candidates}
+        assert not circles[record.winner] or all(circles.values())
+        assert all(c.score == 0 for c in record.candidates if circles[c.drafters[0]])
+    assert "base" in {r.winner for r in guarded.rounds}
+
+
+def test_the_first_segment_has_its_own_length(tiny_engine: EnsembleEngine) -> None:
+    result = result_of(tiny_engine, SamplingParams(max_tokens=40), segment_tokens=8, first_segment_tokens=2)
+    first, *later = result.rounds
+    assert max(c.tokens for c in first.candidates) <= 2 + 8  # some more only to end a character
+    assert max(c.tokens for r in later for c in r.candidates) >= 8
 
 
 def test_own_weights_start_the_vote(tiny_engine: EnsembleEngine) -> None:

@@ -1,0 +1,76 @@
+"""How good an answer is: one number in 0 to 100 for each task, and what else can be said of it."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ifeval
+from rouge_score.rouge_scorer import RougeScorer
+
+from specfuse_shared.repetition import TIMES, ends_in_circle
+
+_ROUGE = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+_NUMBER = re.compile(r"-?\$?\d[\d,]*\.?\d*")
+
+MAIN = {"instruct": "rougeL", "rag": "f1", "math": "exact", "ifeval": "followed"}
+"""The metric by which each task is judged."""
+
+
+def score(row: Mapping[str, Any], answer: str) -> dict[str, float]:
+    """Every metric of the row's task, 0 to 100; an empty answer scores 0."""
+    return {name: 100.0 * value for name, value in _TASKS[row["task"]](row, answer.strip()).items()}
+
+
+def goes_in_circles(answer: str) -> bool:
+    """Whether a line (of three words or more) stands in the answer three times, or its end is one stretch thrice."""
+    lines = Counter(line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
+    return any(count >= TIMES for count in lines.values()) or ends_in_circle(answer.split())
+
+
+def _rouge(row: Mapping[str, Any], answer: str) -> dict[str, float]:
+    found = [_ROUGE.score(reference, answer) for reference in row["references"]]
+    return {name: max(f[name].fmeasure for f in found) for name in ("rouge1", "rouge2", "rougeL")}
+
+
+def _passage(row: Mapping[str, Any], answer: str) -> dict[str, float]:
+    """Exact match and F1 over normalised words (SQuAD, Rajpurkar et al. 2016)."""
+    return {
+        "exact": max(float(_plain(answer) == _plain(r)) for r in row["references"]),
+        "f1": max(_f1(_plain(answer), _plain(r)) for r in row["references"]),
+    }
+
+
+def _plain(text: str) -> list[str]:
+    """Words in lower case without punctuation and English articles; each Chinese or Japanese character is a word."""
+    bare = "".join(" " if unicodedata.category(c)[0] == "P" else c for c in text.lower())
+    bare = re.sub(r"([\u3040-\u30ff\u3400-\u9fff])", r" \1 ", bare)
+    return [w for w in bare.split() if w not in ("a", "an", "the") and w not in string.punctuation]
+
+
+def _f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+    shared = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+
+
+def _number(row: Mapping[str, Any], answer: str) -> dict[str, float]:
+    """Whether the last number of the answer is the one that is wanted."""
+    found = [float(n.replace(",", "").replace("$", "").rstrip(".")) for n in _NUMBER.findall(answer)]
+    wanted = float(row["references"][0].replace(",", ""))
+    return {"exact": float(bool(found) and abs(found[-1] - wanted) < 1e-6)}
+
+
+def _instructions(row: Mapping[str, Any], answer: str) -> dict[str, float]:
+    return {"followed": float(ifeval.followed(answer, row["instruction_id_list"], row["kwargs"]))}
+
+
+_TASKS: dict[str, Callable[[Mapping[str, Any], str], dict[str, float]]] = {
+    "instruct": _rouge,
+    "rag": _passage,
+    "math": _number,
+    "ifeval": _instructions,
+}

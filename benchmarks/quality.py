@@ -1,0 +1,268 @@
+"""How good are the ensemble's answers? Each member alone and every variant, on the same rows with the same budget.
+
+    python benchmarks/quality.py run --data DIR [--half choose|confirm|all] [--variants NAME …] [--rows N]
+    python benchmarks/quality.py table --data DIR [--half …] [--variants NAME …] [--against best]
+    python benchmarks/quality.py variants
+
+DIR holds the JSONL files named in TASKS (`id, task, prompt, references, context?`). Rows alternate between the half
+on which settings are chosen and the half that confirms them. Answers are appended to `results/quality/VARIANT.jsonl`
+and never made twice, so that a run may be stopped and go on. Greedy, bf16, as many answers at a time as `--together`.
+`table` scores what is there: means with paired bootstrap intervals (95 %, 10,000 samples) of the difference to the
+best member, JSON and a plot beside it. First segment and tokens a second are those of lone requests (`--timed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+import typer
+from figures import RESULTS
+from metrics import MAIN, goes_in_circles, score
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from scipy.stats import bootstrap
+from variants import MEMBERS, VARIANTS, ensemble
+
+from specfuse_shared import EnsembleEngine, EnsembleResult, Message, SamplingParams
+
+TASKS = {"instruct": "instruct", "rag": "rag_en", "ifeval": "ifeval", "math": "gsm8k", "rag_zh": "rag_zh"}
+"""Task → file of DIR, without its ending."""
+BUDGET = {"instruct": 96, "rag": 32, "ifeval": 160, "math": 128, "rag_zh": 32}
+"""Most tokens (of the reference member) of an answer."""
+FOLDER = RESULTS / "quality"
+COMPARED_TASKS = ("instruct", "rag", "ifeval")
+COMPARED = (*MEMBERS, "default", "specfuse")
+
+Row = dict[str, Any]
+app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
+
+Data = Annotated[Path, typer.Option(help="folder of JSONL files")]
+Half = Annotated[str, typer.Option(help="choose, confirm or all")]
+Names = Annotated[list[str], typer.Option(help="variants, by name")]
+Tasks = Annotated[list[str], typer.Option(help="tasks, by name")]
+
+
+def read_rows(data: Path, tasks: Iterable[str], half: str, most: int | None = None) -> list[Row]:
+    """The rows of a half, each with the question as it is put and its budget."""
+    if half not in ("choose", "confirm", "all"):
+        raise typer.BadParameter(f"--half must be choose, confirm or all, not {half!r}")
+    found: list[Row] = []
+    for task in tasks:
+        lines = (data / f"{TASKS[task]}.jsonl").read_text(encoding="utf-8").splitlines()
+        picked = lines if half == "all" else lines[half == "confirm" :: 2]
+        found += [{**json.loads(line), "set": task} for line in picked[:most]]
+    return found
+
+
+def question(row: Row) -> str:
+    """What is asked; a passage comes with the plea for a short answer, a sum with one for the number."""
+    if row["task"] == "rag":
+        ask = "请用原文中的几个字回答问题。" if row["set"] == "rag_zh" else "Answer the question with a few words."
+        return f"{ask}\n\n{row['context']}\n\n{row['prompt']}"
+    if row["task"] == "math":
+        return f"{row['prompt']}\n\nThink step by step and end with the number that answers the question."
+    return str(row["prompt"])
+
+
+@app.command()
+def run(
+    data: Data,
+    variants: Names = COMPARED,
+    half: Half = "choose",
+    tasks: Tasks = COMPARED_TASKS,
+    rows: Annotated[int | None, typer.Option(help="at most this many of each task")] = None,
+    together: Annotated[int, typer.Option(help="answers at a time")] = 24,
+    timed: Annotated[int, typer.Option(help="lone requests to time for each variant")] = 0,
+) -> None:
+    """Answer the rows that a variant has not answered yet."""
+    asked = read_rows(data, tasks, half, rows)
+    for name in variants:
+        known = {answer["id"] for answer in read_answers(name)}
+        todo = [row for row in asked if row["id"] not in known]
+        with EnsembleEngine(ensemble(name, together)).load() as engine:
+            asyncio.run(answer_all(engine, name, todo))
+            if timed:
+                time_alone(engine, name, asked, timed)
+
+
+async def answer_all(engine: EnsembleEngine, name: str, todo: Sequence[Row]) -> None:
+    """Answers are written as they come, so that nothing is lost when the run is stopped."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+
+    async def answer(row: Row) -> tuple[Row, EnsembleResult]:
+        params = SamplingParams(max_tokens=BUDGET[row["set"]])
+        return row, await engine.agenerate([Message("user", question(row))], params)
+
+    with (FOLDER / f"{name}.jsonl").open("a", encoding="utf-8") as file, Progress() as progress:
+        bar = progress.add_task(name, total=len(todo))
+        for job in asyncio.as_completed([answer(row) for row in todo]):
+            row, result = await job
+            file.write(json.dumps({"id": row["id"], **ledger(result)}, ensure_ascii=False) + "\n")
+            file.flush()
+            progress.advance(bar)
+    print(f"{name}: {len(todo)} answers in {time.monotonic() - start:.0f} s")
+
+
+def ledger(result: EnsembleResult) -> dict[str, Any]:
+    """What the tables need of an answer."""
+    return {
+        "text": result.text,
+        "finish": str(result.finish_reason),
+        "tokens": result.usage.completion_tokens,
+        "rounds": len(result.rounds),
+        "active": statistics.mean(len(r.active) for r in result.rounds) if result.rounds else 0.0,
+        "won": {s.member: s.segments_won for s in result.summary()},
+        "candidates": [
+            [(c.text, c.drafters, c.ends, {j: round(p, 4) for j, p in c.scores.items()}) for c in r.candidates]
+            for r in result.rounds
+        ],
+    }
+
+
+def time_alone(engine: EnsembleEngine, name: str, asked: Sequence[Row], count: int) -> None:
+    """First segment and tokens a second of lone requests, spread over the tasks."""
+    firsts, speeds = [], []
+    for row in list(asked)[:: max(1, len(asked) // count)][:count]:
+        params = SamplingParams(max_tokens=BUDGET[row["set"]])
+        result = engine.generate([Message("user", question(row))], params)
+        firsts.append(result.first_segment_seconds or result.total_seconds)
+        speeds.append(result.usage.completion_tokens / result.total_seconds)
+    found = {"first_segment_seconds": statistics.median(firsts), "tokens_per_second": statistics.median(speeds)}
+    (FOLDER / f"{name}.timing.json").write_text(json.dumps({**found, "requests": count}) + "\n")
+
+
+def read_answers(name: str) -> list[dict[str, Any]]:
+    file = FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+@app.command()
+def table(
+    data: Data,
+    variants: Names = (),
+    half: Half = "choose",
+    tasks: Tasks = COMPARED_TASKS,
+    rows: int | None = None,
+    against: Annotated[str, typer.Option(help="a variant, or `best`: the best member of each task")] = "best",
+    out: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it")] = None,
+) -> None:
+    """Score what has been answered."""
+    asked = read_rows(data, tasks, half, rows)
+    names = variants or [name for name in VARIANTS if (FOLDER / f"{name}.jsonl").is_file()]
+    names = [*(m for m in MEMBERS if against == "best" and m not in names), *names]
+    found = {name: measured(name, asked, tasks) for name in names}
+    whole = {name: facts for name, facts in found.items() if facts is not None}
+    for name in set(found) - set(whole):
+        print(f"{name}: not all rows are answered, left out")
+    rivals = {task: _rival(whole, task, against) for task in tasks}
+    for facts in whole.values():
+        for task in tasks:
+            facts[task]["difference"] = difference(facts[task]["each"], whole[rivals[task]][task]["each"])
+    show(whole, rivals, tasks, f"{half} half, {len(asked)} rows, difference to {against}")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1) + "\n")
+        plot(whole, tasks, rivals, out.with_suffix(".png"))
+
+
+def measured(name: str, asked: Sequence[Row], tasks: Sequence[str]) -> dict[str, Any] | None:
+    """Means and single scores of each task, and how the answers were made; None where answers are missing."""
+    answers = {a["id"]: a for a in read_answers(name)}
+    if any(row["id"] not in answers for row in asked):
+        return None
+    found: dict[str, Any] = {}
+    for task in tasks:
+        own = [(row, answers[row["id"]]) for row in asked if row["set"] == task]
+        scores = [score(row, answer["text"]) for row, answer in own]
+        found[task] = {metric: statistics.mean(s[metric] for s in scores) for metric in scores[0]}
+        found[task]["each"] = [s[MAIN[own[0][0]["task"]]] for s in scores]
+        found[task]["mean"] = statistics.mean(found[task]["each"])
+        found[task]["circles"] = [row["id"] for row, answer in own if goes_in_circles(answer["text"])]
+        found[task]["tokens"] = statistics.mean(answer["tokens"] for _, answer in own)
+    made = [answers[row["id"]] for row in asked]
+    found["active"] = sum(a["active"] * a["rounds"] for a in made) / max(1, sum(a["rounds"] for a in made))
+    found["rounds"] = statistics.mean(a["rounds"] for a in made)
+    timing = FOLDER / f"{name}.timing.json"
+    return {**found, "timing": json.loads(timing.read_text()) if timing.is_file() else None}
+
+
+def _rival(whole: Mapping[str, Any], task: str, against: str) -> str:
+    if against != "best":
+        return against
+    return max((m for m in MEMBERS if m in whole), key=lambda m: whole[m][task]["mean"])
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Mean of the paired differences and its 95 % bootstrap interval."""
+    gaps = np.subtract(ours, theirs)
+    if not gaps.any():
+        return {"mean": 0.0, "low": 0.0, "high": 0.0}
+    found = bootstrap((gaps,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0))
+    low, high = found.confidence_interval
+    return {"mean": float(gaps.mean()), "low": float(low), "high": float(high)}
+
+
+def show(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[str], title: str) -> None:
+    printed = Table(title=title)
+    heads = [f"{task} {MAIN[TASK_OF[task]]}\n(rival {rivals[task]})" for task in tasks]
+    for column in ("variant", *heads, "circles", "tokens", "rounds", "active", "first s", "tokens/s"):
+        printed.add_column(column)
+    for name, facts in whole.items():
+        cells = []
+        for task in tasks:
+            d = facts[task]["difference"]
+            cells.append(f"{facts[task]['mean']:.1f}  {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]")
+        timing = facts["timing"] or {}
+        times = [f"{timing[k]:.2f}" if timing else "" for k in ("first_segment_seconds", "tokens_per_second")]
+        circles = " ".join(str(len(facts[t]["circles"])) for t in tasks)
+        tokens = " ".join(f"{facts[t]['tokens']:.0f}" for t in tasks)
+        printed.add_row(name, *cells, circles, tokens, f"{facts['rounds']:.1f}", f"{facts['active']:.2f}", *times)
+    Console(width=180).print(printed)
+
+
+TASK_OF = {"instruct": "instruct", "rag": "rag", "ifeval": "ifeval", "math": "math", "rag_zh": "rag"}
+"""Set of rows → the task by whose metric it is judged."""
+
+
+def plot(whole: Mapping[str, Any], tasks: Sequence[str], rivals: Mapping[str, str], file: Path) -> None:
+    """Differences to the rival with their intervals, a panel for each task."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(whole)
+    figure, panels = pyplot.subplots(1, len(tasks), figsize=(3.6 * len(tasks), 0.8 + 0.34 * len(names)), sharey=True)
+    for panel, task in zip(np.atleast_1d(panels), tasks, strict=True):
+        gaps = [whole[name][task]["difference"] for name in names]
+        means = [g["mean"] for g in gaps]
+        spread = [[g["mean"] - g["low"] for g in gaps], [g["high"] - g["mean"] for g in gaps]]
+        colours = ["#8a8f98" if name in MEMBERS else "#0b6e99" for name in names]
+        panel.axvline(0, color="#444", linewidth=0.8)
+        panel.errorbar(means, range(len(names)), xerr=spread, fmt="none", ecolor=colours, elinewidth=2)
+        panel.scatter(means, range(len(names)), color=colours, zorder=3)
+        panel.set_title(f"{task}: {MAIN[TASK_OF[task]]} against {rivals[task]}", fontsize=9)
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.invert_yaxis() if panel is np.atleast_1d(panels)[0] else None
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+
+
+@app.command("variants")
+def list_variants() -> None:
+    """Name every variant and what it sets."""
+    for name, variant in VARIANTS.items():
+        print(f"{name:24} {variant.about}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,127 @@
+"""Teach the demo's base model, Gemma-3-270M, to answer instructions: a LoRA adapter, made on a processor.
+
+    python benchmarks/train_demo_adapter.py dolly_train.jsonl [--out FOLDER]
+
+Rows are `{"prompt", "references": [answer]}`. The prompt is encoded as the engine encodes it; the loss is taken on the
+answer and its end of turn only. One row in twenty is held back to watch the loss. The adapter is stored in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from peft import LoraConfig, get_peft_model
+from rich import print as show
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+
+from specfuse_shared.demo import ADAPTER, gemma3_file
+from specfuse_shared.loading import converted
+from specfuse_shared.prompts import PromptEncoder
+from specfuse_shared.types import Message
+
+RANK, ALPHA, RATE, BATCH = 16, 32, 2e-4, 8
+HELD_BACK = 20
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+Row = tuple[list[int], list[int]]
+
+
+def main(
+    data: Annotated[Path, typer.Argument(help="JSONL file of instructions and answers")],
+    out: Annotated[Path, typer.Option(help="folder to write")] = ADAPTER,
+    epochs: int = 2,
+    longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 256,
+) -> None:
+    """Train and store the adapter."""
+    torch.manual_seed(0)
+    folder = converted(gemma3_file(None), None, lambda stage: None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = read_rows(data, tokenizer, longest)
+    held, used = rows[::HELD_BACK], [row for number, row in enumerate(rows) if number % HELD_BACK]
+    show(f"{len(used)} rows to learn from, {len(held)} held back")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.05, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora)
+    show(f"held-back loss before: {held_loss(model, held):.3f}")
+    train(model, used, held, epochs)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    model.peft_config["default"].base_model_name_or_path = "google/gemma-3-270m"
+    card = out / "README.md"
+    kept = card.read_text(encoding="utf-8") if card.is_file() else None
+    model.save_pretrained(out)
+    if kept is not None:  # the library writes a card of its own
+        card.write_text(kept, encoding="utf-8")
+    show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
+
+
+def read_rows(path: Path, tokenizer: Any, longest: int) -> list[Row]:
+    """Prompt ids and answer ids (with the end of turn) of every row that is not too long."""
+    prompts = PromptEncoder(tokenizer, None, {}, "gemma3-270m")
+    rows: list[Row] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        prompt = prompts.encode([Message("user", row["prompt"])])
+        answer = [*prompts.codec.encode(row["references"][0].strip()), tokenizer.eos_token_id]
+        if len(prompt) + len(answer) <= longest:
+            rows.append((prompt, answer))
+    return rows
+
+
+def train(model: Any, rows: list[Row], held: list[Row], epochs: int) -> None:
+    """AdamW with a cosine schedule; batches of rows of similar length, in random order."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
+    ordered = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    batches = [ordered[n : n + BATCH] for n in range(0, len(ordered), BATCH)]
+    loader = DataLoader(batches, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    schedule = get_cosine_schedule_with_warmup(optimizer, 20, epochs * len(batches))
+    began, step = time.monotonic(), 0
+    for epoch in range(epochs):
+        model.train()
+        for batch in loader:
+            loss = answer_loss(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 20 == 0:
+                show(f"step {step}/{epochs * len(batches)}  loss {loss.item():.3f}  {time.monotonic() - began:.0f} s")
+        show(f"epoch {epoch + 1}: held-back loss {held_loss(model, held):.3f}")
+
+
+def answer_loss(model: Any, batch: list[Row]) -> torch.Tensor:
+    """Mean cross-entropy of the answers' tokens; only their states meet the vocabulary of 262,144."""
+    width = max(len(prompt) + len(answer) for prompt, answer in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    labels = torch.full((len(batch), width), -100)
+    for n, (prompt, answer) in enumerate(batch):
+        ids[n, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+        labels[n, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    decoder = model.get_base_model()
+    mask = torch.arange(width) < torch.tensor([[len(p) + len(a)] for p, a in batch])
+    states = decoder.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state[:, :-1]
+    wanted = labels[:, 1:] != -100
+    logits = decoder.lm_head(states[wanted]).float()
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:][wanted])
+
+
+@torch.inference_mode()
+def held_loss(model: Any, rows: list[Row]) -> float:
+    """Mean over batches of the rows that were held back."""
+    model.eval()
+    losses = [answer_loss(model, rows[n : n + BATCH]).item() for n in range(0, len(rows), BATCH)]
+    return sum(losses) / len(losses)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,95 @@
+"""Named settings to compare: the members alone, the papers' presets and ablations, and what goes beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weakened import noisy, shallow
+
+from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
+from specfuse_shared.loading import cache_folder
+
+WEAKENED = cache_folder() / "weakened"
+SMOL, GEMMA = demo_members(dtype="bfloat16")
+
+Members = Callable[[], Sequence[MemberConfig]]
+
+
+def pair() -> Sequence[MemberConfig]:
+    return SMOL, GEMMA
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`settings` over a preset, for the `members`."""
+
+    about: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    preset: str = "default"
+    members: Members = pair
+
+
+MEMBERS = [SMOL.label, GEMMA.label]
+VARIANTS: dict[str, Variant] = {
+    SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
+    GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
+    "default": Variant("the measured default"),
+    "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
+    "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
+}
+
+
+def _add(about: str, *, preset: str = "default", **settings: Mapping[str, Any]) -> None:
+    for name, values in settings.items():
+        VARIANTS[name.replace("_", "-")] = Variant(about, values, preset)
+
+
+# the papers' ablations, on their own settings
+_add(
+    "ablation of a paper",
+    preset="specfuse",
+    specfuse_one_round={"segment_tokens": 160, "exit": "never"},
+    specfuse_no_exit={"exit": "never"},
+    specfuse_fixed={"exit": "fixed"},
+    **{f"specfuse_{n}": {"segment_tokens": n} for n in (2, 5, 20, 40)},
+)
+_add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "uniform"})
+
+# beyond the papers, one change at a time from a plain start
+START = {"exit": "never", "segment_tokens": 10, "aggregate": "weighted_mean", "repetition_guard": False}
+_add(
+    "beyond the papers",
+    start=START,
+    guard={**START, "repetition_guard": True},
+    byte={**START, "per": "byte"},
+    text={**START, "per": "text"},
+    text_geometric={**START, "per": "text", "aggregate": "geometric_mean"},
+    text_5={**START, "per": "text", "segment_tokens": 5},
+    geometric={**START, "aggregate": "geometric_mean"},
+    others={**START, "aggregate": "others_mean"},
+    share={**START, "aggregate": "share_mean"},
+    rank={**START, "aggregate": "rank_mean"},
+    constant={**START, "feedback": "constant"},
+    sqrt_decay={**START, "feedback": "sqrt_decay"},
+    **{f"length_{n}": {**START, "segment_tokens": n} for n in (3, 5, 20)},
+)
+
+
+def _with(*weak: Callable[[], MemberConfig]) -> Members:
+    return lambda: [SMOL, GEMMA, *(make() for make in weak)]
+
+
+BABBLER = _with(lambda: noisy(SMOL, 0.6, WEAKENED))
+REPEATER = _with(lambda: shallow(SMOL, 4, WEAKENED))
+for _preset in ("default", "specfuse"):
+    VARIANTS[f"{_preset}-babbler"] = Variant("with a member that babbles", preset=_preset, members=BABBLER)
+    VARIANTS[f"{_preset}-repeater"] = Variant("with a member that repeats", preset=_preset, members=REPEATER)
+
+
+def ensemble(name: str, together: int) -> EnsembleConfig:
+    """The configuration of a variant."""
+    variant = VARIANTS[name]
+    settings = {"max_concurrent": together, "reuse_prefixes": False, **variant.settings}
+    return EnsembleConfig.preset(variant.preset, variant.members(), **settings)

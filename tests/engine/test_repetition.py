@@ -1,0 +1,39 @@
+"""What counts as going in circles."""
+
+from __future__ import annotations
+
+import pytest
+
+from specfuse_shared.repetition import ends_in_circle, repeats
+
+
+@pytest.mark.parametrize(
+    ("answer", "segment"),
+    [
+        ("the sea is blue and the sea is blue and", " the sea is blue and"),
+        ("I am not sure.\nI am not sure.\n", "I am not sure."),
+        ("I am not sure.\n\nNo.\nI am not sure.\nYes.\n", "I am not"),
+    ],
+)
+def test_a_stretch_thrice_in_a_row_and_a_line_for_the_third_time_repeat(answer: str, segment: str) -> None:
+    assert repeats(answer, segment)
+
+
+@pytest.mark.parametrize(
+    ("answer", "segment"),
+    [
+        ("", ""),
+        ("the sea is blue and", " the sea is blue and"),
+        ("| a | b |\n|---|---|\n|---|---|\n", "|---|---|"),
+        ("yes yes", " yes yes"),
+        ("I am not sure.\nI am not sure.\n", "But I can"),
+        ("I am not sure.\nI am not sure.\n", "\n"),
+    ],
+)
+def test_less_than_that_is_none(answer: str, segment: str) -> None:
+    assert not repeats(answer, segment)
+
+
+def test_the_circle_has_to_be_at_the_end() -> None:
+    assert ends_in_circle(["x", "a", "b", "c", "a", "b", "c", "a", "b", "c"])
+    assert not ends_in_circle(["a", "b", "c", "a", "b", "c", "a", "b", "c", "x"])
