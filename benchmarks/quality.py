@@ -155,6 +155,7 @@ def table(
     rows: int | None = None,
     against: Annotated[str, typer.Option(help="a variant, or `best`: the best member of each task")] = "best",
     out: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it")] = None,
+    markdown: Annotated[bool, typer.Option(help="print a Markdown table")] = False,
 ) -> None:
     """Score what has been answered."""
     asked = read_rows(data, tasks, half, rows)
@@ -168,7 +169,7 @@ def table(
     for facts in whole.values():
         for task in tasks:
             facts[task]["difference"] = difference(facts[task]["each"], whole[rivals[task]][task]["each"])
-    show(whole, rivals, tasks, f"{half} half, {len(asked)} rows, difference to {against}")
+    show(whole, rivals, tasks, f"{half} half, {len(asked)} rows, difference to {against}", markdown)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1) + "\n")
@@ -212,22 +213,32 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
     return {"mean": float(gaps.mean()), "low": float(low), "high": float(high)}
 
 
-def show(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[str], title: str) -> None:
-    printed = Table(title=title)
-    heads = [f"{task} {MAIN[TASK_OF[task]]}\n(rival {rivals[task]})" for task in tasks]
-    for column in ("variant", *heads, "circles", "tokens", "rounds", "active", "first s", "tokens/s"):
-        printed.add_column(column)
-    for name, facts in whole.items():
-        cells = []
-        for task in tasks:
-            d = facts[task]["difference"]
-            cells.append(f"{facts[task]['mean']:.1f}  {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]")
-        timing = facts["timing"] or {}
-        times = [f"{timing[k]:.2f}" if timing else "" for k in ("first_segment_seconds", "tokens_per_second")]
-        circles = " ".join(str(len(facts[t]["circles"])) for t in tasks)
-        tokens = " ".join(f"{facts[t]['tokens']:.0f}" for t in tasks)
-        printed.add_row(name, *cells, circles, tokens, f"{facts['rounds']:.1f}", f"{facts['active']:.2f}", *times)
-    Console(width=180).print(printed)
+def show(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[str], title: str, plain: bool) -> None:
+    """On the terminal, or as Markdown."""
+    heads = [f"{task}: {MAIN[TASK_OF[task]]} (to {rivals[task]})" for task in tasks]
+    columns = ["variant", *heads, "circles", "tokens", "rounds", "active", "first segment", "tokens/s"]
+    rows = [_cells(name, facts, tasks) for name, facts in whole.items()]
+    if plain:
+        for cells in (columns, ["---"] * len(columns), *rows):
+            print("| " + " | ".join(cells) + " |")
+        return
+    printed = Table(*columns, title=title)
+    for cells in rows:
+        printed.add_row(*cells)
+    Console(width=200).print(printed)
+
+
+def _cells(name: str, facts: Mapping[str, Any], tasks: Sequence[str]) -> list[str]:
+    def compared(task: str) -> str:
+        d = facts[task]["difference"]
+        gap = "" if d["low"] == d["high"] == 0 else f" {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
+        return f"{facts[task]['mean']:.1f}{gap}"
+
+    timing = facts["timing"]
+    times = [f"{timing['first_segment_seconds']:.2f} s", f"{timing['tokens_per_second']:.1f}"] if timing else ["", ""]
+    circles = ", ".join(str(len(facts[t]["circles"])) for t in tasks)
+    tokens = ", ".join(f"{facts[t]['tokens']:.0f}" for t in tasks)
+    return [name, *map(compared, tasks), circles, tokens, f"{facts['rounds']:.1f}", f"{facts['active']:.2f}", *times]
 
 
 TASK_OF = {"instruct": "instruct", "rag": "rag", "ifeval": "ifeval", "math": "math", "rag_zh": "rag"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weakened import noisy, shallow
@@ -67,6 +67,13 @@ _add(
     text={**START, "per": "text"},
     text_geometric={**START, "per": "text", "aggregate": "geometric_mean"},
     text_5={**START, "per": "text", "segment_tokens": 5},
+    root={**START, "per": "root"},
+    root_5={**START, "per": "root", "segment_tokens": 5},
+    root_3={**START, "per": "root", "segment_tokens": 3},
+    root_5_exit={**START, "per": "root", "segment_tokens": 5, "exit": "entropy", "exit_threshold": 0.5},
+    root_5_constant={**START, "per": "root", "segment_tokens": 5, "feedback": "constant"},
+    text_others={**START, "per": "text", "aggregate": "others_mean"},
+    text_5_10={**START, "per": "text", "first_segment_tokens": 5},
     geometric={**START, "aggregate": "geometric_mean"},
     others={**START, "aggregate": "others_mean"},
     share={**START, "aggregate": "share_mean"},
@@ -75,6 +82,22 @@ _add(
     sqrt_decay={**START, "feedback": "sqrt_decay"},
     **{f"length_{n}": {**START, "segment_tokens": n} for n in (3, 5, 20)},
 )
+
+
+ROOT_5 = {**START, "per": "root", "segment_tokens": 5}
+CONSTANT = {**ROOT_5, "feedback": "constant", "repetition_guard": True}
+_add(
+    "towards the default",
+    constant_guard=CONSTANT,
+    constant_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5},
+    constant_late_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.25},
+    constant_rate_1={**CONSTANT, "feedback_rate": 1.0},
+    constant_text={**CONSTANT, "per": "text"},
+)
+for _weight in (1.5,):
+    VARIANTS[f"root-5-gemma-{_weight:g}"] = Variant(
+        "one member's vote counts more", ROOT_5, members=lambda w=_weight: [SMOL, replace(GEMMA, weight=w)]
+    )
 
 
 def _with(*weak: Callable[[], MemberConfig]) -> Members:

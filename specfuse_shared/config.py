@@ -18,13 +18,14 @@ from specfuse_shared.tools import call_grammar, offered_tools
 from specfuse_shared.types import Tool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PER = ("token", "byte", "text")
+PER = ("token", "byte", "text", "root")
 SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
     "mean_logprob": policies.MeanLogprob,
     "mean_prob": policies.MeanProb,
 }
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
+    "trimmed_mean": policies.trimmed_mean,
     "geometric_mean": policies.geometric_mean,
     "others_mean": policies.others_mean,
     "share_mean": policies.share_mean,
@@ -146,11 +147,11 @@ class EnsembleConfig(_Config):
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
 
-    score: "mean_logprob" | "mean_prob", per "token" | "byte" | "text" ("mean_logprob" only). aggregate:
-    "weighted_mean" | "geometric_mean" | "others_mean" (nobody votes on its own candidate) | "share_mean" |
-    "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" | "sqrt_decay" | "paper" of online feedback
-    with `feedback_rate` (SpecEM). exit: "entropy" | "fixed" | "never", with `exit_threshold` · 1/n as the retention
-    below which a member leaves.
+    score: "mean_logprob" | "mean_prob", per "token" | "byte", the former also per "text" | "root". aggregate:
+    "weighted_mean" | "trimmed_mean" (without the extreme votes) | "geometric_mean" | "others_mean" (nobody votes on
+    its own candidate) | "share_mean" | "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" |
+    "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "entropy" | "fixed" | "never", with
+    `exit_threshold` · 1/n as the retention below which a member leaves.
 
     Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
     `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
@@ -189,8 +190,8 @@ class EnsembleConfig(_Config):
             _require(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
         _choice("EnsembleConfig.per", self.per, PER)
         _require(
-            self.per != "text" or self.score != "mean_prob",
-            'EnsembleConfig.per="text" goes with score="mean_logprob": use per="token" or per="byte"',
+            self.per in ("token", "byte") or self.score != "mean_prob",
+            f'EnsembleConfig.per={self.per!r} goes with score="mean_logprob": use per="token" or per="byte"',
         )
         for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
             value = getattr(self, name)

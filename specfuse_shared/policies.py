@@ -65,15 +65,17 @@ class ExitPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeanLogprob:
-    """exp(mean log p): the geometric mean probability per token, or per byte; per text, the probability of all of it.
+    """exp(Σ log p / units): the geometric mean probability per token or per byte; per text, that of the whole.
 
-    The first two favour long fluent candidates over short ones, the last one short ones over long.
+    Means favour long fluent candidates over short decided ones ("Paris." and the end of the turn), the whole favours
+    short ones; "root" (units = √tokens, a length penalty of ½ as in beam search) stands between.
     """
 
-    per: Literal["token", "byte", "text"] = "token"
+    per: Literal["token", "byte", "text", "root"] = "token"
 
     def __call__(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
-        units = {"token": len(logprobs), "byte": sum(token_bytes), "text": 1}[self.per]
+        count = len(logprobs)
+        units = {"token": count, "byte": sum(token_bytes), "text": 1, "root": math.sqrt(count)}[self.per]
         return math.exp(math.fsum(logprobs) / units)
 
 
@@ -96,6 +98,20 @@ class MeanProb:
 def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
     """S_i = Σ_j w_j s_ji (the papers')."""
     return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
+
+
+def trimmed_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """The weighted mean without each candidate's highest and lowest vote, where three or more members vote.
+
+    So a member that is sure of its own nonsense cannot carry it, and no single verifier can veto.
+    """
+
+    def mean(i: int) -> float:
+        votes = sorted((row[i], w) for row, w in zip(scores, weights, strict=True))
+        votes = votes[1:-1] if len(votes) > 2 else votes
+        return math.fsum(s * w for s, w in votes) / math.fsum(w for _, w in votes)
+
+    return [mean(i) for i in range(len(scores[0]))]
 
 
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:

@@ -21,7 +21,14 @@ SQUARE = st.integers(2, 5).flatmap(
 @given(LOGPROBS)
 def test_scores_lie_between_zero_and_one(logprobs: list[float]) -> None:
     sizes = [1 + i % 3 for i in range(len(logprobs))]
-    for policy in (MeanLogprob("token"), MeanLogprob("byte"), MeanLogprob("text"), MeanProb("token"), MeanProb("byte")):
+    for policy in (
+        MeanLogprob("token"),
+        MeanLogprob("byte"),
+        MeanLogprob("text"),
+        MeanLogprob("root"),
+        MeanProb("token"),
+        MeanProb("byte"),
+    ):
         assert 0 <= policy(logprobs, sizes) <= 1 + 1e-9
 
 
@@ -33,6 +40,14 @@ def test_mean_logprob_is_the_geometric_mean_and_mean_prob_the_arithmetic() -> No
 
 def test_per_text_is_the_probability_of_the_whole() -> None:
     assert MeanLogprob("text")([math.log(0.5), math.log(0.25)], [3, 1]) == pytest.approx(0.125)
+
+
+def test_per_root_stands_between_the_mean_and_the_whole() -> None:
+    logprobs = [math.log(0.5)] * 4
+    assert MeanLogprob("root")(logprobs, [1] * 4) == pytest.approx(0.25)
+    short, long = [math.log(0.5)] * 2, [math.log(0.55)] * 9
+    assert MeanLogprob("token")(long, [1] * 9) > MeanLogprob("token")(short, [1] * 2)
+    assert MeanLogprob("root")(long, [1] * 9) < MeanLogprob("root")(short, [1] * 2)
 
 
 def test_per_byte_does_not_favour_long_tokens() -> None:
@@ -48,6 +63,12 @@ OWN = [[0], [1]]
 
 def test_weighted_mean() -> None:
     assert policies.weighted_mean([[1.0, 0.0], [0.0, 0.5]], [0.75, 0.25], OWN) == pytest.approx([0.75, 0.125])
+
+
+def test_trimmed_mean_ignores_the_member_that_alone_believes_in_its_candidate() -> None:
+    scores = [[0.5, 0.2, 0.01], [0.1, 0.4, 0.01], [0.0, 0.0, 0.99]]
+    assert policies.trimmed_mean(scores, [1 / 3] * 3, [[0], [1], [2]]) == pytest.approx([0.1, 0.2, 0.01])
+    assert policies.trimmed_mean([[0.8, 0.1], [0.2, 0.5]], [0.75, 0.25], OWN) == pytest.approx([0.65, 0.2])
 
 
 def test_geometric_mean_lets_no_candidate_win_that_a_verifier_finds_impossible() -> None:
