@@ -21,7 +21,7 @@ from specfuse_shared.errors import GenerationError, PromptTooLongError, Unfinish
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, WarningEvent
 from specfuse_shared.member import Draft, Member, MemberSession, Question, Stage, Verdict
 from specfuse_shared.policies import normalised
-from specfuse_shared.repetition import repeats
+from specfuse_shared.repetition import is_stuck, repeats
 from specfuse_shared.sampling import new_seed
 from specfuse_shared.stops import StopMatch
 from specfuse_shared.types import (
@@ -175,7 +175,7 @@ class AnswerSession:
             yield from self._verify(choices)
         winner = max(choices, key=lambda c: c.score or 0.0)
         clock.append(time.monotonic())
-        segment, reason = self._answer.fit(winner.text, winner.reason)
+        segment, reason = self._answer.fit(*self._unstuck(winner))
         if reason is None:
             yield from self._all("commit", {n: self._sides[n].session.commit(segment) for n in self._active})
             if self._constraint is not None:
@@ -247,6 +247,16 @@ class AnswerSession:
             circles = self._config.repetition_guard and repeats(self.text, choice.text)
             choice.score = 0.0 if circles else score
 
+    def _unstuck(self, winner: _Choice) -> tuple[str, FinishReason | None]:
+        """The winner's text and why it ends the answer; nothing more, where all that is left is a circle.
+
+        A single member is never cut short: alone, it answers as it always does.
+        """
+        guarded = self._config.repetition_guard and self._constraint is None and len(self._sides) > 1
+        if guarded and is_stuck(self.text, winner.text):
+            return "", FinishReason.REPETITION
+        return winner.text, winner.reason
+
     def _learn(self, choices: list[_Choice]) -> dict[str, float]:
         """Update the verifiers' weights, then let members go; everyone's retention."""
         self._verified_rounds += 1
@@ -278,7 +288,7 @@ class AnswerSession:
         side.drafted += draft.tokens
         side.alone = before + draft.tokens
         choice = self._choice(name, draft)
-        segment, reason = self._answer.fit(choice.text, choice.reason, side.alone if is_reference else None)
+        segment, reason = self._answer.fit(*self._unstuck(choice), side.alone if is_reference else None)
         record = RoundRecord(
             index=len(self._rounds) + 1,
             active=(name,),

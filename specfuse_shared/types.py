@@ -76,6 +76,8 @@ class FinishReason(StrEnum):
     """The ensemble ended its turn, or a stop string appeared (`EnsembleResult.stop_sequence`)."""
     LENGTH = "length"
     """`max_tokens` was reached, or no member had context left."""
+    REPETITION = "repetition"
+    """The ensemble could only say the same again (`EnsembleConfig.repetition_guard`)."""
 
 
 @dataclass(frozen=True, slots=True)

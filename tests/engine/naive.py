@@ -15,7 +15,7 @@ import torch
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
 from specfuse_shared.member import LocalMember
 from specfuse_shared.prompts import PLAIN_TURN_ENDS
-from specfuse_shared.repetition import repeats
+from specfuse_shared.repetition import is_stuck, repeats
 from specfuse_shared.sampling import Sampler
 from specfuse_shared.stops import partial_stop
 from specfuse_shared.tokens import common_prefix, cut_candidate, whole_characters
@@ -63,14 +63,15 @@ class NaiveMember:
         at = [text.find(end) for end in self.turn_ends if end in text]
         return text[: min(at)].rstrip("\n") if at else text
 
-    def score(self, answer: str, candidate: str, ends: bool) -> float:
-        """exp of the mean log p of the candidate's canonical tokens (and of any end of turn)."""
+    def score(self, answer: str, candidate: str, ends: bool, per: str) -> float:
+        """exp(Σ log p / units) of the candidate's canonical tokens (and of any end of turn)."""
         ids = self.codec.encode(answer + candidate)
         start = common_prefix(self.codec.encode(answer), ids)
         logp = self.logits(ids).log_softmax(-1)
         picked = [float(logp[i, ids[i]]) for i in range(start, len(ids))]
         picked += [float(logp[len(ids), self.stop_ids].logsumexp(0))] if ends else []
-        return math.exp(sum(picked) / len(picked))
+        units = {"token": len(picked), "root": math.sqrt(len(picked))}[per]
+        return math.exp(sum(picked) / units)
 
 
 @torch.inference_mode()
@@ -85,13 +86,14 @@ def naive_rounds(
         index += 1
         drafts = {m.name: m.draft(answer, config.segment_limit(index), index) for m in active}
         distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
-        scores = {m.name: {f"{t}|{e}": m.score(answer, t, e) for t, e in distinct} for m in active}
+        scores = {m.name: {f"{t}|{e}": m.score(answer, t, e, config.per) for t, e in distinct} for m in active}
         if len(distinct) == 1:
             scores = {}
-        total = {d: sum(weight[j] * s[f"{d[0]}|{d[1]}"] for j, s in scores.items()) for d in distinct}
+        total = {d: _vote([(s[f"{d[0]}|{d[1]}"], weight[j]) for j, s in scores.items()], config) for d in distinct}
         total |= {d: 0.0 for d in distinct if config.repetition_guard and scores and repeats(answer, d[0])}
         text, ended = max(distinct, key=lambda d: total[d])
         winner = next(name for name, d in drafts.items() if d == (text, ended))
+        text, ended = ("", True) if config.repetition_guard and is_stuck(answer, text) else (text, ended)
         yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in active])
         answer += text
         if ended:
@@ -110,6 +112,13 @@ def naive_rounds(
             active = [m for m in active if m.name not in gone]
             mass = sum(weight[m.name] for m in active)
             weight = {m.name: weight[m.name] / mass for m in active}
+
+
+def _vote(votes: list[tuple[float, float]], config: EnsembleConfig) -> float:
+    """Weighted mean of (score, weight); trimmed: without the highest and the lowest of three or more."""
+    if config.aggregate == "trimmed_mean" and len(votes) > 2:
+        votes = sorted(votes)[1:-1]
+    return sum(s * w for s, w in votes) / sum(w for _, w in votes) if votes else 0.0
 
 
 def _feedback(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specfuse_shared.repetition import ends_in_circle, repeats
+from specfuse_shared.repetition import ends_in_circle, is_stuck, repeats
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,8 @@ from specfuse_shared.repetition import ends_in_circle, repeats
     [
         ("the sea is blue and the sea is blue and", " the sea is blue and"),
         ("I am not sure.\nI am not sure.\n", "I am not sure."),
+        ("- Web Design\n- Art\n- Web Design\n- Film\n", "- Web"),
+        ("the sea is blue and so it goes on,", " the sea is blue and so it goes on,"),
         ("I am not sure.\n\nNo.\nI am not sure.\nYes.\n", "I am not"),
     ],
 )
@@ -24,6 +26,7 @@ def test_a_stretch_thrice_in_a_row_and_a_line_for_the_third_time_repeat(answer: 
     [
         ("", ""),
         ("the sea is blue and", " the sea is blue and"),
+        ("- The sea\n- The moon\n", "- The"),
         ("| a | b |\n|---|---|\n|---|---|\n", "|---|---|"),
         ("yes yes", " yes yes"),
         ("I am not sure.\nI am not sure.\n", "But I can"),
@@ -37,3 +40,11 @@ def test_less_than_that_is_none(answer: str, segment: str) -> None:
 def test_the_circle_has_to_be_at_the_end() -> None:
     assert ends_in_circle(["x", "a", "b", "c", "a", "b", "c", "a", "b", "c"])
     assert not ends_in_circle(["a", "b", "c", "a", "b", "c", "a", "b", "c", "x"])
+
+
+def test_an_answer_is_stuck_only_in_running_text() -> None:
+    assert is_stuck("I am not sure.\nI am not sure.\nI am", " not sure.")
+    assert not is_stuck("I am not sure.\nI am not sure.\n", "I am")
+    assert not is_stuck("x = [0, 0, 0, 0, 0, 0,", " 0, 0, 0,")
+    assert not is_stuck("row row row row row row", " row row row")
+    assert not is_stuck("", "")
