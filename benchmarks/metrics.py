@@ -32,6 +32,13 @@ def goes_in_circles(answer: str) -> bool:
     return any(count >= TIMES for count in lines.values()) or ends_in_circle(answer.split())
 
 
+def repeated_share(answer: str) -> float:
+    """Share of the answer's stretches of four words that stood in it before, 0 to 1."""
+    words = answer.lower().split()
+    stretches = [tuple(words[n : n + 4]) for n in range(len(words) - 3)]
+    return 1 - len(set(stretches)) / len(stretches) if stretches else 0.0
+
+
 def _rouge(row: Mapping[str, Any], answer: str) -> dict[str, float]:
     found = [_ROUGE.score(reference, answer) for reference in row["references"]]
     return {name: max(f[name].fmeasure for f in found) for name in ("rouge1", "rouge2", "rougeL")}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ import matplotlib
 import numpy as np
 import typer
 from figures import RESULTS
-from metrics import MAIN, goes_in_circles, score
+from metrics import MAIN, goes_in_circles, repeated_share, score
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -49,17 +50,21 @@ Data = Annotated[Path, typer.Option(help="folder of JSONL files")]
 Half = Annotated[str, typer.Option(help="choose, confirm or all")]
 Names = Annotated[list[str], typer.Option(help="variants, by name")]
 Tasks = Annotated[list[str], typer.Option(help="tasks, by name")]
+Tokens = Annotated[int | None, typer.Option(help="most tokens of an answer, instead of the task's own budget")]
 
 
-def read_rows(data: Path, tasks: Iterable[str], half: str, most: int | None = None) -> list[Row]:
-    """The rows of a half, each with the question as it is put and its budget."""
+def read_rows(
+    data: Path, tasks: Iterable[str], half: str, most: int | None = None, tokens: int | None = None
+) -> list[Row]:
+    """The rows of a half, each with its set and its budget."""
     if half not in ("choose", "confirm", "all"):
         raise typer.BadParameter(f"--half must be choose, confirm or all, not {half!r}")
     found: list[Row] = []
     for task in tasks:
         lines = (data / f"{TASKS[task]}.jsonl").read_text(encoding="utf-8").splitlines()
         picked = lines if half == "all" else lines[half == "confirm" :: 2]
-        found += [{**json.loads(line), "set": task} for line in picked[:most]]
+        budget = tokens or BUDGET[task]
+        found += [{**json.loads(line), "set": task, "budget": budget} for line in picked[:most]]
     return found
 
 
@@ -82,16 +87,23 @@ def run(
     rows: Annotated[int | None, typer.Option(help="at most this many of each task")] = None,
     together: Annotated[int, typer.Option(help="answers at a time")] = 24,
     timed: Annotated[int, typer.Option(help="lone requests to time for each variant")] = 0,
+    tokens: Tokens = None,
 ) -> None:
     """Answer the rows that a variant has not answered yet."""
-    asked = read_rows(data, tasks, half, rows)
+    asked = read_rows(data, tasks, half, rows, tokens)
     for name in variants:
-        known = {answer["id"] for answer in read_answers(name)}
+        stored = stored_as(name, tokens)
+        known = {answer["id"] for answer in read_answers(stored)}
         todo = [row for row in asked if row["id"] not in known]
         with EnsembleEngine(ensemble(name, together)).load() as engine:
-            asyncio.run(answer_all(engine, name, todo))
+            asyncio.run(answer_all(engine, stored, todo))
             if timed:
-                time_alone(engine, name, asked, timed)
+                time_alone(engine, stored, asked, timed)
+
+
+def stored_as(name: str, tokens: int | None) -> str:
+    """Answers of another length are another variant."""
+    return name if tokens is None else f"{name}@{tokens}"
 
 
 async def answer_all(engine: EnsembleEngine, name: str, todo: Sequence[Row]) -> None:
@@ -100,7 +112,7 @@ async def answer_all(engine: EnsembleEngine, name: str, todo: Sequence[Row]) -> 
     start = time.monotonic()
 
     async def answer(row: Row) -> tuple[Row, EnsembleResult]:
-        params = SamplingParams(max_tokens=BUDGET[row["set"]])
+        params = SamplingParams(max_tokens=row["budget"])
         return row, await engine.agenerate([Message("user", question(row))], params)
 
     with (FOLDER / f"{name}.jsonl").open("a", encoding="utf-8") as file, Progress() as progress:
@@ -110,7 +122,9 @@ async def answer_all(engine: EnsembleEngine, name: str, todo: Sequence[Row]) -> 
             file.write(json.dumps({"id": row["id"], **ledger(result)}, ensure_ascii=False) + "\n")
             file.flush()
             progress.advance(bar)
-    print(f"{name}: {len(todo)} answers in {time.monotonic() - start:.0f} s")
+    if todo:
+        took, memory = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"{name}: {len(todo)} answers in {took:.0f} s, at most {memory:.0f} MiB of memory")
 
 
 def ledger(result: EnsembleResult) -> dict[str, Any]:
@@ -133,7 +147,7 @@ def time_alone(engine: EnsembleEngine, name: str, asked: Sequence[Row], count: i
     """First segment and tokens a second of lone requests, spread over the tasks."""
     firsts, speeds = [], []
     for row in list(asked)[:: max(1, len(asked) // count)][:count]:
-        params = SamplingParams(max_tokens=BUDGET[row["set"]])
+        params = SamplingParams(max_tokens=row["budget"])
         result = engine.generate([Message("user", question(row))], params)
         firsts.append(result.first_segment_seconds or result.total_seconds)
         speeds.append(result.usage.completion_tokens / result.total_seconds)
@@ -156,12 +170,13 @@ def table(
     against: Annotated[str, typer.Option(help="a variant, or `best`: the best member of each task")] = "best",
     out: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it")] = None,
     markdown: Annotated[bool, typer.Option(help="print a Markdown table")] = False,
+    tokens: Tokens = None,
 ) -> None:
     """Score what has been answered."""
-    asked = read_rows(data, tasks, half, rows)
-    names = variants or [name for name in VARIANTS if (FOLDER / f"{name}.jsonl").is_file()]
+    asked = read_rows(data, tasks, half, rows, tokens)
+    names = variants or [name for name in VARIANTS if (FOLDER / f"{stored_as(name, tokens)}.jsonl").is_file()]
     names = [*(m for m in MEMBERS if against == "best" and m not in names), *names]
-    found = {name: measured(name, asked, tasks) for name in names}
+    found = {name: measured(stored_as(name, tokens), asked, tasks) for name in names}
     whole = {name: facts for name, facts in found.items() if facts is not None}
     for name in set(found) - set(whole):
         print(f"{name}: not all rows are answered, left out")
@@ -189,6 +204,7 @@ def measured(name: str, asked: Sequence[Row], tasks: Sequence[str]) -> dict[str,
         found[task]["each"] = [s[MAIN[own[0][0]["task"]]] for s in scores]
         found[task]["mean"] = statistics.mean(found[task]["each"])
         found[task]["circles"] = [row["id"] for row, answer in own if goes_in_circles(answer["text"])]
+        found[task]["repeated"] = 100 * statistics.mean(repeated_share(answer["text"]) for _, answer in own)
         found[task]["tokens"] = statistics.mean(answer["tokens"] for _, answer in own)
     made = [answers[row["id"]] for row in asked]
     found["active"] = sum(a["active"] * a["rounds"] for a in made) / max(1, sum(a["rounds"] for a in made))
@@ -216,7 +232,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
 def show(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[str], title: str, plain: bool) -> None:
     """On the terminal, or as Markdown."""
     heads = [f"{task}: {MAIN[TASK_OF[task]]} (to {rivals[task]})" for task in tasks]
-    columns = ["variant", *heads, "circles", "tokens", "rounds", "active", "first segment", "tokens/s"]
+    columns = ["variant", *heads, "circles", "repeated %", "tokens", "rounds", "active", "first segment", "tokens/s"]
     rows = [_cells(name, facts, tasks) for name, facts in whole.items()]
     if plain:
         for cells in (columns, ["---"] * len(columns), *rows):
@@ -238,7 +254,17 @@ def _cells(name: str, facts: Mapping[str, Any], tasks: Sequence[str]) -> list[st
     times = [f"{timing['first_segment_seconds']:.2f} s", f"{timing['tokens_per_second']:.1f}"] if timing else ["", ""]
     circles = ", ".join(str(len(facts[t]["circles"])) for t in tasks)
     tokens = ", ".join(f"{facts[t]['tokens']:.0f}" for t in tasks)
-    return [name, *map(compared, tasks), circles, tokens, f"{facts['rounds']:.1f}", f"{facts['active']:.2f}", *times]
+    repeated = ", ".join(f"{facts[t]['repeated']:.0f}" for t in tasks)
+    return [
+        name,
+        *map(compared, tasks),
+        circles,
+        repeated,
+        tokens,
+        f"{facts['rounds']:.1f}",
+        f"{facts['active']:.2f}",
+        *times,
+    ]
 
 
 TASK_OF = {"instruct": "instruct", "rag": "rag", "ifeval": "ifeval", "math": "math", "rag_zh": "rag"}

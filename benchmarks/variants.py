@@ -58,7 +58,14 @@ _add(
 _add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "uniform"})
 
 # beyond the papers, one change at a time from a plain start
-START = {"exit": "never", "segment_tokens": 10, "aggregate": "weighted_mean", "repetition_guard": False}
+START = {
+    "segment_tokens": 10,
+    "per": "token",
+    "aggregate": "weighted_mean",
+    "feedback": "uniform",
+    "exit": "never",
+    "repetition_guard": False,
+}
 _add(
     "beyond the papers",
     start=START,
@@ -106,13 +113,18 @@ def _with(*weak: Callable[[], MemberConfig]) -> Members:
 
 BABBLER = _with(lambda: noisy(SMOL, 0.6, WEAKENED))
 REPEATER = _with(lambda: shallow(SMOL, 4, WEAKENED))
-for _preset in ("default", "specfuse"):
-    VARIANTS[f"{_preset}-babbler"] = Variant("with a member that babbles", preset=_preset, members=BABBLER)
-    VARIANTS[f"{_preset}-repeater"] = Variant("with a member that repeats", preset=_preset, members=REPEATER)
+CROSS_SCALE = _with(lambda: shallow(SMOL, 20, WEAKENED), lambda: noisy(GEMMA, 0.3, WEAKENED))
+LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
+for _preset in ("default", "specfuse", "specem"):
+    VARIANTS[f"{_preset}-babbler"] = Variant("with a member that babbles", {}, _preset, BABBLER)
+    VARIANTS[f"{_preset}-repeater"] = Variant("with a member that repeats", {}, _preset, REPEATER)
+    VARIANTS[f"{_preset}-cross-scale"] = Variant("with two much smaller members", {}, _preset, CROSS_SCALE)
+VARIANTS["default-little-memory"] = Variant("two answers at a time in 64 MiB of caches", LITTLE)
 
 
 def ensemble(name: str, together: int) -> EnsembleConfig:
     """The configuration of a variant."""
     variant = VARIANTS[name]
     settings = {"max_concurrent": together, "reuse_prefixes": False, **variant.settings}
+    WEAKENED.mkdir(parents=True, exist_ok=True)
     return EnsembleConfig.preset(variant.preset, variant.members(), **settings)

@@ -22,11 +22,11 @@ def noisy(member: MemberConfig, noise: float, folder: Path) -> MemberConfig:
                 if parameter.dim() == 2:
                     parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
         _write(model, tokenizer, target)
-    return MemberConfig(str(target), name=f"{member.label}+{noise:g}", dtype=member.dtype)
+    return MemberConfig(str(target), name=f"{member.label}+{noise:g}", adapter=member.adapter, dtype=member.dtype)
 
 
 def shallow(member: MemberConfig, layers: int, folder: Path) -> MemberConfig:
-    """A copy of the first `layers` layers: a much smaller model, which soon repeats itself."""
+    """A copy of the first `layers` layers, without any adapter: a smaller model, which soon repeats itself."""
     target = folder / f"{member.label}-layers-{layers}"
     if not target.is_dir():
         model, tokenizer = _read(member)

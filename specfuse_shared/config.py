@@ -148,11 +148,12 @@ class EnsembleConfig(_Config):
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
 
-    score: "mean_logprob" | "mean_prob", per "token" | "byte", the former also per "text" | "root". aggregate:
-    "weighted_mean" | "trimmed_mean" (without the extreme votes) | "geometric_mean" | "others_mean" (nobody votes on
-    its own candidate) | "share_mean" | "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" |
-    "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "entropy" | "fixed" | "never", with
-    `exit_threshold` · 1/n as the retention below which a member leaves.
+    score: "mean_logprob" (per "root", "token", "byte" or "text") | "mean_prob" (per "token" or "byte"); the first
+    `per` of each, if unset. aggregate: "trimmed_mean" (without the extreme votes) | "weighted_mean" |
+    "geometric_mean" | "others_mean" (nobody votes on its own candidate) | "share_mean" | "rank_mean". feedback:
+    "uniform" (SpecFuse) or the schedules "constant" | "sqrt_decay" | "paper" of online feedback with `feedback_rate`
+    (SpecEM). exit: "entropy" | "fixed" | "never", with `exit_threshold` · 1/n as the retention below which a member
+    leaves.
 
     Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
     `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
@@ -161,15 +162,15 @@ class EnsembleConfig(_Config):
     """
 
     members: Sequence[MemberConfig | str]
-    segment_tokens: int = 10
+    segment_tokens: int = 5
     first_segment_tokens: int | None = None
     score: str | ScorePolicy = "mean_logprob"
-    per: str = "token"
-    aggregate: str | AggregatePolicy = "weighted_mean"
-    feedback: str | FeedbackPolicy = "uniform"
+    per: str | None = None
+    aggregate: str | AggregatePolicy = "trimmed_mean"
+    feedback: str | FeedbackPolicy = "constant"
     feedback_rate: float = 0.5
     exit: str | ExitPolicy = "entropy"
-    exit_threshold: float = 0.7
+    exit_threshold: float = 0.5
     repetition_guard: bool = True
     reference: str | None = None
     cache_dir: str | None = None
@@ -189,10 +190,10 @@ class EnsembleConfig(_Config):
             count = getattr(self, name)
             unset = count is None and name == "first_segment_tokens"
             _require(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
-        _choice("EnsembleConfig.per", self.per, PER)
+        _choice("EnsembleConfig.per", self.units, PER)
         _require(
-            self.per in ("token", "byte") or self.score != "mean_prob",
-            f'EnsembleConfig.per={self.per!r} goes with score="mean_logprob": use per="token" or per="byte"',
+            self.units in ("token", "byte") or self.score != "mean_prob",
+            f'EnsembleConfig.per={self.per!r} goes with score="mean_logprob": with "mean_prob" use "token" or "byte"',
         )
         for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
             value = getattr(self, name)
@@ -224,6 +225,11 @@ class EnsembleConfig(_Config):
         return (self.first_segment_tokens or self.segment_tokens) if round_index == 1 else self.segment_tokens
 
     @property
+    def units(self) -> str:
+        """What `score` is per: `per`, or what suits the score."""
+        return self.per or ("token" if self.score == "mean_prob" else "root")
+
+    @property
     def longest_segment(self) -> int:
         return max(self.segment_limit(1), self.segment_tokens)
 
@@ -241,7 +247,7 @@ class EnsembleConfig(_Config):
         return self.reference or self.names[0]
 
     def score_policy(self) -> ScorePolicy:
-        return SCORES[self.score](self.per) if isinstance(self.score, str) else self.score
+        return SCORES[self.score](self.units) if isinstance(self.score, str) else self.score
 
     def aggregate_policy(self) -> AggregatePolicy:
         return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate

@@ -226,7 +226,7 @@ class RetentionExit:
     """
 
     temperature: Literal["entropy", "fixed"] = "entropy"
-    threshold: float = 0.7
+    threshold: float = 0.5
 
     def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
         n, top = len(totals), max(totals)

@@ -86,7 +86,7 @@ def naive_rounds(
         index += 1
         drafts = {m.name: m.draft(answer, config.segment_limit(index), index) for m in active}
         distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
-        scores = {m.name: {f"{t}|{e}": m.score(answer, t, e, config.per) for t, e in distinct} for m in active}
+        scores = {m.name: {f"{t}|{e}": m.score(answer, t, e, config.units) for t, e in distinct} for m in active}
         if len(distinct) == 1:
             scores = {}
         total = {d: _vote([(s[f"{d[0]}|{d[1]}"], weight[j]) for j, s in scores.items()], config) for d in distinct}

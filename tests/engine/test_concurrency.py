@@ -135,7 +135,7 @@ async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: En
     assert time.perf_counter() - start < 1.0
     await answers
     ticking.cancel()
-    assert len(stalls) > 5
+    assert len(stalls) > 2
     assert max(stalls) < 0.5, "far more than a busy test machine costs: a forward ran on the loop"
 
 

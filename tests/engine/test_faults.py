@@ -259,7 +259,7 @@ def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEng
 
 def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1)) as engine:
-        streams = [engine.load().stream(f"{NEIGHBOUR} {n}", PARAMS) for n in range(3)]
+        streams = [engine.load().stream(f"{NEIGHBOUR} {n}", replace(PARAMS, max_tokens=300)) for n in range(3)]
         next(streams[0])
 
         def die(_: Any) -> None:
