@@ -17,15 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
-from specfuse_shared.loading import converted
 from specfuse_shared.scheduler import run_alone
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, Message
@@ -39,29 +37,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def degraded(source: Path, noise: float, target: Path) -> Path:
-    """A copy of a model with noise on its weights."""
-    generator = torch.Generator().manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    model.to(torch.bfloat16).save_pretrained(target)
-    AutoTokenizer.from_pretrained(source).save_pretrained(target)
-    return target
-
-
 def members(folder: Path) -> list[MemberConfig]:
     real = demo_members(dtype="bfloat16")
-    sources = [converted(Path(m.model), None, lambda stage: None) for m in real]
-    weak = [
-        MemberConfig(
-            str(degraded(sources[i], noise, folder / f"{real[i].label}-{noise}")), name=f"{real[i].label}+{noise}"
-        )
-        for i, noise in COPIES
-    ]
-    return [*real, *weak]
+    return [*real, *(noisy(real[i], noise, folder) for i, noise in COPIES)]
 
 
 def answers(

@@ -99,7 +99,8 @@ _add(
     constant_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5},
     constant_late_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.25},
     constant_rate_1={**CONSTANT, "feedback_rate": 1.0},
-    constant_text={**CONSTANT, "per": "text"},
+    constant_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
+    text_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10, "per": "text"},
 )
 for _weight in (1.5,):
     VARIANTS[f"root-5-gemma-{_weight:g}"] = Variant(

@@ -259,13 +259,15 @@ def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEng
 
 def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1)) as engine:
-        streams = [engine.load().stream(f"{NEIGHBOUR} {n}", replace(PARAMS, max_tokens=300)) for n in range(3)]
-        next(streams[0])
+        step, steps = engine.load()._scheduler._step, iter(range(5))  # type: ignore[union-attr]
 
-        def die(_: Any) -> None:
-            raise SystemExit("worker killed")
+        def dies(work: Any) -> None:
+            if next(steps, None) is None:
+                raise SystemExit("worker killed")
+            step(work)
 
-        engine._scheduler._step = die  # type: ignore[union-attr, method-assign]
+        engine._scheduler._step = dies  # type: ignore[union-attr, method-assign]
+        streams = [engine.stream(f"{NEIGHBOUR} {n}", PARAMS) for n in range(3)]
         for stream in streams:
             with pytest.raises(EngineClosedError, match="worker stopped"):
                 list(stream)

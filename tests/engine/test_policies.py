@@ -160,4 +160,4 @@ def test_the_entropy_exit_sees_only_ratios_of_scores(means: list[float], t: int,
 
 def test_the_entropy_exit_lets_a_weaker_member_go_once_it_was_weaker_for_long() -> None:
     decide, means = RetentionExit(), (0.30, 0.20)
-    assert [decide([t * mean for mean in means], t).leavers for t in (1, 2, 4, 16)] == [(), (), (1,), (1,)]
+    assert [decide([t * mean for mean in means], t).leavers for t in (1, 4, 16, 64)] == [(), (), (1,), (1,)]
