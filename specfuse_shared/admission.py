@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-import psutil
-import torch
-
 from specfuse_shared.cache import row_capacity
 from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.devices import free_memory
 from specfuse_shared.errors import RequestError
 from specfuse_shared.member import Member
+from specfuse_shared.placement import LOGIT_BYTES
 from specfuse_shared.session import AnswerSession
 
 _SHARE_OF_FREE = {"cpu": 0.5}
 _DEFAULT_SHARE = 0.9
 _PREFIX_SHARE = 0.125
-_LOGIT_BYTES = 4
 
 
 class Budget:
@@ -30,15 +28,14 @@ class Budget:
     def __init__(self, config: EnsembleConfig, members: Sequence[Member]) -> None:
         self._config, self._members = config, tuple(members)
         self.max_queue = config.max_queue
-        self._devices = {m.name: str(m.report.device) for m in members}
-        self.limits = {d: config.cache_bytes or _free_bytes(d) for d in set(self._devices.values())}
+        self._sharing = Counter(device for m in members for device in m.devices)
+        self.limits = {d: config.cache_bytes or _free_bytes(d) for d in self._sharing}
         self._taken: Counter[str] = Counter()
 
     def prefix_bytes(self, member: Member) -> int:
         """Bytes for what a member remembers of past answers."""
-        device = self._devices[member.name]
-        sharing = sum(d == device for d in self._devices.values())
-        return int(self._prefix_share * self.limits[device] / sharing)
+        own = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
+        return int(self._prefix_share * min(own))
 
     def needs(self, session: AnswerSession) -> dict[str, int]:
         """Bytes by device. Raises `RequestError` if the answer could not even run alone."""
@@ -49,7 +46,9 @@ class Budget:
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
             cache = row_capacity(slots) * member.bytes_per_token
-            needed[self._devices[member.name]] += cache + drafted * member.vocabulary_size * _LOGIT_BYTES
+            amount = cache + drafted * member.vocabulary_size * LOGIT_BYTES
+            for device, share in member.devices.items():
+                needed[device] += int(share * amount)
         for device, amount in needed.items():
             if amount > self._room(device):
                 raise RequestError(
@@ -81,6 +80,4 @@ class Budget:
 
 def _free_bytes(device: str) -> int:
     """Memory that is free on a device now, with the weights in place, less a reserve."""
-    kind = torch.device(device).type
-    free = torch.cuda.mem_get_info(device)[0] if kind == "cuda" else psutil.virtual_memory().available
-    return int(free * _SHARE_OF_FREE.get(kind, _DEFAULT_SHARE))
+    return int(free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE))

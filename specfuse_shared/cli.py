@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from specfuse_shared.config import (
     EXITS,
     FEEDBACKS,
     PRESETS,
+    QUANTIZATIONS,
     SCORES,
     EnsembleConfig,
     MemberConfig,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from specfuse_shared.engine import EnsembleEngine
 
 PROGRAM = "specfuse-llm"
+CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
+"""Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
@@ -65,6 +68,16 @@ Score = Annotated[str | None, typer.Option("--score", metavar="NAME", help=" | "
 Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
 Exit = Annotated[str | None, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
+Quantization = Annotated[str | None, typer.Option("--quantization", metavar="NAME", help=" | ".join(QUANTIZATIONS))]
+Planned = Annotated[bool, typer.Option("--plan", help="Show where the members would go, without loading them.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="LIST", help='Plan for other hardware: "80GB", "4x24GB", "24GB,cpu:64GB"; GB is 10⁹ bytes.'
+    ),
+]
+Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Answers at once that the plan makes room for.")]
+Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context of each, in the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
@@ -113,6 +126,7 @@ def ask(
     feedback: Feedback = None,
     exit: Exit = None,
     dtype: Dtype = MEMBER["dtype"],
+    quantization: Quantization = None,
     as_json: AsJson = False,
     explain: Explain = False,
     verbose: Verbose = False,
@@ -121,7 +135,7 @@ def ask(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
     given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
     settings = {name: value for name, value in given.items() if value is not None}
-    config = _config(member, dtype, preset, **settings)
+    config = _config(member, {"dtype": dtype, "quantization": quantization}, preset, **settings)
     messages = _messages(system, question)
     with _loaded(config, verbose) as engine:
         events = engine.stream(messages, params)
@@ -133,10 +147,22 @@ def ask(
 
 
 @app.command()
-def doctor(member: Members = None, as_json: AsJson = False, verbose: Verbose = False) -> int:
-    """Load the members and show what they turned out to be."""
-    config = _config(member, MEMBER["dtype"])
+def doctor(
+    member: Members = None,
+    plan: Planned = False,
+    devices: Devices = None,
+    answers: Answers = 1,
+    context: Context = 4096,
+    dtype: Dtype = MEMBER["dtype"],
+    quantization: Quantization = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> int:
+    """Load the members and show what they turned out to be, or plan where they would go."""
+    config = _config(member, {"dtype": dtype, "quantization": quantization})
     _calm(verbose)
+    if plan or devices:
+        return _plan(config, devices, answers, context, as_json)
     from specfuse_shared.doctor import examine
 
     with terminal.loading(Console(stderr=True)) as on_progress:
@@ -150,15 +176,27 @@ def doctor(member: Members = None, as_json: AsJson = False, verbose: Verbose = F
     return FAILED if checkup.problems else 0
 
 
-def _config(models: Sequence[str] | None, dtype: str, preset: str = "default", **settings: Any) -> EnsembleConfig:
+def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: int, as_json: bool) -> int:
+    from specfuse_shared.doctor import foresee
+
+    plan = foresee(config, devices, answers, context)
+    if as_json:
+        print(json.dumps(plan.to_dict()))
+    else:
+        terminal.show_plan(plan, terminal.stdout())
+    return 0 if plan.problem is None else _complain(plan.problem, FAILED)
+
+
+def _config(
+    models: Sequence[str] | None, member: Mapping[str, Any], preset: str = "default", **settings: Any
+) -> EnsembleConfig:
     """Settings are checked before the demo models are looked for."""
-    chosen = [MemberConfig(model, dtype=dtype) for model in models or ["demo"]]
-    config = EnsembleConfig.preset(preset, chosen, **settings)
+    config = EnsembleConfig.preset(preset, [MemberConfig(model, **member) for model in models or ["demo"]], **settings)
     if models:
         return config
     from specfuse_shared.demo import demo_members
 
-    return replace(config, members=demo_members(dtype=dtype))
+    return replace(config, members=[replace(demo, **member) for demo in demo_members()])
 
 
 def _messages(system: str | None, question: str) -> list[Message]:
@@ -195,6 +233,8 @@ def _calm(verbose: bool) -> None:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         return
     warnings.simplefilter("ignore")
+    for library in CHATTY:
+        logging.getLogger(library).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

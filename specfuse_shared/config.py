@@ -17,6 +17,7 @@ from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy
 from specfuse_shared.tools import call_grammar, offered_tools
 from specfuse_shared.types import Tool
 
+QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PER = ("token", "byte", "text", "root")
 SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
@@ -87,6 +88,10 @@ class MemberConfig(_Config):
     `template_options` reach the template (`enable_thinking` is False unless set). `stop_token_ids` are added to
     those of the model's configuration. `max_context` lowers the model's context limit. `adapter`: hub id or folder of
     a PEFT adapter, merged into the weights. Remote code and pickled weights are refused unless allowed here.
+
+    `device`: "auto" (where there is room), a kind ("cuda") or a device ("cuda:1"). `dtype` "auto": half precision as
+    the device has it; a processor keeps float32. `quantization`: "8bit" | "4bit" of the weights when they are loaded,
+    or "auto": the widest precision that fits. `offload`: layers that fit nowhere may wait in main memory or on disk.
     """
 
     model: str
@@ -97,6 +102,8 @@ class MemberConfig(_Config):
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str | None = None
+    offload: bool = False
     weight: float = 1.0
     chat_template: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +120,12 @@ class MemberConfig(_Config):
             object.__setattr__(self, "adapter", str(self.adapter))
             _require(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
         _choice("MemberConfig.dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
+        _require(
+            not (self.offload and self.quantization in ("8bit", "4bit")),
+            "MemberConfig.offload needs whole numbers: leave quantization at None or 'auto'",
+        )
         _require(
             math.isfinite(self.weight) and self.weight > 0,
             f"MemberConfig.weight must be a positive number, not {self.weight!r}",

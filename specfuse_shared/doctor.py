@@ -1,8 +1,8 @@
-"""What `specfuse-llm doctor` finds out: versions, devices, and each member as it loaded or why it did not."""
+"""What `specfuse-llm doctor` finds out: versions, devices, and each member as it loaded or why it did not; or the plan
+of where members would go."""
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,21 +11,15 @@ import torch
 import transformers
 
 from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.devices import find_devices, planned_devices
 from specfuse_shared.engine import EnsembleEngine
-from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.loading import LoadProgress
+from specfuse_shared.placement import Device, Plan, Workload
+from specfuse_shared.planning import plan_ensemble
 from specfuse_shared.types import MemberReport
 
 OnProgress = Callable[[LoadProgress], None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that torch can use, and all of its memory."""
-
-    device: str
-    name: str
-    memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +35,18 @@ class Checkup:
 def examine(config: EnsembleConfig, on_progress: OnProgress = None) -> Checkup:
     """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
     try:
-        return Checkup(_versions(), _devices(), _load(config, on_progress), ())
+        return Checkup(_versions(), find_devices(), _load(config, on_progress), ())
     except MemberLoadError as error:
         members, problems = _one_by_one(config, on_progress)
-        return Checkup(_versions(), _devices(), members, problems or (str(error),))
+        return Checkup(_versions(), find_devices(), members, problems or (str(error),))
+
+
+def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
+    """Where the members would go, here or on the devices described; nothing is loaded."""
+    if answers < 1 or context < 1:
+        raise ConfigError(f"answers and context must be at least 1, not {answers} and {context}")
+    workload = Workload(answers, context, config.segment_tokens * len(config.names))
+    return plan_ensemble(config, planned_devices(devices) if devices else None, workload)
 
 
 def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
@@ -70,14 +72,3 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
     }
-
-
-def _devices() -> tuple[Device, ...]:
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", ram)]
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        found.append(Device(f"cuda:{index}", facts.name, facts.total_memory))
-    if torch.backends.mps.is_available():
-        found.append(Device("mps", "Apple GPU", None))
-    return tuple(found)

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 from specfuse_shared.admission import Budget
@@ -19,6 +20,7 @@ from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.loading import LoadProgress, OnProgress
 from specfuse_shared.member import LocalMember, Member
 from specfuse_shared.metrics import Metrics, MetricsSnapshot
+from specfuse_shared.planning import plan_ensemble
 from specfuse_shared.scheduler import Deliver, Request, Scheduler
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.telemetry import AnswerSpan
@@ -51,7 +53,10 @@ class EnsembleEngine:
         return self._closed
 
     def load(self, on_progress: OnProgress | None = None) -> Self:
-        """Load every member now. Raises `MemberLoadError`. Calling it again does nothing."""
+        """Plan where the members go, then load each into its place; again, it does nothing.
+
+        Raises `MemberLoadError`; where the members do not fit, `PlacementError`, before any weight is read.
+        """
         self._check_open()
         with self._loading:
             self._check_open()
@@ -231,16 +236,19 @@ class EnsembleEngine:
             self._cancel(opening.result())
 
     def _load_all(self, on_progress: OnProgress | None) -> Iterator[Member]:
-        configs = self.config.member_configs
-        for index, member in enumerate(configs, start=1):
+        names = self.config.names
 
-            def report(stage: str, name: str = member.label, index: int = index) -> None:
-                logger.info("member %s (%d of %d): %s", name, index, len(configs), stage)
-                if on_progress is not None:
-                    on_progress(LoadProgress(name, index, len(configs), stage))
+        def report(name: str, stage: str) -> None:
+            index = names.index(name) + 1
+            logger.info("member %s (%d of %d): %s", name, index, len(names), stage)
+            if on_progress is not None:
+                on_progress(LoadProgress(name, index, len(names), stage))
 
-            yield LocalMember(member, cache_dir=self.config.cache_dir, on_stage=report)
-            report("ready")
+        plan = plan_ensemble(self.config, convert=True, on_stage=report)
+        for config in self.config.member_configs:
+            tell = partial(report, config.label)
+            yield LocalMember(config, cache_dir=self.config.cache_dir, on_stage=tell, place=plan.of(config.label))
+            tell("ready")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ SpecFuseError
 │   ├── GrammarError         a schema, expression or grammar that cannot be used
 │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
 ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
+│   ├── PlacementError         the devices have no room for a member, or not the one it names
 │   └── UnsupportedModelError  no verification path gives the model's own probabilities
 ├── RequestError             one request cannot be served; the engine is unharmed (also a ValueError)
 │   └── PromptTooLongError   the prompt leaves a member no room to answer
@@ -41,6 +42,10 @@ class MissingExtraError(ConfigError, ImportError):
 
 class MemberLoadError(SpecFuseError):
     """A member could not be loaded; the message names it and says what to do."""
+
+
+class PlacementError(MemberLoadError):
+    """The members do not fit onto the devices; the message says what they need and what would help."""
 
 
 class UnsupportedModelError(MemberLoadError):

@@ -7,6 +7,8 @@ Remote code is off and pickled weights are refused unless the member's configura
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -15,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ import torch
 from filelock import FileLock
 
 from specfuse_shared.config import MemberConfig
-from specfuse_shared.errors import MemberLoadError, MissingExtraError
+from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
+from specfuse_shared.placement import Assignment
 
 logger = logging.getLogger(__name__)
 
@@ -51,34 +55,59 @@ def cache_folder(configured: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specfuse"
 
 
-def load_pretrained(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> tuple[Any, Any]:
-    """Model (in eval mode, on its device) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
+def load_pretrained(
+    config: MemberConfig, cache_dir: str | None, on_stage: OnStage, place: Assignment
+) -> tuple[Any, Any]:
+    """Model (in eval mode, in its place) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        with _quiet():
-            source, revision = config.model, config.revision
-            if gguf := _gguf_file(config):
-                source, revision = str(converted(gguf, cache_dir, on_stage)), None
-            common: dict[str, Any] = {"revision": revision, "trust_remote_code": config.trust_remote_code}
-            on_stage("reading the tokenizer")
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
-            on_stage("reading the weights")
-            model = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=_dtype(config),
-                attn_implementation=config.attn_implementation,
-                use_safetensors=None if config.allow_pickle else True,
-                **common,
-            )
-            if config.adapter is not None:
-                on_stage("merging the adapter")
-                model = _with_adapter(model, config, config.adapter)
-            return _placed(model, config), tokenizer
-    except (MemberLoadError, MissingExtraError):
-        raise
-    except Exception as error:  # hub, disk, format and memory errors have no common class
-        raise MemberLoadError(_explain(config, error)) from error
+    with explained(config):
+        source, revision = config.model, config.revision
+        if file := gguf_file(config):
+            source, revision = str(converted(file, cache_dir, on_stage)), None
+        common: dict[str, Any] = {"revision": revision, "trust_remote_code": config.trust_remote_code}
+        on_stage("reading the tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+        on_stage("reading the weights")
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, place.number_format),
+            attn_implementation=config.attn_implementation,
+            use_safetensors=None if config.allow_pickle else True,
+            **_placing(place, cache_dir),
+            **common,
+        )
+        if config.adapter is not None:
+            on_stage("merging the adapter")
+            model = _with_adapter(model, config, config.adapter)
+        return _prepared(model, config), tokenizer
+
+
+def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:
+    """How transformers is told where the weights go, and in how many bits."""
+    told: dict[str, Any] = {}
+    if place.place != "cpu" or place.quantization:
+        told["device_map"] = dict(place.modules)
+    if "disk" in place.memory:
+        told["offload_folder"] = str(cache_folder(cache_dir) / "offload")
+    if place.quantization:
+        told["quantization_config"] = _quantised(place.quantization, getattr(torch, place.number_format))
+    return told
+
+
+def _quantised(quantization: str, number_format: torch.dtype) -> Any:
+    """How the weights are quantised; activations keep their numbers, so that batch neighbours change nothing."""
+    import transformers as untyped_transformers
+
+    transformers: Any = untyped_transformers
+    library = {"8bit": "torchao", "4bit": "bitsandbytes"}[quantization]
+    if importlib.util.find_spec(library) is None:
+        raise MissingExtraError(f'quantization="{quantization}" ({library})', "quant")
+    if quantization == "8bit":
+        return transformers.TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=number_format
+    )
 
 
 def converted(gguf: Path, cache_dir: str | None, on_stage: OnStage) -> Path:
@@ -87,16 +116,31 @@ def converted(gguf: Path, cache_dir: str | None, on_stage: OnStage) -> Path:
     Quantised weights are kept in bfloat16 (finer than their 4 to 8 bits), others in float32.
     """
     on_stage("hashing the file")
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:24]
-    root = cache_folder(cache_dir)
-    root.mkdir(parents=True, exist_ok=True)
-    target = root / f"{gguf.stem}-{digest}-{_FORMAT}"
+    target = _conversion(gguf, cache_dir)
+    target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if not target.is_dir():
             on_stage("converting (once)")
             _convert(gguf, target)
     return target
+
+
+def known_conversion(gguf: Path, cache_dir: str | None) -> Path | None:
+    """The folder of a file that was converted before."""
+    target = _conversion(gguf, cache_dir)
+    return target if target.is_dir() else None
+
+
+def _conversion(gguf: Path, cache_dir: str | None) -> Path:
+    state = gguf.stat()
+    return cache_folder(cache_dir) / f"{gguf.stem}-{_digest(gguf, state.st_size, state.st_mtime_ns)}-{_FORMAT}"
+
+
+@cache
+def _digest(gguf: Path, size: int, changed: int) -> str:
+    """Of the file in this state: `size` and time of change only tell when it has to be read again."""
+    with gguf.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
 
 def _convert(gguf: Path, target: Path) -> None:
@@ -125,7 +169,7 @@ def _is_quantised(gguf: Path) -> bool:
     return any(tensor.tensor_type not in whole for tensor in GGUFReader(gguf).tensors)
 
 
-def _gguf_file(config: MemberConfig) -> Path | None:
+def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
     """The GGUF file that the configuration names, fetched from the hub if need be."""
     path = Path(config.model).expanduser()
     if config.gguf_file is None:
@@ -136,42 +180,23 @@ def _gguf_file(config: MemberConfig) -> Path | None:
         return path
     if (path / config.gguf_file).is_file():
         return path / config.gguf_file
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    return Path(hf_hub_download(config.model, config.gguf_file, revision=config.revision))
-
-
-def _dtype(config: MemberConfig) -> Any:
-    """ "auto": the checkpoint's own; on a processor without half-precision arithmetic, float32."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if choose_device(config.device).type != "cpu" or _cpu_has_bf16():
-        return "auto"
-    return torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16")) if hasattr(torch.cpu, "get_capabilities") else False
+    if fetch:
+        return Path(hf_hub_download(config.model, config.gguf_file, revision=config.revision))
+    known = try_to_load_from_cache(config.model, config.gguf_file, revision=config.revision)
+    if not isinstance(known, str):
+        raise MemberLoadError(
+            f"member {config.label!r}: the configuration of a GGUF model is in its file, which is not here yet: "
+            f"hf download {config.model} {config.gguf_file}"
+        )
+    return Path(known)
 
 
-def choose_device(device: str) -> torch.device:
-    """The named device, or the accelerator that is there, else the CPU."""
-    if device == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise MemberLoadError(f"device {device!r} is unknown: use auto, cpu, cuda, cuda:1, mps or xpu") from error
-
-
-def _placed(model: Any, config: MemberConfig) -> Any:
+def _prepared(model: Any, config: MemberConfig) -> Any:
     from specfuse_shared.attention import EAGER, GROUPED
 
-    device = choose_device(config.device)
-    if device.type == "cpu" and model.dtype == torch.float16:
-        model = model.float()
-    model = model.to(device).eval().requires_grad_(False)
+    model = model.eval().requires_grad_(False)
     text = model.config.get_text_config(decoder=True)
     wanted = config.attn_implementation or text._attn_implementation
     model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
@@ -197,6 +222,18 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the two libraries' quarrels over each other's names
         return PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+
+
+@contextmanager
+def explained(config: MemberConfig) -> Iterator[None]:
+    """Whatever goes wrong with a member's files becomes a `MemberLoadError` that says what to do."""
+    try:
+        with _quiet():
+            yield
+    except SpecFuseError:
+        raise
+    except Exception as error:  # hub, disk, format and memory errors have no common class
+        raise MemberLoadError(_explain(config, error)) from error
 
 
 def _explain(config: MemberConfig, error: Exception) -> str:

@@ -8,21 +8,24 @@ want fed and return their result. `LocalMember` is a transformers model in this 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
-from specfuse_shared.config import MemberConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.constraint import MemberConstraint, token_vocabulary
 from specfuse_shared.context import PREFILL_CHUNK, Feed
 from specfuse_shared.loading import OnStage, load_pretrained
+from specfuse_shared.placement import Assignment
+from specfuse_shared.planning import plan_ensemble
 from specfuse_shared.probe import probe
 from specfuse_shared.prompts import PLAIN_TURN_ENDS, PromptEncoder
 from specfuse_shared.rows import new_context
 from specfuse_shared.sampling import Sampler
+from specfuse_shared.sizing import weight_bytes
 from specfuse_shared.stops import find_stop, partial_stop
 from specfuse_shared.tokens import Codec, Encoding, common_prefix, cut_candidate, whole_characters
 from specfuse_shared.tree import Branch
@@ -110,10 +113,14 @@ class MemberSession(Protocol):
 
 
 class Member(Protocol):
-    """A loaded model that can take part in answers. Safe to use for several answers in turn."""
+    """A loaded model that can take part in answers. Safe to use for several answers in turn.
+
+    `devices`: where it computes, with the share of its caches that each holds.
+    """
 
     name: str
     weight: float
+    devices: Mapping[str, float]
     codec: Codec
     context_limit: int | None
     bytes_per_token: int
@@ -138,12 +145,21 @@ class Member(Protocol):
 
 
 class LocalMember:
-    """A causal language model of transformers in this process."""
+    """A causal language model of transformers in this process, in its `place` or where it fits by itself."""
 
-    def __init__(self, config: MemberConfig, *, cache_dir: str | None = None, on_stage: OnStage = lambda stage: None):
+    def __init__(
+        self,
+        config: MemberConfig,
+        *,
+        cache_dir: str | None = None,
+        on_stage: OnStage = lambda stage: None,
+        place: Assignment | None = None,
+    ) -> None:
         start = time.monotonic()
         self.name, self.weight = config.label, config.weight
-        model, tokenizer = load_pretrained(config, cache_dir, on_stage)
+        place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
+        self.devices = place.caches
+        model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         self.prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name)
         self.codec = self.prompts.codec
         on_stage("checking parity")
@@ -151,7 +167,7 @@ class LocalMember:
         self.runner = way.runner(model)
         self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
         special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
-        self.unsayable = torch.tensor(special, dtype=torch.long, device=model.device)
+        self.unsayable = torch.tensor(special, dtype=torch.long, device=self.runner.device)
         text = model.config.get_text_config(decoder=True)
         limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
         self.context_limit: int | None = min((n for n in limits if n), default=None)
@@ -162,8 +178,9 @@ class LocalMember:
             model=config.model,
             architecture=type(model).__name__,
             parameters=model.num_parameters(),
-            memory_bytes=model.get_memory_footprint(),
-            device=str(model.device),
+            memory_bytes=weight_bytes(model),
+            device=place.place,
+            quantization=place.quantization,
             dtype=str(model.dtype).removeprefix("torch."),
             attention=text._attn_implementation,
             verification=way.verification,

@@ -23,7 +23,7 @@ class ModelRunner:
 
     def __init__(self, model: Any, plan: MaskPlan | None = None, one_by_one: bool = False) -> None:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = _home(model), model.dtype
         self.pool, self.prefixes = CachePool(), PrefixCache()
         parameters = inspect.signature(model.forward).parameters
         self._can_skip_logits = "logits_to_keep" in parameters
@@ -81,3 +81,11 @@ class ModelRunner:
         if mask is not None:
             inputs["attention_mask"] = mask
         return torch.as_tensor(self.model(**inputs, use_cache=True, **options).logits[0])
+
+
+def _home(model: Any) -> torch.device:
+    """Where a model takes its input and gives its logits: its device, or the main one of several."""
+    places = dict.fromkeys(getattr(model, "hf_device_map", {}).values())
+    if len(places) < 2:
+        return torch.device(model.device)
+    return torch.device(next((place for place in places if place not in ("cpu", "disk")), "cpu"))

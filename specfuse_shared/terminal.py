@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.placement import Plan, memory
 from specfuse_shared.types import EnsembleResult, MemberExit, MemberReport, RoundRecord
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def show_checkup(checkup: Checkup, out: Console) -> None:
     for name, version in checkup.versions.items():
         out.print(f"{name} {version}")
     for device in checkup.devices:
-        out.print(f"device {device.device}: {visible(device.name)}, {_size(device.memory_bytes)}")
+        out.print(f"device {device.name}: {visible(device.title)}, {memory(device.total)}, {memory(device.free)} free")
     if not checkup.members:
         return
     table = Table("", box=None, pad_edge=False, header_style="bold")
@@ -224,8 +225,9 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "architecture": report.architecture,
         "device": report.device,
         "dtype": report.dtype,
+        "quantization": report.quantization or UNKNOWN,
         "parameters": f"{report.parameters / 1e6:,.1f} M",
-        "memory": _size(report.memory_bytes),
+        "memory": memory(report.memory_bytes),
         "context": UNKNOWN if report.context is None else f"{report.context:,} tokens",
         "template": report.template,
         "attention": report.attention,
@@ -244,6 +246,30 @@ def show_members(reports: Iterable[MemberReport], out: Console) -> None:
         out.print(Text(visible(f"{report.name}: " + ", ".join(facts[key] for key in chosen))))
 
 
+def show_plan(plan: Plan, out: Console) -> None:
+    """Where each member would go and what it would take there; what is used and free of each device."""
+    members = Table("member", "device", "weights as", box=None, pad_edge=False, header_style="dim")
+    for heading in ("weights", "caches", "logits", "with 10 %"):
+        members.add_column(heading, justify="right")
+    for a in plan.assignments:
+        parts = "\n".join(f"{d} {memory(n)}" for d, n in a.memory.items()) if len(a.memory) > 1 else a.place
+        form = a.number_format if a.quantization is None else f"{a.quantization} ({a.number_format})"
+        sizes = (a.need.weights, a.need.caches, a.need.logits, a.need.total)
+        place = Text(parts) if a.memory else Text("no room", style="red")
+        members.add_row(Text(visible(a.member)), place, form, *map(memory, sizes))
+    devices = Table("device", "", box=None, pad_edge=False, header_style="dim")
+    for heading in ("free", "planned", "left"):
+        devices.add_column(heading, justify="right")
+    for d in plan.devices:
+        used = plan.used(d.name)
+        devices.add_row(d.name, Text(visible(d.title)), memory(d.free), memory(used), memory(d.free - used))
+    out.print(members)
+    out.print()
+    out.print(devices)
+    load = plan.workload
+    out.print(f"room for {load.answers} × {load.context:,} tokens of context; nothing was loaded", style="dim")
+
+
 def _pairs(numbers: Mapping[str, float]) -> str:
     return visible(", ".join(f"{name} {_number(number)}" for name, number in numbers.items()))
 
@@ -254,9 +280,3 @@ def _number(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f} s"
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return UNKNOWN
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -229,9 +229,10 @@ def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
 class MemberReport:
     """What a loaded member turned out to be (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
 
-    `memory_bytes`: its weights. `verification`: "packed" (all candidates in one forward) or "rows" (one forward a
-    candidate). `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward.
-    `template`: "own", "given" or "plain". `context`: token limit, None if the model states none.
+    `memory_bytes`: its weights. `device`: one, or those that share the member joined by "+". `verification`: "packed"
+    (all candidates in one forward) or "rows" (one forward a candidate). `probe_error`: largest |Δ log p| between the
+    cached path and the model's own plain forward. `template`: "own", "given" or "plain". `context`: token limit, None
+    if the model states none.
     """
 
     name: str
@@ -241,6 +242,7 @@ class MemberReport:
     memory_bytes: int
     device: str
     dtype: str
+    quantization: str | None
     attention: str
     verification: Literal["packed", "rows"]
     probe_error: float

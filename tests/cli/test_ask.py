@@ -118,7 +118,7 @@ def test_doctor_reports_members_versions_and_devices(members: list[str], capsys:
     assert main(["doctor", "--json", *members]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["versions"]) == {"python", "torch", "transformers"}
-    assert report["devices"][0]["device"] == "cpu"
+    assert report["devices"][0]["name"] == "cpu"
     assert [m["name"] for m in report["members"]] == ["first", "second"]
     assert report["members"][0]["architecture"] == "LlamaForCausalLM"
     assert report["problems"] == []

@@ -91,15 +91,15 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def save_model(kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, seed: int = 0) -> Path:
-    """A random model of an architecture with weights wide enough to have opinions."""
+def save_model(kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, seed: int = 0, **shape: Any) -> Path:
+    """A random model of an architecture, its `shape` changed, with weights wide enough to have opinions."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         kind,
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **ARCHITECTURES[kind],
+        **{**ARCHITECTURES[kind], **shape},
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
