@@ -2,7 +2,8 @@
 
 Answers join and leave between two forwards. A stage asks for feeds (`specfuse_shared.context.Feed`); a step of a
 member runs the feeds of all its answers together: some draft, some verify, some still read their prompt. A feed
-that fails in company is run alone, so that one poisoned request fails alone.
+that fails in company is run alone, so that one poisoned request fails alone. Members on different devices step at the
+same time (`specfuse_shared.lanes`); the answers themselves go on in the worker alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from specfuse_shared.errors import (
     SpecFuseError,
 )
 from specfuse_shared.events import Event
+from specfuse_shared.lanes import Lanes
 from specfuse_shared.member import Member, Stage
 from specfuse_shared.metrics import Metrics
 from specfuse_shared.session import AnswerSession, Work
@@ -84,7 +86,7 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, members: Sequence[Member], budget: Budget, metrics: Metrics) -> None:
-        self._members, self._budget, self._metrics = tuple(members), budget, metrics
+        self._lanes, self._budget, self._metrics = Lanes[list[Request]](members), budget, metrics
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []
@@ -141,8 +143,9 @@ class Scheduler:
         try:
             with torch.inference_mode():
                 while self._await_work():
-                    for member in self._members:
-                        self._step(member)
+                    for requests in self._lanes.turn(self._step):
+                        for request in requests:
+                            self._advance_if_ready(request)
         except BaseException as error:
             logger.exception("the engine's worker stopped")
             with self._changed:
@@ -152,6 +155,7 @@ class Scheduler:
             self._end(request, EngineClosedError(str(self._closed), text=request.session.text))
         self._running.clear()
         self._queue.clear()
+        self._lanes.close()
 
     def _await_work(self) -> bool:
         """Sort out who runs; wait while nobody does; False once the scheduler is closed."""
@@ -201,21 +205,23 @@ class Scheduler:
         request.work = request.session.run()
         self._advance(request, None)
 
-    def _step(self, member: Member) -> None:
-        """One forward of a member for everything that its answers wait for."""
+    def _step(self, member: Member) -> list[Request]:
+        """One forward of a member for everything that its answers wait for; those answers.
+
+        Changes the member's own jobs and nothing else, because members on other devices may step meanwhile.
+        """
         waiting = [(r, job) for r in self._running if (job := r.jobs.get(member.name)) and not job.done]
         waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled)]
         jobs = self._within_prefill_budget([job for _, job in waiting])
         if not jobs:
-            return
+            return []
         began = time.monotonic()
         self._feed(jobs)
         self._metrics.forward(member.name, len(jobs), time.monotonic() - began)
         for job in jobs:
             if not job.done:
                 job.advance()
-        for request, _ in waiting:
-            self._advance_if_ready(request)
+        return [request for request, _ in waiting]
 
     def _within_prefill_budget(self, jobs: Sequence[_Job]) -> list[_Job]:
         """Trim prompt pieces to the step's budget; those beyond it wait for the next step."""

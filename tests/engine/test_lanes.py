@@ -1,0 +1,125 @@
+"""Members on different devices step at the same time: the same answers, faults and cancellations as in turn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
+from specfuse_shared.errors import EngineClosedError
+from specfuse_shared.events import FinishEvent, WarningEvent
+from tests.engine.comparing import answer_of, local_members
+
+QUESTIONS = [f"How do the tides follow the moon? {n}" for n in range(6)]
+PARAMS = [SamplingParams(max_tokens=30, temperature=n % 2 * 0.9, seed=n) for n in range(6)]
+
+
+def lanes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("specfuse lane")]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_engine: EnsembleEngine) -> EnsembleConfig:
+    return replace(tiny_engine.config, reuse_prefixes=False)
+
+
+@pytest.fixture
+def engine(config: EnsembleConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnsembleEngine]:
+    """The tiny members as if each had a device of its own."""
+    monkeypatch.setattr("specfuse_shared.lanes.devices_of", lambda member: (member.name,))
+    with EnsembleEngine(config) as made:
+        yield made.load()
+
+
+@contextmanager
+def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
+    """Every forward takes longer; when each began and ended, by member."""
+    times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in local_members(engine)}
+    for member in local_members(engine):
+        plain = member.runner.step
+
+        def step(segments: Any, plain: Any = plain, own: Any = times[member.name]) -> Any:
+            began = time.monotonic()
+            time.sleep(seconds)
+            found = plain(segments)
+            own.append((began, time.monotonic()))
+            return found
+
+        member.runner.step = step  # type: ignore[method-assign]
+    yield times
+    for member in local_members(engine):
+        del member.runner.step
+
+
+def test_answers_are_those_of_one_device_and_forwards_overlap(
+    tiny_engine: EnsembleEngine, engine: EnsembleEngine
+) -> None:
+    expected = [answer_of(tiny_engine.generate(*each)) for each in zip(QUESTIONS, PARAMS, strict=True)]
+    assert len(lanes()) == 1, "one member runs in the worker itself"
+    with slowed(engine, 0.002) as times:
+        found = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]  # type: ignore[arg-type]
+    assert found == expected
+    first, second = times.values()
+    together = sum(any(a < d and c < b for c, d in second) for a, b in first)
+    assert together > 0.5 * len(first), "but where only one of them has anything to do"
+
+
+def test_members_of_one_device_take_turns_without_a_thread(config: EnsembleConfig) -> None:
+    with EnsembleEngine(config) as engine, slowed(engine.load(), 0.0) as times:
+        engine.generate(QUESTIONS[0], PARAMS[0])
+        assert not lanes()
+    first, second = times.values()
+    assert not any(a < d and c < b for a, b in first for c, d in second)
+
+
+def test_a_member_that_fails_on_its_device_leaves_and_the_other_goes_on(engine: EnsembleEngine) -> None:
+    for number in range(2):
+        faulty = local_members(engine)[number]
+
+        def broken(segments: Any) -> Any:
+            raise RuntimeError("injected")
+
+        faulty.runner.step = broken  # type: ignore[method-assign]
+        events = list(engine.stream(QUESTIONS[0], PARAMS[0]))
+        del faulty.runner.step
+        assert [e.member for e in events if isinstance(e, WarningEvent)] == [faulty.name]
+        assert isinstance(events[-1], FinishEvent)
+        assert events[-1].result.text
+    assert not [e for e in engine.stream(QUESTIONS[0], PARAMS[0]) if isinstance(e, WarningEvent)]
+
+
+def test_cancelling_stops_within_a_step_and_frees_the_caches_of_all_devices(engine: EnsembleEngine) -> None:
+    expected = answer_of(engine.generate(QUESTIONS[0], PARAMS[0]))
+    streams = [engine.stream(question, SamplingParams(max_tokens=400)) for question in QUESTIONS]
+    for stream in streams:
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+    limit = time.monotonic() + 10
+    while engine.metrics().running:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert sum(member.runner.pool.memory_bytes for member in local_members(engine)) == 0
+    assert answer_of(engine.generate(QUESTIONS[0], PARAMS[0])) == expected
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_device_whose_thread_dies_ends_the_engine_and_tells_every_caller(engine: EnsembleEngine, dying: int) -> None:
+    def die(segments: Any) -> Any:
+        raise SystemExit("killed")
+
+    local_members(engine)[dying].runner.step = die  # type: ignore[method-assign]
+    streams = [engine.stream(question, PARAMS[0]) for question in QUESTIONS[:3]]
+    for stream in streams:
+        with pytest.raises(EngineClosedError, match="worker stopped"):
+            list(stream)
+    engine.close()
+    limit = time.monotonic() + 10
+    while lanes():
+        assert time.monotonic() < limit, "the threads of the devices end with the engine"
+        time.sleep(0.01)
