@@ -128,7 +128,7 @@ class Batch(Cache):
         super().__init__(layers=[])
         self._plan, self._device, self._dtype = plan, device, dtype
         self._written: list[tuple[CacheBlock, Any, torch.Tensor | slice]] = []
-        self._blocks: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
         starts, total = [], 0
         for segment in segments:
             segment.row.reserve(segment.slots)
@@ -153,6 +153,7 @@ class Batch(Cache):
                 keys[row, :, slots] = key_states[0, :, tokens]
                 values[row, :, slots] = value_states[0, :, tokens]
             else:
+                row, slots, tokens = (self._near(t, key_states) for t in (row, slots, tokens))
                 keys[row, :, slots] = key_states[0, :, tokens].transpose(0, 1)
                 values[row, :, slots] = value_states[0, :, tokens].transpose(0, 1)
         return key_states, value_states
@@ -168,15 +169,18 @@ class Batch(Cache):
             if group.gather is None:
                 q = query.reshape(heads, -1, group.queries, query.shape[-1]).transpose(0, 1)
             else:
-                picked = query[0].index_select(1, group.gather)
+                picked = query[0].index_select(1, self._near(group.gather, query))
                 q = picked.view(heads, -1, group.queries, query.shape[-1]).transpose(0, 1)
-            found = kernel(module, q, keys, values, group.masks[kind], **kwargs)[0]
+            mask = group.masks[kind]
+            found = kernel(module, q, keys, values, None if mask is None else self._near(mask, query), **kwargs)[0]
             found = found.reshape(-1, heads, found.shape[-1])
             if group.gather is None:
                 return found[None]
             if out is None:
                 out = found.new_empty(1, self.tokens, heads, found.shape[-1])
-            out[0, group.tokens] = found if group.padded is None else found[group.padded]
+            assert group.tokens is not None
+            kept = found if group.padded is None else found[self._near(group.padded, query)]
+            out[0, self._near(group.tokens, query)] = kept
         assert out is not None
         return out
 
@@ -244,6 +248,15 @@ class Batch(Cache):
             mask = torch.zeros(visible.shape, dtype=self._dtype)
             masks[kind] = mask.masked_fill_(~visible, torch.finfo(self._dtype).min)[:, None].to(self._device)
         return masks
+
+    def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+        """`tensor` on the device of a layer: those of a split model copy it once a forward."""
+        if tensor.device == layer.device:
+            return tensor
+        key = id(tensor), layer.device
+        if key not in self._copies:
+            self._copies[key] = tensor.to(layer.device)
+        return self._copies[key]
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
