@@ -41,7 +41,7 @@ def planned_devices(text: str) -> tuple[Device, ...]:
         kind, size = (match[2] or "cuda").lower(), int(float(match[3]) * _UNITS[match[4].upper()])
         for _ in range(int(match[1] or 1)):
             index = sum(d.kind == kind for d in found)
-            found.append(Device(kind if kind == "cpu" else f"{kind}:{index}", kind, size, size, title="planned"))
+            found.append(Device(kind if kind == "cpu" else f"{kind}:{index}", kind, size, size))
     return tuple(found)
 
 

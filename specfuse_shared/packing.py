@@ -179,7 +179,7 @@ class _Planner:
 
     def _offloaded(self, attempt: _Attempt, resident: Resident, quantization: str | None) -> Assignment | None:
         """One device computes and holds the caches; layers beyond it wait in main memory, the rest on the disk."""
-        if not resident.offload:
+        if not resident.offload or quantization is not None:
             return None
         main = max(self._choices[resident.name], key=lambda d: attempt.room[d.name])
         assignment = self._assignment(resident, main, quantization)

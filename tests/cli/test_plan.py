@@ -25,7 +25,7 @@ def test_the_plan_shows_members_and_devices(five: list[str], capsys: pytest.Capt
     rows = {line.split()[0]: " ".join(line.split()) for line in out.splitlines() if line.strip()}
     assert rows["llama-3-8b"] == "llama-3-8b cuda:0 8bit (bfloat16) 8.5 GiB 512 MiB 24 MiB 9.9 GiB"
     assert rows["gemma-2-9b"] == "gemma-2-9b cuda:0 bfloat16 17.2 GiB 1.3 GiB 49 MiB 20.4 GiB"
-    assert rows["cuda:0"].startswith("cuda:0 planned 74.5 GiB 74.4 GiB ")
+    assert rows["cuda:0"].startswith("cuda:0 74.5 GiB 74.4 GiB ")
     assert "room for 1 × 4,096 tokens" in out
 
 
