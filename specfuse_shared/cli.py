@@ -35,6 +35,7 @@ from specfuse_shared.config import (
 )
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.placement import ANSWERS, CONTEXT
 from specfuse_shared.types import EnsembleResult, Message
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ def doctor(
     member: Members = None,
     plan: Planned = False,
     devices: Devices = None,
-    answers: Answers = 1,
-    context: Context = 4096,
+    answers: Answers = ANSWERS,
+    context: Context = CONTEXT,
     dtype: Dtype = MEMBER["dtype"],
     quantization: Quantization = None,
     as_json: AsJson = False,

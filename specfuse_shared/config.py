@@ -123,8 +123,8 @@ class MemberConfig(_Config):
         if self.quantization is not None:
             _choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
         _require(
-            not (self.offload and self.quantization in ("8bit", "4bit")),
-            "MemberConfig.offload needs whole numbers: leave quantization at None or 'auto'",
+            self.quantization in (None, "auto") or not (self.offload or self.adapter),
+            "MemberConfig.offload and adapter need whole numbers: leave quantization at None or 'auto'",
         )
         _require(
             math.isfinite(self.weight) and self.weight > 0,

@@ -13,9 +13,9 @@ import transformers
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.devices import find_devices, planned_devices
 from specfuse_shared.engine import EnsembleEngine
-from specfuse_shared.errors import ConfigError, MemberLoadError
+from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading import LoadProgress
-from specfuse_shared.placement import Device, Plan, Workload
+from specfuse_shared.placement import Device, Plan
 from specfuse_shared.planning import plan_ensemble
 from specfuse_shared.types import MemberReport
 
@@ -43,10 +43,8 @@ def examine(config: EnsembleConfig, on_progress: OnProgress = None) -> Checkup:
 
 def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
     """Where the members would go, here or on the devices described; nothing is loaded."""
-    if answers < 1 or context < 1:
-        raise ConfigError(f"answers and context must be at least 1, not {answers} and {context}")
-    workload = Workload(answers, context, config.segment_tokens * len(config.names))
-    return plan_ensemble(config, planned_devices(devices) if devices else None, workload)
+    there = planned_devices(devices) if devices else None
+    return plan_ensemble(config, there, answers=answers, context=context)
 
 
 def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:

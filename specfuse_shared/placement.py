@@ -23,6 +23,8 @@ from specfuse_shared.errors import PlacementError
 
 RESERVE = 1.1
 LOGIT_BYTES = 4
+ANSWERS, CONTEXT = 1, 4096
+"""What a plan makes room for unless told otherwise; more answers share what is left."""
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -42,8 +44,8 @@ class Device:
 class Workload:
     """What a plan makes room for: `answers` at once, `context` tokens each, `drafted` tokens in a round of one."""
 
-    answers: int = 1
-    context: int = 4096
+    answers: int = ANSWERS
+    context: int = CONTEXT
     drafted: int = 10
 
 
@@ -88,8 +90,8 @@ class Sizes(Protocol):
 class Resident:
     """A member that wants a place.
 
-    `quantizations`: those that it allows, the widest first; None is none. `fixed`: its checkpoint is quantised, so
-    that nothing can be chosen. `stored`: the number format of its checkpoint, if that is known.
+    `quantizations`: those that it allows, the widest first; None is none. `fixed`: it cannot be
+    quantised, or is so already. `stored`: the number format of its checkpoint, if that is known.
     """
 
     name: str

@@ -9,10 +9,10 @@ from typing import Any
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.devices import find_devices
-from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.loading import OnStage, converted, explained, gguf_file, known_conversion
 from specfuse_shared.packing import ANY_PRECISION, place
-from specfuse_shared.placement import Device, Plan, Resident, Workload
+from specfuse_shared.placement import ANSWERS, CONTEXT, Device, Plan, Resident, Workload
 from specfuse_shared.sizing import ModelSizes
 
 _MOST_QUANTISED = 1.9
@@ -25,21 +25,25 @@ OnMemberStage = Callable[[str, str], None]
 def plan_ensemble(
     config: EnsembleConfig,
     devices: Sequence[Device] | None = None,
-    workload: Workload | None = None,
     *,
+    answers: int = ANSWERS,
+    context: int = CONTEXT,
     convert: bool = False,
     on_stage: OnMemberStage = lambda member, stage: None,
 ) -> Plan:
     """A place for every member on `devices` (this machine's, if unset), from configurations alone.
 
+    Makes room for `answers` at once with `context` tokens each, besides the weights.
     `convert`: GGUF files are fetched and converted on the way, as loading them would. Raises `MemberLoadError` for a
     configuration that cannot be read and `PlacementError` for a device that is not there; a plan that does not fit
     raises when a place is asked of it (`Plan.of`).
     """
+    if answers < 1 or context < 1:
+        raise ConfigError(f"a plan is for at least 1 answer and 1 token of context, not {answers} and {context}")
     members = config.member_configs
     residents = [_resident(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in members]
-    drafted = config.segment_tokens * len(members)
-    return place(residents, devices or find_devices(), workload or Workload(drafted=drafted))
+    workload = Workload(answers, context, config.longest_segment * len(members))
+    return place(residents, devices or find_devices(), workload)
 
 
 def _resident(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: OnStage) -> Resident:
@@ -52,17 +56,18 @@ def _resident(config: MemberConfig, cache_dir: str | None, convert: bool, on_sta
             stored = "bfloat16" if file.stat().st_size < _MOST_QUANTISED * sizes.parameters else "float32"
     if sizes.quantised and config.quantization in ("8bit", "4bit"):
         raise MemberLoadError(f"member {config.label!r}: its weights are quantised already: leave quantization unset")
-    any_precision = config.quantization == "auto" and not sizes.quantised
+    fixed = sizes.quantised or config.adapter is not None  # adapters are merged into whole numbers
+    chosen = None if config.quantization == "auto" else config.quantization
     return Resident(
         name=config.label,
         sizes=sizes,
         stored=stored,
         dtype=config.dtype,
         device=config.device,
-        quantizations=ANY_PRECISION if any_precision else (None if sizes.quantised else config.quantization,),
+        quantizations=ANY_PRECISION if config.quantization == "auto" and not fixed else (chosen,),
         offload=config.offload,
         max_context=config.max_context,
-        fixed=sizes.quantised,
+        fixed=fixed,
     )
 
 

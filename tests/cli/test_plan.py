@@ -84,7 +84,7 @@ def test_without_devices_the_plan_is_for_this_machine(
     [
         (["--devices", "four cards"], "4x24GB"),
         (["--quantization", "8bits"], "--quantization is '8bits': did you mean '8bit'?"),
-        (["--answers", "0"], "answers and context must be at least 1"),
+        (["--answers", "0"], "at least 1 answer"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(

@@ -113,8 +113,8 @@ def test_a_device_whose_thread_dies_ends_the_engine_and_tells_every_caller(engin
     def die(segments: Any) -> Any:
         raise SystemExit("killed")
 
+    streams = [engine.stream(question, SamplingParams(max_tokens=400)) for question in QUESTIONS[:3]]
     local_members(engine)[dying].runner.step = die  # type: ignore[method-assign]
-    streams = [engine.stream(question, PARAMS[0]) for question in QUESTIONS[:3]]
     for stream in streams:
         with pytest.raises(EngineClosedError, match="worker stopped"):
             list(stream)

@@ -229,7 +229,7 @@ def test_the_plan_of_a_whole_ensemble_reads_no_weights(tmp_path: Path) -> None:
     assert plan == on(
         "80GB", [replace(r, name=n) for r, n in zip(five(quantizations=ANY_PRECISION), FIVE, strict=True)]
     )
-    assert plan.workload.drafted == 5 * config.segment_tokens
+    assert plan.workload.drafted == 5 * config.longest_segment
     with pytest.raises(PlacementError, match="cpu"):
         EnsembleEngine(EnsembleConfig([str(write_shape("gemma-2-9b", tmp_path, num_hidden_layers=400))])).load()
 
@@ -354,7 +354,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(config: MemberConfig, room: float = 1e12) -> Plan:
     device = replace(find_devices()[0], free=int(room))
-    return plan_ensemble(EnsembleConfig([config]), [device], Workload(context=64))
+    return plan_ensemble(EnsembleConfig([config]), [device], context=64)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "gpt_oss", "mamba"])
@@ -449,6 +449,7 @@ def test_the_plan_of_a_gguf_file_is_read_from_its_header(tmp_path: Path) -> None
     [
         ({"quantization": "8bits"}, "did you mean '8bit'"),
         ({"quantization": "4bit", "offload": True}, "leave quantization at None or 'auto'"),
+        ({"quantization": "8bit", "adapter": "a/b"}, "leave quantization at None or 'auto'"),
     ],
 )
 def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -> None:
