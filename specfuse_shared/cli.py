@@ -134,14 +134,14 @@ def ask(
     with _loaded(config, verbose) as engine:
         events = engine.stream(messages, params)
         result = _result(events) if as_json else terminal.show_answer(events, out, notes)
-    if report:
-        _write_report(report, result, messages[-1].content)
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
-        return 0
-    if explain:
+    if report:
+        _write_report(report, result, messages[-1].content)
+    if explain and not as_json:
         terminal.show_rounds(result, out)
-    terminal.show_summary(result, notes)
+    if not as_json:
+        terminal.show_summary(result, notes)
     return 0
 
 

@@ -178,7 +178,7 @@ def test_a_card_lists_the_winner_first_and_its_rivals_by_score() -> None:
     order = [card.index(text) for text in ("follow the Moon,", rival_text(2, "alpha"), rival_text(2, "gamma"))]
     assert order == sorted(order)
     assert card.startswith("Round 2 of 3 3 candidates, judged by 3 members 2 beta ✓ won 7 tokens 0.583")
-    assert "Judged by 1 2 3 Score 2 0.500 0.750 0.500 0.583 1 0.750 0.250 0.250 0.417" in card
+    assert "Draft ↓ judge → 1 2 3 Score 2 0.500 0.750 0.500 0.583 1 0.750 0.250 0.250 0.417" in card
     assert "Weight 0.333 0.333 0.333" in card
     assert "Retention 1 0.250 2 0.500 3 0.250" in card
 
@@ -198,7 +198,7 @@ def test_a_round_that_nobody_judged_says_why(
     record = unverified(round_of(1, 0, ("alpha", "Yes."), active), drafters, tokens)
     (card,) = cards(replace(explained([("alpha", "Yes.")]), rounds=(record,)))
     assert said in card
-    assert "Judged by" not in card
+    assert "judge →" not in card
     assert "Retention" not in card
 
 
@@ -226,7 +226,7 @@ def test_exits_and_faults_tell_who_left_when_and_why() -> None:
 def test_one_member_alone_has_no_matrix_weights_or_retention() -> None:
     lone = explained([("alpha", "Alone.")], ("alpha",))
     result = replace(lone, rounds=(unverified(lone.rounds[0], ("alpha",)),))
-    assert "Judged by" not in cards(result)[0]
+    assert "judge →" not in cards(result)[0]
     assert [words(text) for text in page(result).texts("figcaption")] == [
         "Time seconds of each round, by stage",
         "Time in all 0.98 s",
@@ -285,7 +285,7 @@ def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
     assert "prefill 0.50 s draft 0.75 s verify 0.38 s commit 9 ms other 0.10 s" in words(shown.texts("legend")[1])
     facts = words(shown.texts("facts")[0])
     assert "First segment 0.88 s prompt read in 0.50 s" in facts
-    assert "Tokens 40 prompt 31, counted by alpha Time 1.73 s 23.1 tokens/s" in facts
+    assert "Tokens 40 after a prompt of 31 Time 1.73 s 23.1 tokens/s" in facts
 
 
 @pytest.mark.parametrize(
