@@ -16,12 +16,12 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Samp
 
 QUESTION = "Why is the sky blue? Answer in three sentences."
 TARGET = Path(__file__).with_name("report.png")
-POINTED_AT = 19
-WIDTH, HEIGHT, SCALE, COLOURS = 1120, 1000, 2, 96
+POINTED_AT = 20
+WIDTH, HEIGHT, SCALE, COLOURS = 1120, 1200, 2, 96
 
 
 def answer() -> EnsembleResult:
-    config = EnsembleConfig(members=demo_members(), segment_tokens=5, feedback="sqrt_decay", exit="never")
+    config = EnsembleConfig(members=demo_members(), exit="never")
     with EnsembleEngine(config) as engine:
         return engine.generate(QUESTION, SamplingParams(max_tokens=80))
 
@@ -35,8 +35,9 @@ def draw(page_file: Path, picture: Path) -> None:
             "e => (r => [r.left + 9, r.top + 9])(e.getClientRects()[0])"
         )
         page.mouse.move(left, top)
-        below = page.get_by_role("heading", name="Round by round").evaluate("e => e.getBoundingClientRect().top")
-        page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": WIDTH, "height": below - 8})
+        last = page.locator("figure").first.bounding_box()
+        assert last
+        page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + 16})
         browser.close()
 
 

@@ -23,6 +23,11 @@ COLOURS, LINES = 6, 5
 """Member colours and underline styles in `report.css`; coprime, so that 30 members look different."""
 STAGES = ("draft", "verify", "commit")
 TICKS = 10
+ENDS = {
+    FinishReason.STOP: "the answer was complete",
+    FinishReason.LENGTH: "max_tokens or context reached",
+    FinishReason.REPETITION: "it could only say the same again",
+}
 UNKNOWN = "–"
 
 
@@ -189,7 +194,7 @@ def _left(leaving: MemberExit) -> str:
 def _finish(result: EnsembleResult) -> str:
     if result.stop_sequence is not None:
         return f"at the stop string {json.dumps(result.stop_sequence, ensure_ascii=False)}"
-    return "the answer was complete" if result.finish_reason is FinishReason.STOP else "max_tokens or context reached"
+    return ENDS[result.finish_reason]
 
 
 def _card(piece: Piece, record: RoundRecord) -> Card:

@@ -293,6 +293,7 @@ def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
     [
         ({}, "stop the answer was complete"),
         ({"finish_reason": FinishReason.LENGTH}, "length max_tokens or context reached"),
+        ({"finish_reason": FinishReason.REPETITION}, "repetition it could only say the same again"),
         ({"stop_sequence": "END"}, 'stop at the stop string "END"'),
         ({"seed": 7}, "3 verified, seed 7"),
     ],
