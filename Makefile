@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test test-all bench lint clean distclean
+.PHONY: help setup demo test test-all bench picture lint clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -29,6 +29,9 @@ test-all: $(STAMP) ## Run every test
 
 bench: $(STAMP) ## Measure the engine
 	$(BIN)/python benchmarks/engine.py
+
+picture: $(STAMP) ## Draw the README's picture of a report (needs Chromium)
+	$(BIN)/python docs/picture.py
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -81,6 +82,9 @@ Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Answers at
 Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context of each, in the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write the answer, explained, to an HTML file.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
 
 
@@ -130,20 +134,29 @@ def ask(
     quantization: Quantization = None,
     as_json: AsJson = False,
     explain: Explain = False,
+    report: Report = None,
     verbose: Verbose = False,
 ) -> int:
     """Answer a question, each segment in the colour of its author."""
+    if report:
+        _check_writable(report)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
     given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
     settings = {name: value for name, value in given.items() if value is not None}
     config = _config(member, {"dtype": dtype, "quantization": quantization}, preset, **settings)
     messages = _messages(system, question)
+    out, notes = _consoles()
     with _loaded(config, verbose) as engine:
         events = engine.stream(messages, params)
-        if as_json:
-            print(json.dumps(_result(events).to_dict(), allow_nan=False))
-        else:
-            _show(events, explain)
+        result = _result(events) if as_json else terminal.show_answer(events, out, notes)
+    if as_json:
+        print(json.dumps(result.to_dict(), allow_nan=False))
+    if report:
+        _write_report(report, result, messages[-1].content)
+    if explain and not as_json:
+        terminal.show_rounds(result, out)
+    if not as_json:
+        terminal.show_summary(result, notes)
     return 0
 
 
@@ -240,14 +253,30 @@ def _calm(verbose: bool) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _show(events: Iterable[Event], explain: bool) -> None:
+def _consoles() -> tuple[Console, Console]:
     """The answer goes to stdout; what is said about it joins it on a terminal, else stderr."""
     out = terminal.stdout()
-    notes = out if out.is_terminal else terminal.stderr()
-    result = terminal.show_answer(events, out, notes)
-    if explain:
-        terminal.show_rounds(result, out)
-    terminal.show_summary(result, notes)
+    return out, out if out.is_terminal else terminal.stderr()
+
+
+def _check_writable(path: Path) -> None:
+    """Raises `ConfigError` before any model is loaded for a report that could not be written."""
+    try:
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        hint = "name a file in a folder that exists and that you may write to"
+        raise ConfigError(f"--report cannot be written to {path} ({error.strerror}): {hint}") from error
+
+
+def _write_report(path: Path, result: EnsembleResult, question: str) -> None:
+    try:
+        path.write_text(result.to_html(question), "utf-8", errors="xmlcharrefreplace")
+    except OSError as error:
+        raise SpecFuseError(f"the report was not written to {path}: {error.strerror}") from error
+    print(f"report: {terminal.visible(str(path))}", file=sys.stderr)
 
 
 def _result(events: Iterable[Event]) -> EnsembleResult:

@@ -210,6 +210,18 @@ class EnsembleResult:
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data
 
+    def to_html(self, title: str | None = None) -> str:
+        """The answer explained, as one HTML file that needs no network. `title`: its heading, e.g. the question."""
+        from specfuse_shared.report import document
+
+        return document(self, title)
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, as an element whose style stays its own."""
+        from specfuse_shared.report import fragment
+
+        return fragment(self)
+
 
 def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
     own = [c.score for r in rounds for c in r.candidates if name in c.drafters and c.score is not None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ from specfuse_shared.cli import main
         (["ask", "hi", "--member", ""], "--member is empty"),
         (["ask", "hi", "--scor", "mean_prob"], "--score"),
         (["ask", "hi", "--zzz"], "specfuse-llm ask --help"),
+        (["ask", "hi", "--report"], "--report"),
         (["ask", "hi", "--score"], "--score"),
         (["ask"], "QUESTION"),
         (["ask", "two", "questions"], "questions"),
@@ -43,6 +46,48 @@ def test_a_mistake_gets_one_helpful_line_and_exit_code_2(
     assert err.startswith("specfuse-llm: ")
     assert err.count("\n") == 1
     assert hint in err
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("missing/report.html", "missing/report.html (No such file or directory)"),
+        (".", "(Is a directory)"),
+        ("file/report.html", "(Not a directory)"),
+        ("x" * 300, "(File name too long)"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_any_model_is_looked_for(
+    path: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["ask", "hi", "--member", "no/such-member", "--report", path]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("specfuse-llm: --report cannot be written to ")
+    assert err.count("\n") == 1
+    assert hint in err
+    assert "name a file in a folder that exists" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_report_in_a_folder_without_permission_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    assert main(["ask", "hi", "--member", "no/such-member", "--report", str(tmp_path / "report.html")]) == 2
+    assert "(Permission denied)" in capsys.readouterr().err
+
+
+def test_looking_whether_a_report_can_be_written_changes_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.html", tmp_path / "new.html"
+    old.write_text("an older report")
+    for path in (old, new):
+        assert main(["ask", " ", "--member", "x", "--report", str(path)]) == 2
+    assert "the question is empty" in capsys.readouterr().err
+    assert old.read_text() == "an older report"
+    assert not new.exists()
 
 
 def test_control_characters_of_an_argument_are_not_sent_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,41 @@ def test_explain_adds_every_round(members: list[str], capsys: pytest.CaptureFixt
     assert '"Another answer entirely."' in rounds[0] or '"Another answer' in rounds[0]
 
 
+def test_a_report_is_written_and_said_on_stderr(
+    members: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.html"
+    assert main(["ask", "Speak <b>now</b>", "--report", str(file), "--exit", "never", *members]) == 0
+    out, err = capsys.readouterr()
+    assert out == SPEECH + "\n"
+    assert f"report: {file}\n" in err
+    html = file.read_text("utf-8")
+    assert '<h1 dir="auto">Speak &lt;b&gt;now&lt;/b&gt;</h1>' in html
+    assert all(word in html for word in SPEECH.split())
+    assert "Another answer" in html
+
+
+def test_a_report_does_not_disturb_json_and_replaces_an_older_one(
+    members: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.html"
+    file.write_text("an older report" * 9999)
+    assert main(["ask", "Speak", "--json", "--report", str(file), *members]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == SPEECH
+    assert err == f"report: {file}\n"
+    assert "an older report" not in file.read_text("utf-8")
+
+
+def test_a_report_that_cannot_be_written_after_all_ends_with_exit_code_1(
+    members: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", "Speak", "--json", "--report", "/dev/full", *members]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == SPEECH
+    assert err == "specfuse-llm: the report was not written to /dev/full: No space left on device\n"
+
+
 def test_options_reach_the_engine(members: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--max-tokens", "6", "--stop", "recites", "--segment-tokens", "2", "--feedback", "constant"]
     assert main(["ask", "Speak", "--json", "--system", "Be brief", *options, *members]) == 0

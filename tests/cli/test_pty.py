@@ -104,14 +104,16 @@ def test_a_file_gets_what_a_model_wrote_exactly(hostile: list[str]) -> None:
     assert run.stdout.decode() == HOSTILE + "\n"
 
 
-def test_ctrl_c_ends_with_130_and_keeps_what_was_shown(recite: Callable[..., str]) -> None:
+def test_ctrl_c_ends_with_130_and_keeps_what_was_shown(recite: Callable[..., str], tmp_path: Path) -> None:
     endless = ["--member", recite("endless", "round and", endless=True)]
-    arguments = ["ask", "Speak", "--max-tokens", "4000", *endless, *endless]
+    report = tmp_path / "report.html"
+    arguments = ["ask", "Speak", "--max-tokens", "4000", "--report", str(report), *endless, *endless]
     code, shown = in_terminal(arguments, until=b"round and")
     assert code == 130
     assert "round and" in COLOUR.sub("", shown)
     assert shown.endswith("\n")
     assert "Traceback" not in shown
+    assert not report.exists()
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback(recite: Callable[..., str]) -> None:

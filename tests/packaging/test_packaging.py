@@ -112,6 +112,17 @@ def test_the_engine_and_its_command_work_without_any_extra(metadata: Distributio
     assert frameworks == ["False", "False"]
 
 
+def test_a_report_is_drawn_without_any_extra(metadata: Distribution, unpacked: Path) -> None:
+    code = (
+        "from specfuse_shared import EnsembleResult, FinishReason, Usage\n"
+        "usage = Usage(1, 0, 'lone')\n"
+        "print(EnsembleResult('', FinishReason.STOP, None, usage, (), ('lone',), None, 0.0, None, 0.0).to_html())"
+    )
+    html = run_with_extra(metadata, unpacked, "", code)
+    assert html.startswith("<!doctype html>")
+    assert "<style>\n:is(.specfuse-report" in html
+
+
 @pytest.mark.parametrize(
     ("package", "extra"), [("langchain_specfuse", "langchain"), ("llamaindex_specfuse", "llamaindex")]
 )

@@ -1,0 +1,49 @@
+"""Draws docs/report.png, the README's picture: the report of a real answer of the demo members, one round pointed at.
+
+Needs Chromium. The picture in the repository was drawn with the font Inter installed (Debian: fonts-inter).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
+
+QUESTION = "Why is the sky blue? Answer in three sentences."
+TARGET = Path(__file__).with_name("report.png")
+POINTED_AT = 20
+WIDTH, HEIGHT, SCALE, COLOURS = 1120, 1200, 2, 96
+
+
+def answer() -> EnsembleResult:
+    config = EnsembleConfig(members=demo_members(), exit="never")
+    with EnsembleEngine(config) as engine:
+        return engine.generate(QUESTION, SamplingParams(max_tokens=80))
+
+
+def draw(page_file: Path, picture: Path) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
+        page.goto(page_file.as_uri())
+        left, top = page.locator(f".s{POINTED_AT}").evaluate(
+            "e => (r => [r.left + 9, r.top + 9])(e.getClientRects()[0])"
+        )
+        page.mouse.move(left, top)
+        last = page.locator("figure").first.bounding_box()
+        assert last
+        page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + 16})
+        browser.close()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        page_file, picture = Path(folder, "report.html"), Path(folder, "report.png")
+        page_file.write_text(answer().to_html(QUESTION), "utf-8")
+        draw(page_file, picture)
+        Image.open(picture).convert("RGB").quantize(COLOURS).save(TARGET, optimize=True)

@@ -1,0 +1,229 @@
+"""The report in a real browser: what can be seen, read and reached, and that nothing leaves the file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from specfuse_shared.report import document, fragment
+from specfuse_shared.types import EnsembleResult, MemberExit
+from tests.engine.explained import explained, rival_text
+
+CHROMIUM = shutil.which("chromium")
+QUIET = ["disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-component-update"]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+DESK, PHONE = {"width": 1200, "height": 800}, {"width": 400, "height": 800}
+MEMBERS = ("smollm2-135m", "gemma3-270m", "a-third-member-with-a-long-name/of-an-organisation", "fourth", "fifth")
+TURNS = [
+    ("smollm2-135m", "Tides rise and fall because the Moon pulls"),
+    ("gemma3-270m", " on the oceans.\n\n1. New moon:"),
+    ("a-third-member-with-a-long-name/of-an-organisation", "    indented\tand tabbed <b>text</b>"),
+    ("fifth", " 天空是蓝色的，因为蓝光散射得更多。"),
+    ("smollm2-135m", "\nالسماء زرقاء"),
+]
+LEAVING = {2: [MemberExit("fourth", 2, "retention", 0.08)], 5: [MemberExit("fifth", 5, "fault")]}
+TIDES = explained(TURNS, MEMBERS, leaving=LEAVING)
+LONG = explained([(MEMBERS[i % 2], f" word{i}, and a few more,") for i in range(200)], MEMBERS[:2])
+
+CONTRASTS = """() => {
+  const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (...colours) => {
+    pixel.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pixel.fillStyle = colour; pixel.fillRect(0, 0, 1, 1) }
+    const [r, g, b] = [...pixel.getImageData(0, 0, 1, 1).data].map(v => v / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const grounds = e => e ? [...grounds(e.parentElement), getComputedStyle(e).backgroundColor] : ["white"];
+  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const text = walker.currentNode, e = text.parentElement, style = getComputedStyle(e);
+    if (!text.data.trim() || !e.checkVisibility({ visibilityProperty: true }) || e.closest("style, svg")) continue;
+    const pairs = [style.color, ...["::before", "::after"].map(p => getComputedStyle(e, p))
+      .filter(s => s.content != "none").map(s => s.color)];
+    for (const colour of pairs) {
+      const [low, high] = [paint(...grounds(e)), paint(...grounds(e), colour)].sort((a, b) => a - b);
+      found.push([(high + 0.05) / (low + 0.05), text.data.trim().slice(0, 30), e.className]);
+    }
+  }
+  return found.sort((a, b) => a[0] - b[0]);
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
+        with playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as chromium:
+            yield chromium
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """`opened(html, **context)` → its page; afterwards nothing may have been complained of or fetched."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    contexts = []
+
+    def open_page(html: str, **settings: Any) -> Page:
+        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        file = tmp_path / f"{len(contexts)}.html"
+        file.write_text(html, "utf-8")
+        page.goto(file.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert requests == [(tmp_path / f"{i}.html").as_uri() for i in range(1, len(contexts) + 1)]
+
+
+SHOWN = """() => [...document.querySelectorAll(".card")]
+  .filter(card => card.checkVisibility({ visibilityProperty: true })).map(card => card.innerText)"""
+
+
+def shown_card(page: Page) -> str:
+    """The text of the one round that can be seen."""
+    (card,) = page.evaluate(SHOWN)
+    return str(card)
+
+
+def test_the_page_reads_as_the_answer(opened: Callable[..., Page]) -> None:
+    page = opened(document(TIDES, "Why?"))
+    assert page.locator(".answer").text_content() == TIDES.text
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('.answer'))")
+    assert page.evaluate("getSelection().toString()") == TIDES.text
+    assert page.locator("h1").inner_text() == "Why?"
+    assert page.evaluate("getComputedStyle(document.querySelector('.answer')).whiteSpaceCollapse") == "preserve"
+    assert not page.locator(".answer b").count()
+
+
+def test_pointing_at_a_segment_shows_its_rivals_and_their_scores(opened: Callable[..., Page]) -> None:
+    page = opened(document(TIDES))
+    assert shown_card(page).startswith("Round 1 of 5")
+    page.hover(".s2")
+    card = shown_card(page)
+    assert card.startswith("Round 2 of 5")
+    for name in MEMBERS:
+        assert name in card
+        assert name == "gemma3-270m" or rival_text(2, name).strip() in card
+    for number in ("0.500", "0.750", "0.250", "0.200"):
+        assert number in card
+    assert "fourth left after round 2: retention 0.080" in card
+    page.hover(".eyebrow")
+    assert shown_card(page).startswith("Round 1 of 5")
+
+
+def test_a_click_keeps_a_round_and_arrow_keys_walk_through_them(opened: Callable[..., Page]) -> None:
+    page = opened(document(TIDES))
+    page.click(".s3")
+    page.hover(".eyebrow")
+    assert shown_card(page).startswith("Round 3 of 5")
+    page.keyboard.press("ArrowRight")
+    assert shown_card(page).startswith("Round 4 of 5")
+
+
+def test_the_keyboard_alone_reaches_every_round(opened: Callable[..., Page]) -> None:
+    page = opened(document(TIDES))
+    page.keyboard.press("Tab")
+    for index in range(1, 6):
+        assert shown_card(page).startswith(f"Round {index} of 5")
+        assert page.locator(f".s{index}").evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+        page.keyboard.press("ArrowDown")
+
+
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+def test_a_rounds_card_stays_within_the_window(opened: Callable[..., Page], viewport: dict[str, int]) -> None:
+    page = opened(document(LONG), viewport=viewport)
+    for segment in (1, 93, 200):
+        page.hover(f".s{segment}")
+        assert shown_card(page).startswith(f"Round {segment} of 200")
+        box = page.locator(".rounds").bounding_box()
+        assert box
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= viewport["width"]
+        assert 0 <= box["y"] <= box["y"] + box["height"] <= viewport["height"]
+
+
+def test_a_tap_shows_a_round_and_its_card_can_be_scrolled(opened: Callable[..., Page]) -> None:
+    page = opened(document(TIDES), viewport=PHONE, has_touch=True, is_mobile=True)
+    page.tap(".s2")
+    assert shown_card(page).startswith("Round 2 of 5")
+    box = page.locator(".rounds").bounding_box()
+    assert box
+    assert box["y"] + box["height"] <= PHONE["height"]
+    page.tap(".c2 h3")
+    assert shown_card(page).startswith("Round 2 of 5")
+
+
+@pytest.mark.parametrize("result", [TIDES, LONG, explained([("alpha", "x" * 300)])], ids=["tides", "long", "word"])
+def test_a_phone_never_scrolls_sideways(opened: Callable[..., Page], result: EnsembleResult) -> None:
+    page = opened(document(result, "A question that is long " + "and" * 60), viewport=PHONE)
+    page.locator("summary").click()
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast(opened: Callable[..., Page], scheme: str) -> None:
+    page = opened(document(TIDES, "Why?"), color_scheme=scheme)
+    page.locator("summary").click()
+    for index in range(1, 6):
+        page.hover(f".s{index}")
+        ratios = page.evaluate(CONTRASTS)
+        assert len(ratios) > 100
+        assert ratios[0][0] >= 4.5, ratios[:5]
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
+    assert dark is (scheme == "dark")
+
+
+NOTEBOOK = """<!doctype html><meta charset=utf-8><style>
+.output table {{ color: red; border-collapse: separate }}
+.output tbody tr:nth-child(odd) td {{ background: red; text-align: right }}
+</style><h2>A notebook</h2><p class="muted card">Text</p><table><tr><td class="num text">1</td></tr></table>
+<label class="seg"><input type=radio> x</label><svg><rect class="m0" width=9 height=9 /></svg>
+<div class="output">{}</div>"""
+STYLES = """() => [...document.querySelectorAll("body > :not(.output), body > :not(.output) *")]
+  .map(e => Object.fromEntries([...getComputedStyle(e)].map(name => [name, getComputedStyle(e)[name]])))"""
+
+
+def test_a_notebook_and_the_report_in_it_leave_each_others_style_alone(opened: Callable[..., Page]) -> None:
+    without, with_report = (opened(NOTEBOOK.format(html)) for html in ("", fragment(TIDES)))
+    before, after = without.evaluate(STYLES), with_report.evaluate(STYLES)
+    assert len(before) == len(after) > 8
+    assert before == after
+    cell = with_report.locator(".roomy tbody td").nth(1)
+    alone = opened(document(TIDES)).locator(".roomy tbody td").nth(1)
+    for name in ("backgroundColor", "color", "textAlign"):
+        styles = [c.evaluate(f"e => getComputedStyle(e).{name}") for c in (cell, alone)]
+        assert styles[0] == styles[1]
+
+
+def test_a_notebooks_own_theme_comes_before_the_systems(opened: Callable[..., Page]) -> None:
+    html = f'<body data-jp-theme-light="false">{fragment(TIDES)}</body>'
+    report = opened(html, color_scheme="light").locator(".specfuse-report")
+    assert report.evaluate("e => getComputedStyle(e).backgroundColor") == "rgb(18, 22, 28)"
+
+
+def test_two_reports_on_a_page_keep_their_own_choice(opened: Callable[..., Page]) -> None:
+    page = opened(fragment(TIDES) + fragment(explained(TURNS, MEMBERS)))
+    page.locator(".s3").nth(0).click()
+    page.locator(".s5").nth(1).click()
+    page.locator(".eyebrow").nth(0).hover()
+    assert [card.partition("\n")[0] for card in page.evaluate(SHOWN)] == ["Round 3 of 5", "Round 5 of 5"]
+
+
+def test_scripts_are_not_needed(opened: Callable[..., Page]) -> None:
+    page = opened(document(TIDES), java_script_enabled=False)
+    page.hover(".s4")
+    assert page.locator(".c4").is_visible()
+    assert not page.locator(".c1").is_visible()
