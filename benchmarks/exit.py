@@ -30,10 +30,12 @@ from specfuse_shared.types import EnsembleResult, Message
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
 """(demo member, noise) of the three degraded members."""
+PLAIN = {"segment_tokens": 10, "per": "token", "aggregate": "weighted_mean", "feedback": "uniform"}
 POLICIES: dict[str, dict[str, Any]] = {
-    "never": {"exit": "never"},
-    "entropy": {"exit": "entropy"},
-    "fixed": {"exit": "fixed"},
+    "never": {**PLAIN, "exit": "never"},
+    "entropy-0.7": {**PLAIN, "exit": "entropy", "exit_threshold": 0.7},
+    "entropy-0.5": {**PLAIN, "exit": "entropy", "exit_threshold": 0.5},
+    "fixed-0.5": {**PLAIN, "exit": "fixed", "exit_threshold": 0.5},
 }
 
 
