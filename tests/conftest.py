@@ -11,8 +11,9 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Iterator[EnsembleEngine]:
-    """The demo ensemble as a user gets it."""
-    with EnsembleEngine(EnsembleConfig(members=demo_members())) as engine:
+    """The demo ensemble as a user gets it, but that a prompt is read anew each time: else bf16 would let the same
+    question have two answers, as what was read in other pieces is rounded in other places."""
+    with EnsembleEngine(EnsembleConfig(members=demo_members(), reuse_prefixes=False)) as engine:
         yield engine.load()
 
 
