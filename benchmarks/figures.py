@@ -30,16 +30,19 @@ class Figure:
         return self.ratio >= self.target if self.at_least else self.ratio <= self.target
 
 
-def report(title: str, figures: Sequence[Figure], file: Path) -> None:
-    """Print the figures, and write them with what they were measured on."""
+def report(title: str, figures: Sequence[Figure], file: Path, facts: Sequence[tuple[str, str]] = ()) -> None:
+    """Print the figures and the facts beside them, and write them with what they were measured on."""
     table = Table(title=f"{title}, {torch.get_num_threads()} threads of {platform.machine()}")
     for column in ("figure", "ratio", "target", "met", "from"):
         table.add_column(column)
     for f in figures:
         bound = f"{'≥' if f.at_least else '≤'} {f.target:g}"
         table.add_row(f.name, f"{f.ratio:.2f}", bound, "yes" if f.met else "no", f.detail)
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    for name, value in facts:
+        console.print(f"{name}: {value}", highlight=False)
     machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-    found = {"figures": [{**asdict(f), "met": f.met} for f in figures], **machine}
+    found = {"figures": [{**asdict(f), "met": f.met} for f in figures], "facts": dict(facts), **machine}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -45,10 +45,9 @@ class Budget:
             slots = session.prompt_tokens[member.name] + session.max_tokens + drafted
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
-            cache = row_capacity(slots) * member.bytes_per_token
-            amount = cache + drafted * member.vocabulary_size * LOGIT_BYTES
             for device, share in member.devices.items():
-                needed[device] += int(share * amount)
+                cache = row_capacity(slots, device) * member.bytes_per_token
+                needed[device] += int(share * (cache + drafted * member.vocabulary_size * LOGIT_BYTES))
         for device, amount in needed.items():
             if amount > self._room(device):
                 raise RequestError(

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,6 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from specfuse_shared.cache import CacheBlock, CacheRow
+from specfuse_shared.masks import MaskPlan, additive
+from specfuse_shared.transfer import upload
 
 GROUPED, EAGER = "specfuse_grouped_sdpa", "specfuse_eager"
 _MOST_FOLDED_QUERIES = 128
@@ -30,49 +32,7 @@ _DEFAULT_LONG = 64
 """From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
 cost little on a CPU, and padding little on a GPU."""
 
-KINDS: tuple[str, ...] = ("full_attention", "sliding_attention", "chunked_attention")
-
 Kernel = Callable[..., tuple[torch.Tensor, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class MaskPlan:
-    """How a model takes its masks: one for all layers, or a mapping by layer kind (`as_mapping`)."""
-
-    kinds: tuple[str, ...]
-    as_mapping: bool
-    window: int | None = None
-    chunk: int | None = None
-
-    def restrict(self, kind: str, visible: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor) -> torch.Tensor:
-        """`visible` (Q, K) without what layers of this kind never see; positions of queries (Q) and slots (K)."""
-        if kind == "sliding_attention" and self.window is not None and key_at.numel() > self.window:
-            return visible & (query_at[:, None] - key_at[None, :] < self.window)
-        if kind == "chunked_attention" and self.chunk is not None and key_at.numel() > self.chunk:
-            return visible & (query_at[:, None] // self.chunk == key_at[None, :] // self.chunk)
-        return visible
-
-    def is_plain(self, kind: str, slots: int) -> bool:
-        """Whether layers of this kind see everything before a query, among so many slots."""
-        reach = {"sliding_attention": self.window, "chunked_attention": self.chunk}.get(kind)
-        return reach is None or slots <= reach
-
-    def markers(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What the model is given as masks: empty ones whose last dimension tells the attention which kind it is."""
-        made = {k: torch.zeros(1, 1, 1, n + 1, device=device, dtype=dtype) for n, k in enumerate(self.kinds)}
-        return made if self.as_mapping else made[self.kinds[0]]
-
-
-def plans_for(config: Any) -> list[MaskPlan]:
-    """Mask plans worth probing for a text configuration, likeliest first; empty for recurrent architectures."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    if any(kind not in KINDS for kind in kinds):
-        return []
-    single = [MaskPlan(("full_attention",), False)]
-    if window is not None:
-        single.insert(0, MaskPlan(("sliding_attention",), False, window))
-    return [MaskPlan(kinds, True, window, chunk), *single] if kinds else single
 
 
 @dataclass(slots=True)
@@ -122,7 +82,10 @@ class _Group:
 
 
 class Batch(Cache):
-    """One forward over the segments of many answers; passes for the model's cache and tells attention where to look."""
+    """One forward over the segments of many answers; passes for the model's cache and tells attention where to look.
+
+    There is room in the rows for what the segments feed.
+    """
 
     def __init__(self, segments: Sequence[Segment], plan: MaskPlan, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layers=[])
@@ -131,7 +94,6 @@ class Batch(Cache):
         self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
         starts, total = [], 0
         for segment in segments:
-            segment.row.reserve(segment.slots)
             starts.append(total)
             total += len(segment.ids)
         self.tokens = total
@@ -245,8 +207,7 @@ class Batch(Cache):
             for row, segment, seen, at in parts:
                 query_at = at[len(at) - len(segment.ids) :]
                 visible[row, : len(segment.ids), : segment.slots] = self._plan.restrict(kind, seen, query_at, at)
-            mask = torch.zeros(visible.shape, dtype=self._dtype)
-            masks[kind] = mask.masked_fill_(~visible, torch.finfo(self._dtype).min)[:, None].to(self._device)
+            masks[kind] = upload(additive(visible, self._dtype), self._device)[:, None]
         return masks
 
     def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
@@ -259,18 +220,28 @@ class Batch(Cache):
         return self._copies[key]
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+        return upload(values, self._device)
+
+
+class Attending(Protocol):
+    """A forward whose attention looks into cache rows."""
+
+    def attend(
+        self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention output (1, T, H, D) of one layer for queries (1, H, T, D)."""
+        ...
 
 
 class _Running(threading.local):
-    batch: Batch | None = None
+    batch: Attending | None = None
 
 
 _running = _Running()
 
 
 @contextmanager
-def running(batch: Batch) -> Iterator[None]:
+def running(batch: Attending) -> Iterator[None]:
     """While this lasts, attention of models called in this thread belongs to `batch`."""
     _running.batch = batch
     try:
@@ -301,7 +272,7 @@ def grouped_kernel(
         query.reshape(batch, key.shape[1], groups * queries, query.shape[-1]),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        attn_mask=attention_mask if queries == 1 else attention_mask.repeat(1, 1, groups, 1),
         scale=scaling,
     )
     return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None

@@ -35,6 +35,7 @@ AGGREGATES: dict[str, AggregatePolicy] = {
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
+EXECUTIONS = ("auto", "static", "dynamic")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
@@ -172,6 +173,9 @@ class EnsembleConfig(_Config):
     `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
     share of what is free once the weights are loaded if unset. `reuse_prefixes`: keep an eighth of it for prompts
     that begin like earlier ones.
+
+    `execution`: "static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where
+    there is a GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic.
     """
 
     members: Sequence[MemberConfig | str]
@@ -192,6 +196,7 @@ class EnsembleConfig(_Config):
     when_busy: str = "wait"
     cache_bytes: int | None = None
     reuse_prefixes: bool = True
+    execution: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
@@ -218,6 +223,7 @@ class EnsembleConfig(_Config):
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
         )
         _choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
+        _choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
         _require(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
         _require(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
         _require(

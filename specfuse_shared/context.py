@@ -16,29 +16,53 @@ import torch
 
 from specfuse_shared.attention import Segment
 from specfuse_shared.cache import CacheRow
+from specfuse_shared.scoring import Judgement, Line
 from specfuse_shared.tree import ROOT, Branch, TokenTree
 
 if TYPE_CHECKING:
     from specfuse_shared.runner import ModelRunner
+    from specfuse_shared.sampling import Sampler
+    from specfuse_shared.static import DraftRun
 
 PREFILL_CHUNK = 1024
 _TREE_ROOM = 64
 
 
-class NotFiniteError(ArithmeticError):
-    """The model's logits are not numbers."""
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """`count` tokens to choose and feed behind a known `branch` in one go, without the host in between.
 
-    def __init__(self) -> None:
-        super().__init__("its logits are not finite numbers (overflow in half precision, or broken weights)")
+    `run`: where they are once that was fed, in column `column`.
+    """
+
+    branch: Branch
+    count: int
+    sampler: Sampler
+    blocked: torch.Tensor | None = None
+    run: DraftRun | None = None
+    column: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """Branches to judge once they are fed, and the stop ids of those that end; `found`: the answer on its way."""
+
+    questions: Sequence[tuple[Branch, Sequence[int]]]
+    found: Judgement | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Tokens that a context wants to go through the model: the next `prompt` tokens of its prompt, or branches."""
+    """What a context wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
+
+    `asking`: what it wants to know of the branches.
+    """
 
     context: Context
     branches: tuple[Branch, ...] = ()
     prompt: int = 0
+    draft: Drafting | None = None
+    asking: Asking | None = None
 
 
 class Context(ABC):
@@ -77,6 +101,8 @@ class Context(ABC):
         """Whether the feed holds anything that the model has not seen."""
         if feed.prompt:
             return self.unread > 0
+        if feed.draft is not None:
+            return True
         return any(node not in self._rows for branch in feed.branches for node in self._path(branch))
 
     def logits(self, branch: Branch) -> torch.Tensor:
@@ -85,20 +111,32 @@ class Context(ABC):
         return self._logits_row(path[-1] if path else ROOT)
 
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
-        """Natural log p of each token of the branch given all before it.
+        """`judge` of one branch."""
+        return self.judge(Asking([(branch, stop_ids)]))[0]
 
-        With `stop_ids`, one more entry: log p that any of them comes next (the member's end of turn).
+    def judge(self, asking: Asking) -> list[list[float]]:
+        """Natural log p of each token of each branch given all before it; waits for the device once.
+
+        With stop ids, one more entry: log p that any of them comes next (the member's end of turn).
         """
-        if not branch.tokens and not stop_ids:
-            return []
-        path = self._path(branch)
-        chain = path if branch.base < len(self.answer) else [ROOT, *path]
-        chain = chain[: len(branch.tokens) + bool(stop_ids)]
-        masses = self._masses(chain)
-        picks = [self._logits_row(n)[t].float() - m for n, t, m in zip(chain, branch.tokens, masses, strict=False)]
-        if stop_ids:
-            picks.append(self._logits_row(chain[-1])[list(stop_ids)].float().logsumexp(0) - masses[-1])
-        return [float(v) for v in torch.stack(picks).tolist()]
+        if asking.found is None:
+            self.ask(asking)
+        assert asking.found is not None
+        return asking.found.read()
+
+    def ask(self, asking: Asking) -> None:
+        """Let the device find out, without waiting for it."""
+        lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in asking.questions]
+        asking.found = Judgement(lines, self._logits_row)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether it takes feeds that draft; else tokens are chosen one by one."""
+        return False
+
+    def drafted(self, draft: Drafting, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
+        raise NotImplementedError
 
     def commit(self, branch: Branch) -> None:
         """The branch becomes the trunk; every other branch is dropped."""
@@ -140,21 +178,17 @@ class Context(ABC):
             return self._end
         return self._rows[node]
 
-    def _masses(self, nodes: Sequence[int]) -> list[torch.Tensor]:
-        """log Σ exp of each node's logits in float32, computed once a round."""
-        missing = [n for n in nodes if n not in self._mass]
-        if missing:
-            # row by row, because blocks of float32 copies would not fit a processor's cache
-            masses = torch.stack([self._logits_row(n).float().logsumexp(-1) for n in missing])
-            if not bool(masses.isfinite().all()):
-                raise NotFiniteError
-            self._mass.update(zip(missing, masses, strict=True))
-        return [self._mass[n] for n in nodes]
+    def _line(self, branch: Branch, ends: bool) -> list[int]:
+        """The nodes whose logits judge the branch's tokens, and what follows them if it `ends`."""
+        if not branch.tokens and not ends:
+            return []
+        path = self._path(branch)
+        line = path if branch.base < len(self.answer) else [ROOT, *path]
+        return line[: len(branch.tokens) + ends]
 
     def _forget_tree(self) -> None:
         self._tree = TokenTree()
         self._rows: dict[int, torch.Tensor] = {}
-        self._mass: dict[int, torch.Tensor] = {}
 
 
 class PackedContext(Context):
@@ -197,14 +231,43 @@ class PackedContext(Context):
     def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
         """Logits (nodes, V) of a fed job; those of a prompt's last token become the trunk's end."""
         if nodes:
-            self._rows.update(zip(nodes, rows, strict=True))
-            self.fed += len(nodes)
-            self._fed_nodes += nodes
+            self._take(nodes, list(rows))
             return
         assert self._row is not None
         self.unread = len(self.prompt) - self._row.used
         if not self.unread:
             self._end = rows[-1]
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.runner.static is not None
+
+    def draft_row(self, draft: Drafting) -> tuple[CacheRow, torch.Tensor, Sequence[int]]:
+        """The cache row of a draft, the logits (V) behind its branch, and the ids before it if its sampler asks."""
+        assert self._row is not None, "the context was released"
+        assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
+        history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
+        return self._row, self.logits(draft.branch), history
+
+    def drafted(self, draft: Drafting, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        assert draft.run is not None, "the draft was not fed"
+        assert self._row is not None, "the context was released"
+        ids, ended = draft.run.tokens(draft.column, draft.count, stop_ids)
+        draft.sampler.drawn += len(ids)
+        start = self.length + len(draft.branch.tokens)
+        fed = ids[: draft.count - 1]
+        path = self._path(Branch(draft.branch.base, draft.branch.tokens + tuple(fed)))
+        nodes = path[len(path) - len(fed) :]
+        for n, node in enumerate(nodes):
+            self._tree.nodes[node].slot = start + n
+        self._row.used = start + len(nodes)
+        self._take(nodes, draft.run.logits(draft.column, len(nodes)))
+        return ids, ended
+
+    def _take(self, nodes: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        self._rows.update(zip(nodes, rows, strict=True))
+        self.fed += len(nodes)
+        self._fed_nodes += nodes
 
     def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
@@ -228,14 +291,25 @@ class PackedContext(Context):
 
 
 def feed_together(feeds: Sequence[Feed]) -> None:
-    """Run what contexts of one model ask for: packed ones in one forward, others one after another."""
+    """Run what contexts of one model ask for: packed ones in one forward, drafts in one run of forwards, others one
+    after another."""
     jobs: list[tuple[PackedContext, Segment, list[int]]] = []
+    drafts: list[tuple[PackedContext, Drafting]] = []
     for feed in feeds:
         if not isinstance(feed.context, PackedContext):
             feed.context.feed_alone(feed)
+        elif feed.draft is not None:
+            drafts.append((feed.context, feed.draft))
         elif (job := feed.context.job(feed)) is not None:
             jobs.append((feed.context, *job))
     if jobs:
         found = jobs[0][0].runner.step([segment for _, segment, _ in jobs])
         for (context, _, nodes), rows in zip(jobs, found, strict=True):
             context.take(nodes, rows)
+    if drafts:
+        static = drafts[0][0].runner.static
+        assert static is not None, "only contexts of fixed-shape runners draft ahead"
+        static.draft(drafts)
+    for feed in feeds:
+        if feed.asking is not None:
+            feed.context.ask(feed.asking)

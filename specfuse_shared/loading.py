@@ -80,7 +80,7 @@ def load_pretrained(
         if config.adapter is not None:
             on_stage("merging the adapter")
             model = _with_adapter(model, config, config.adapter)
-        return _prepared(model, config), tokenizer
+        return prepared(model, config), tokenizer
 
 
 def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:
@@ -193,7 +193,8 @@ def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
     return Path(known)
 
 
-def _prepared(model: Any, config: MemberConfig) -> Any:
+def prepared(model: Any, config: MemberConfig) -> Any:
+    """The model in eval mode, with the engine's attention."""
     from specfuse_shared.attention import EAGER, GROUPED
 
     model = model.eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,9 +17,9 @@ import torch
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.constraint import MemberConstraint, token_vocabulary
-from specfuse_shared.context import PREFILL_CHUNK, Feed
-from specfuse_shared.loading import OnStage, load_pretrained
-from specfuse_shared.placement import Assignment
+from specfuse_shared.context import PREFILL_CHUNK, Asking, Drafting, Feed
+from specfuse_shared.loading import OnStage, load_pretrained, prepared
+from specfuse_shared.placement import Assignment, Need
 from specfuse_shared.planning import plan_ensemble
 from specfuse_shared.probe import probe
 from specfuse_shared.prompts import PLAIN_TURN_ENDS, PromptEncoder
@@ -125,7 +125,11 @@ class Member(Protocol):
     context_limit: int | None
     bytes_per_token: int
     vocabulary_size: int
-    report: MemberReport
+
+    @property
+    def report(self) -> MemberReport:
+        """What it turned out to be, as of now."""
+        ...
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
@@ -145,7 +149,10 @@ class Member(Protocol):
 
 
 class LocalMember:
-    """A causal language model of transformers in this process, in its `place` or where it fits by itself."""
+    """A causal language model of transformers in this process, in its `place` or where it fits by itself.
+
+    `loaded`: model and tokenizer that are in memory already; else they are read as `config` says.
+    """
 
     def __init__(
         self,
@@ -154,16 +161,22 @@ class LocalMember:
         cache_dir: str | None = None,
         on_stage: OnStage = lambda stage: None,
         place: Assignment | None = None,
+        execution: str = "auto",
+        loaded: tuple[Any, Any] | None = None,
     ) -> None:
         start = time.monotonic()
         self.name, self.weight = config.label, config.weight
-        place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
+        if loaded is not None:
+            (model, tokenizer), place = loaded, _place_of(loaded[0], self.name)
+            model = prepared(model, config)
+        else:
+            place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
+            model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         self.devices = place.caches
-        model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         self.prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name)
         self.codec = self.prompts.codec
         on_stage("checking parity")
-        way = probe(model, self.name)
+        way = probe(model, self.name, execution)
         self.runner = way.runner(model)
         self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
         special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
@@ -173,7 +186,7 @@ class LocalMember:
         self.context_limit: int | None = min((n for n in limits if n), default=None)
         self.bytes_per_token = way.bytes_per_token
         self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
-        self.report = MemberReport(
+        self._report = MemberReport(
             name=self.name,
             model=config.model,
             architecture=type(model).__name__,
@@ -185,11 +198,18 @@ class LocalMember:
             attention=text._attn_implementation,
             verification=way.verification,
             probe_error=way.error,
+            graphs=way.execution,
             template=self.prompts.kind,
             context=self.context_limit,
             stop_token_ids=self.stop_ids,
             load_seconds=time.monotonic() - start,
         )
+
+    @property
+    def report(self) -> MemberReport:
+        if self.runner.static is None:
+            return self._report
+        return replace(self._report, graphs=self.runner.static.graphs.report)
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self.prompts.encode(messages, tools)
@@ -260,8 +280,13 @@ class LocalSession:
 
     def verify(self, questions: Sequence[Question]) -> Stage:
         branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
-        yield Feed(self.context, tuple(branches))
-        return [self._verdict(q, b) for q, b in zip(questions, branches, strict=True)]
+        asking = Asking(
+            [(b, self._member.stop_ids if q.ends else ()) for q, b in zip(questions, branches, strict=True)]
+        )
+        yield Feed(self.context, tuple(branches), asking=asking)
+        judged = self.context.judge(asking)
+        sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
+        return [Verdict(tuple(logprobs), tuple(own)) for logprobs, own in zip(judged, sizes, strict=True)]
 
     def commit(self, text: str) -> Stage:
         encoding = self._codec.extend(self.encoding, text)
@@ -299,6 +324,12 @@ class LocalSession:
     ) -> Generator[Feed, None, tuple[list[int], bool]]:
         """Sample `count` more tokens behind the committed answer and `ids`; True if the turn ended."""
         base, ids, constraint = len(self.context.answer), list(ids), self._constraint
+        if constraint is None and self.context.drafts_ahead:
+            draft = Drafting(Branch(base, tuple(ids)), count, self._sampler, blocked)
+            yield Feed(self.context, (draft.branch,))
+            yield Feed(self.context, draft=draft)
+            more, ended = self.context.drafted(draft, self._member.stop_ids)
+            return ids + more, ended
         for _ in range(count):
             if constraint is not None and constraint.finished:
                 return ids, True
@@ -319,17 +350,19 @@ class LocalSession:
         base = common_prefix(self.context.answer, encoding.ids)
         return Branch(base, encoding.ids[base:])
 
-    def _verdict(self, question: Question, branch: Branch) -> Verdict:
-        logprobs = self.context.logprobs(branch, self._member.stop_ids if question.ends else ())
-        sizes = self._codec.token_bytes(branch.tokens) + [1] * question.ends
-        return Verdict(tuple(logprobs), tuple(sizes))
-
     def _cut_turn(self, text: str) -> tuple[str, bool]:
         """A base model ends its turn by writing the next turn's header; that header is not part of the answer."""
         match = find_stop(self._text, text, self._turn_ends)
         if match is None:
             return text, False
         return text[: max(0, match.start - len(self._text))].rstrip("\n"), True
+
+
+def _place_of(model: Any, name: str) -> Assignment:
+    """The place of a whole model that is in memory."""
+    device, size = str(model.device), weight_bytes(model)
+    number_format = str(model.dtype).removeprefix("torch.")
+    return Assignment(name, number_format, None, Need(size, 0, 0), {"": device}, {device: size}, {device: 1.0})
 
 
 def _stop_ids(model: object, tokenizer: object, prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:

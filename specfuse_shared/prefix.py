@@ -55,7 +55,7 @@ class PrefixCache:
         sizes = {id(entry): common_length(entry.ids, ids) for entry in self._entries}
         if any(sizes[id(entry)] == len(ids) for entry in self._entries):
             return
-        nbytes = row.block.bytes_per_slot * len(ids)
+        nbytes = row.pool.bytes_per_slot * len(ids)
         if nbytes > self.limit:
             return
         self._entries = [entry for entry in self._entries if sizes[id(entry)] < len(entry.ids)]

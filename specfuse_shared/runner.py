@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from specfuse_shared.attention import Batch, MaskPlan, Segment, running
-from specfuse_shared.cache import CachePool
+from specfuse_shared.attention import Batch, Segment, running
+from specfuse_shared.cache import CachePool, Layer
+from specfuse_shared.graphs import Graphs
+from specfuse_shared.masks import MaskPlan
 from specfuse_shared.prefix import PrefixCache
+from specfuse_shared.static import StaticRunner
+from specfuse_shared.transfer import upload
+
+
+class ModelForward:
+    """A model's own call, over tokens in a row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.can_skip_logits = "logits_to_keep" in parameters
+        self.cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._takes_positions = "position_ids" in parameters
+
+    def __call__(self, ids: torch.Tensor, cache: Any, at: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
+        """Logits (Q, V) of tokens `ids` (Q) at positions `at` (Q)."""
+        inputs = {"input_ids": ids[None], self.cache_argument: cache}
+        if self._takes_positions:
+            inputs["position_ids"] = at[None]
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        return torch.as_tensor(self.model(**inputs, use_cache=True, **options).logits[0])
 
 
 class ModelRunner:
@@ -18,27 +42,47 @@ class ModelRunner:
     earlier ones left.
 
     `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
-    (Mamba), so `append` feeds them in turn.
+    (Mamba), so `append` feeds them in turn. `slots`: what a slot of its cache is, where that is known. `graphs`: run
+    steps of fixed shape, and capture them as these can.
     """
 
-    def __init__(self, model: Any, plan: MaskPlan | None = None, one_by_one: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        plan: MaskPlan | None = None,
+        one_by_one: bool = False,
+        slots: Mapping[int, Layer] | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
         self.device, self.dtype = _home(model), model.dtype
-        self.pool, self.prefixes = CachePool(), PrefixCache()
-        parameters = inspect.signature(model.forward).parameters
-        self._can_skip_logits = "logits_to_keep" in parameters
-        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
-        self._takes_positions = "position_ids" in parameters
+        self.pool, self.prefixes = CachePool(self.device, slots), PrefixCache()
+        self._forward = ModelForward(model)
+        self.static: StaticRunner | None = None
+        if plan is not None and graphs is not None:
+            self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
+            self.pool.keeps_empty = graphs.reason is None
 
     def keep_last(self, count: int) -> dict[str, int]:
         """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""
-        return {"logits_to_keep": count} if self._can_skip_logits else {}
+        return {"logits_to_keep": count} if self._forward.can_skip_logits else {}
 
     def step(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
         """Feed every segment in one forward; logits (wanted, V) of each. Their rows then hold the new tokens."""
         assert self.plan is not None, "a model without a mask plan runs row by row"
-        batch = Batch(segments, self.plan, self.device, self.dtype)
-        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in segments]).to(self.device)
+        for segment in segments:
+            segment.row.reserve(segment.slots)
+        if self.static is not None and self.static.fits(segments):
+            found = self.static.step(segments)
+        else:
+            found = self._packed(segments, self.plan)
+        for segment in segments:
+            segment.row.used = segment.slots
+        return found
+
+    def _packed(self, segments: Sequence[Segment], plan: MaskPlan) -> list[torch.Tensor]:
+        batch = Batch(segments, plan, self.device, self.dtype)
+        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in segments])
         ids = [token for s in segments for token in s.ids]
         wanted: list[int] = []
         ends = 0
@@ -46,22 +90,21 @@ class ModelRunner:
             ends += len(segment.ids)
             wanted += range(ends - segment.wanted, ends)
         skip: dict[str, Any] = {}
-        if self._can_skip_logits and len(wanted) < len(ids):
-            skip = {"logits_to_keep": torch.tensor(wanted, dtype=torch.long, device=self.device)}
+        if self._forward.can_skip_logits and len(wanted) < len(ids):
+            skip = {"logits_to_keep": upload(wanted, self.device)}
         with running(batch):
-            logits = self._forward(ids, batch, at, self.plan.markers(self.device, self.dtype), **skip)
+            markers = plan.markers(self.device, self.dtype)
+            logits = self._forward(upload(ids, self.device), batch, upload(at, self.device), markers, **skip)
         if len(logits) > len(wanted):
-            logits = logits[wanted]
-        for segment in segments:
-            segment.row.used = segment.slots
+            logits = logits.index_select(0, upload(wanted, self.device))
         return list(torch.split(logits, [s.wanted for s in segments]))
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
         """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
         at = torch.arange(start, start + len(ids), device=self.device)
-        if not self._one_by_one:
-            return self._forward(ids, cache, at, None)
-        return torch.cat([self._forward(ids[n : n + 1], cache, at[n : n + 1], None) for n in range(len(ids))])
+        tokens, size = upload(ids, self.device), 1 if self._one_by_one else len(ids)
+        pieces = zip(torch.split(tokens, size), torch.split(at, size), strict=True)
+        return torch.cat([self._forward(piece, cache, place, None) for piece, place in pieces])
 
     def plain(self, ids: Sequence[int]) -> torch.Tensor:
         """The model's own forward over a whole sequence, without a cache; logits (Q, V)."""
@@ -72,15 +115,14 @@ class ModelRunner:
         """Feed a prompt into the cache that the model makes for itself; logits (V) after it, and that cache."""
         inputs = torch.tensor([list(ids)], device=self.device)
         out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
-        return out.logits[0, -1], out[self._cache_argument]
+        return out.logits[0, -1], out[self._forward.cache_argument]
 
-    def _forward(self, ids: Sequence[int], cache: Any, at: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
-        inputs = {"input_ids": torch.tensor([list(ids)], device=self.device), self._cache_argument: cache}
-        if self._takes_positions:
-            inputs["position_ids"] = at[None]
-        if mask is not None:
-            inputs["attention_mask"] = mask
-        return torch.as_tensor(self.model(**inputs, use_cache=True, **options).logits[0])
+    def give_back(self) -> None:
+        """Free what only saves time: remembered prefixes, empty blocks, captured steps."""
+        self.prefixes.shrink()
+        self.pool.reclaim()
+        if self.static is not None:
+            self.static.drop()
 
 
 def _home(model: Any) -> torch.device:

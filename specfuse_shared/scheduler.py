@@ -4,10 +4,14 @@ Answers join and leave between two forwards. A stage asks for feeds (`specfuse_s
 member runs the feeds of all its answers together: some draft, some verify, some still read their prompt. A feed
 that fails in company is run alone, so that one poisoned request fails alone. Members on different devices step at the
 same time (`specfuse_shared.lanes`); the answers themselves go on in the worker alone.
+
+Members of static execution draft a whole segment in one feed, so their answers join and leave between two segments.
+Such drafts wait within a turn until those who verify have committed, so that all draft together.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -15,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +42,10 @@ from specfuse_shared.session import AnswerSession, Work
 logger = logging.getLogger(__name__)
 
 SHARED_PREFILL_CHUNK = 256
-"""Prompt tokens a step while other answers run, so that they keep streaming."""
+"""Prompt tokens a step while other answers run, so that they keep streaming; a step that drafts ahead takes more."""
 
 Deliver = Callable[[Event | Exception], None]
+Wanted = Callable[[Feed], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +92,7 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, members: Sequence[Member], budget: Budget, metrics: Metrics) -> None:
-        self._lanes, self._budget, self._metrics = Lanes[list[Request]](members), budget, metrics
+        self._lanes, self._budget, self._metrics = Lanes[list[tuple[Request, _Job]]](members), budget, metrics
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []
@@ -143,9 +149,7 @@ class Scheduler:
         try:
             with torch.inference_mode():
                 while self._await_work():
-                    for requests in self._lanes.turn(self._step):
-                        for request in requests:
-                            self._advance_if_ready(request)
+                    self._turn()
         except BaseException as error:
             logger.exception("the engine's worker stopped")
             with self._changed:
@@ -205,27 +209,42 @@ class Scheduler:
         request.work = request.session.run()
         self._advance(request, None)
 
-    def _step(self, member: Member) -> list[Request]:
-        """One forward of a member for everything that its answers wait for; those answers.
+    def _turn(self) -> None:
+        """One forward of every member for all that is known; then, if some draft ahead, for them."""
+        self._run(lambda feed: feed.draft is None)
+        jobs = [job for request in self._running for job in request.jobs.values() if not job.done]
+        if any(job.feed is not None and job.feed.draft for job in jobs):
+            self._run(lambda feed: bool(feed.branches))
+            self._run(lambda feed: feed.draft is not None)
+
+    def _run(self, wanted: Wanted) -> None:
+        """A forward of every member, then what each gave: a device goes on computing while the host reads."""
+        fed = list(self._lanes.turn(partial(self._step, wanted=wanted)))
+        for _, job in itertools.chain(*fed):
+            if not job.done:
+                job.advance()
+        for request, _ in itertools.chain(*fed):
+            self._advance_if_ready(request)
+
+    def _step(self, member: Member, wanted: Wanted) -> list[tuple[Request, _Job]]:
+        """One forward of a member for what its answers wait for and is wanted now; those answers and their jobs.
 
         Changes the member's own jobs and nothing else, because members on other devices may step meanwhile.
         """
         waiting = [(r, job) for r in self._running if (job := r.jobs.get(member.name)) and not job.done]
-        waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled)]
+        waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled) and job.feed and wanted(job.feed)]
         jobs = self._within_prefill_budget([job for _, job in waiting])
         if not jobs:
             return []
         began = time.monotonic()
         self._feed(jobs)
         self._metrics.forward(member.name, len(jobs), time.monotonic() - began)
-        for job in jobs:
-            if not job.done:
-                job.advance()
-        return [request for request, _ in waiting]
+        return [(request, job) for request, job in waiting if job in jobs]
 
     def _within_prefill_budget(self, jobs: Sequence[_Job]) -> list[_Job]:
         """Trim prompt pieces to the step's budget; those beyond it wait for the next step."""
-        left = PREFILL_CHUNK if len(self._running) == 1 else SHARED_PREFILL_CHUNK
+        ahead = any(job.feed is not None and job.feed.context.drafts_ahead for job in jobs)
+        left = PREFILL_CHUNK if len(self._running) == 1 or ahead else SHARED_PREFILL_CHUNK
         chosen = []
         for job in jobs:
             if job.feed is not None and job.feed.prompt:
@@ -236,8 +255,8 @@ class Scheduler:
             chosen.append(job)
         return chosen
 
-    def _feed(self, jobs: Sequence[_Job]) -> None:
-        """Feed together; after a failure apart, and on lack of memory in halves and without remembered prefixes."""
+    def _feed(self, jobs: Sequence[_Job], is_last_try: bool = False) -> None:
+        """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
         try:
             feed_together([job.feed for job in jobs if job.feed is not None])
         except Exception as error:
@@ -246,18 +265,12 @@ class Scheduler:
                 logger.warning("a forward of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
                 for start in range(0, len(jobs), size):
                     self._feed(jobs[start : start + size])
-            elif is_out_of_memory(error) and self._forget_prefixes(jobs[0]):
-                self._feed(jobs)
+            elif is_out_of_memory(error) and not is_last_try:
+                assert jobs[0].feed is not None
+                jobs[0].feed.context.runner.give_back()
+                self._feed(jobs, is_last_try=True)
             else:
                 jobs[0].fail(error)
-
-    def _forget_prefixes(self, job: _Job) -> bool:
-        """Whether dropping remembered prefixes freed anything."""
-        assert job.feed is not None
-        prefixes = job.feed.context.runner.prefixes
-        had = prefixes.memory_bytes
-        prefixes.shrink()
-        return had > 0
 
     def _advance_if_ready(self, request: Request) -> None:
         while not request.over and request.jobs and all(job.done for job in request.jobs.values()):

@@ -233,6 +233,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "attention": report.attention,
         "verification": report.verification,
         "probe error": f"{report.probe_error:.1e}",
+        "graphs": report.graphs,
         "stop tokens": ", ".join(map(str, report.stop_token_ids)),
         "load": _seconds(report.load_seconds),
     }

@@ -243,8 +243,8 @@ class MemberReport:
 
     `memory_bytes`: its weights. `device`: one, or those that share the member joined by "+". `verification`: "packed"
     (all candidates in one forward) or "rows" (one forward a candidate). `probe_error`: largest |Δ log p| between the
-    cached path and the model's own plain forward. `template`: "own", "given" or "plain". `context`: token limit, None
-    if the model states none.
+    cached path and the model's own plain forward. `graphs`: "captured" (its steps run as CUDA graphs), or "eager: " and
+    why not. `template`: "own", "given" or "plain". `context`: token limit, None if the model states none.
     """
 
     name: str
@@ -258,6 +258,7 @@ class MemberReport:
     attention: str
     verification: Literal["packed", "rows"]
     probe_error: float
+    graphs: str
     template: Literal["own", "given", "plain"]
     context: int | None
     stop_token_ids: tuple[int, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,21 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEn
     members = [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
     with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
         yield engine.load()
+
+
+@pytest.fixture(scope="session")
+def static_engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    """The same members in static execution."""
+    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+        yield engine.load()
+
+
+@pytest.fixture(params=["dynamic", "static"])
+def either_engine(request: pytest.FixtureRequest) -> EnsembleEngine:
+    """The tiny members in each execution."""
+    engine = request.getfixturevalue("static_engine" if request.param == "static" else "tiny_engine")
+    assert isinstance(engine, EnsembleEngine)
+    return engine
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ class NaiveMember:
 
     def logits(self, answer_ids: list[int]) -> torch.Tensor:
         """(tokens of the answer + 1, V): what comes after the prompt and after each answer token."""
-        inputs = {"input_ids": torch.tensor([self.prompt + answer_ids]), "use_cache": False}
+        inputs = {"input_ids": torch.tensor([self.prompt + answer_ids]).to(self.m.runner.device), "use_cache": False}
         logits = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
         return logits[0, -len(answer_ids) - 1 :].float()
 

@@ -34,6 +34,20 @@ def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
         yield made.load()
 
 
+@pytest.fixture(scope="module")
+def static(engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    with EnsembleEngine(replace(engine.config, execution="static")) as made:
+        yield made.load()
+
+
+@pytest.fixture(params=["dynamic", "static"])
+def either(request: pytest.FixtureRequest, engine: EnsembleEngine) -> EnsembleEngine:
+    """That engine in each execution."""
+    chosen = engine if request.param == "dynamic" else request.getfixturevalue("static")
+    assert isinstance(chosen, EnsembleEngine)
+    return chosen
+
+
 def requests(count: int) -> list[tuple[str, SamplingParams]]:
     """Questions of mixed length; half greedy, half sampled with a seed."""
     chance = random.Random(3)
@@ -56,19 +70,21 @@ def wait_until_idle(engine: EnsembleEngine) -> None:
         time.sleep(0.01)
 
 
-def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEngine) -> None:
+def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEngine, either: EnsembleEngine) -> None:
     asked = requests(20)
     expected = [answer_of(engine.generate(question, params)) for question, params in asked]
-    before = engine.metrics().batch_size.total
-    together = engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
+    before = either.metrics().batch_size.total
+    together = either.generate_batch([question for question, _ in asked], [params for _, params in asked])
     assert [answer_of(result) for result in together] == expected
-    forwards = engine.metrics().batch_size
+    forwards = either.metrics().batch_size
     assert forwards.total > before
     assert sum(forwards.counts[2:]) > 0, "at least three answers must have shared a forward"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_who_joins_leaves_and_cancels_changes_no_answer(engine: EnsembleEngine, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_who_joins_leaves_and_cancels_changes_no_answer(
+    engine: EnsembleEngine, either: EnsembleEngine, seed: int
+) -> None:
     asked, chance = requests(20), random.Random(seed)
     expected = [engine.generate(question, params).text for question, params in asked]
 
@@ -76,13 +92,13 @@ def test_who_joins_leaves_and_cancels_changes_no_answer(engine: EnsembleEngine, 
         question, params = asked[number]
         await asyncio.sleep(chance.random() * 0.3)
         if number % 3 == 2:
-            stream = engine.astream(question, params)
+            stream = either.astream(question, params)
             for _ in range(chance.randint(1, 3)):
                 if isinstance(await anext(stream), FinishEvent):
                     break
             await stream.aclose()  # type: ignore[attr-defined]
             return None
-        return (await engine.agenerate(question, params)).text
+        return (await either.agenerate(question, params)).text
 
     async def ask_all() -> list[str | None]:
         order = chance.sample(range(20), 20)
@@ -150,8 +166,8 @@ def test_a_timeout_ends_the_answer_with_what_there_was(engine: EnsembleEngine) -
         engine.stream("x", timeout=0)
 
 
-def test_cancellations_and_closed_streams_leave_nothing_behind(engine: EnsembleEngine) -> None:
-    chance, question = random.Random(1), "What is a lens?"
+def test_cancellations_and_closed_streams_leave_nothing_behind(either: EnsembleEngine) -> None:
+    engine, chance, question = either, random.Random(1), "What is a lens?"
     expected = engine.generate(question, SamplingParams(max_tokens=30)).text
 
     async def many() -> None:
@@ -246,9 +262,10 @@ def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, m
         assert max(sizes) <= 32 + 5 * (2 * config.segment_tokens + 8)
 
 
-def test_a_shared_prefix_is_read_once(tiny_engine: EnsembleEngine) -> None:
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+def test_a_shared_prefix_is_read_once(tiny_engine: EnsembleEngine, execution: str) -> None:
     with (
-        EnsembleEngine(tiny_engine.config) as engine,
+        EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine,
         EnsembleEngine(replace(tiny_engine.config, reuse_prefixes=False)) as plain,
     ):
         talk = [Message("system", "You know the sea. " * 5), Message("user", "How do tides follow the moon?")]

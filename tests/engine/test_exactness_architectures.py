@@ -20,14 +20,17 @@ def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("partner"), seed=1)
 
 
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_tiny_models_equal_the_naive_round(kind: str, partner: Path, tmp_path: Path) -> None:
+def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: Path, tmp_path: Path) -> None:
     save_model(kind, byte_level_tokenizer(), tmp_path)
     members = [MemberConfig(str(tmp_path), name=kind, dtype="float32"), MemberConfig(str(partner), dtype="float32")]
-    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
+    config = EnsembleConfig(members=members, segment_tokens=6, exit="never", execution=execution)
+    with EnsembleEngine(config) as engine:
         report = engine.describe()[0]
         assert report.verification == ("rows" if kind in ROW_BY_ROW else "packed")
         assert report.probe_error < 1e-3
+        assert ("static execution" in report.graphs) == (execution == "static" and kind not in ROW_BY_ROW)
         for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
             assert any(r.verified for r in records)

@@ -18,6 +18,7 @@ PROMPTS = {
     "chinese": "请用中文介绍一下北京的历史，写三句话。",
     "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
 }
+SLOW = pytest.mark.slow
 
 
 def question(text: str) -> list[Message]:
@@ -70,6 +71,35 @@ def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, 
     assert len(ids) == 45, "a longer answer is needed to compare"
     assert list(session.context.answer) == ids
     assert "".join(d.text for d in drafts) == member.codec.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
+    """The same models in static execution."""
+    found = []
+    for member, config in zip(local_members(exact_engine), exact_engine.config.member_configs, strict=True):
+        loaded = member.runner.model, member.prompts.tokenizer
+        found.append(LocalMember(config, loaded=loaded, execution="static"))
+    return found
+
+
+@pytest.mark.parametrize("kind", [k if k in ("english", "chinese") else pytest.param(k, marks=SLOW) for k in PROMPTS])
+def test_both_executions_give_the_same_rounds(
+    exact_engine: EnsembleEngine, static_members: list[LocalMember], kind: str
+) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
+    chance = {} if kind in ("english", "emoji") else {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+    params = SamplingParams(max_tokens=200, **chance)  # type: ignore[arg-type]
+    found = []
+    for members in (local_members(exact_engine), static_members):
+        session = open_session(config, members, question(PROMPTS[kind]), params)
+        found.append(run_rounds(session, 2))
+        session.release()
+    for dynamic, static in zip(*found, strict=True):
+        assert (static.text, static.winner) == (dynamic.text, dynamic.winner)
+        for one, other in zip(static.candidates, dynamic.candidates, strict=True):
+            assert (one.text, one.drafters, one.tokens) == (other.text, other.drafters, other.tokens)
+            assert one.scores == pytest.approx(other.scores, abs=1e-4)
 
 
 def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_forward(

@@ -259,14 +259,14 @@ def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEng
 
 def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1)) as engine:
-        step, steps = engine.load()._scheduler._step, iter(range(5))  # type: ignore[union-attr]
+        turn, turns = engine.load()._scheduler._turn, iter(range(5))  # type: ignore[union-attr]
 
-        def dies(work: Any) -> None:
-            if next(steps, None) is None:
+        def dies() -> None:
+            if next(turns, None) is None:
                 raise SystemExit("worker killed")
-            step(work)
+            turn()
 
-        engine._scheduler._step = dies  # type: ignore[union-attr, method-assign]
+        engine._scheduler._turn = dies  # type: ignore[union-attr, method-assign]
         streams = [engine.stream(f"{NEIGHBOUR} {n}", PARAMS) for n in range(3)]
         for stream in streams:
             with pytest.raises(EngineClosedError, match="worker stopped"):

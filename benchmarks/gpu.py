@@ -1,0 +1,272 @@
+"""Speed of static execution on one GPU, with random weights at the shapes of real models: no download.
+
+    python benchmarks/gpu.py [--repeats 5] [--execution static] [--json FILE]
+    python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
+
+1. decode    a member's ms a token at 512 tokens of context ÷ bytes (weights it reads, its cache) / bandwidth
+2. verify    five candidates of 10 tokens in one forward ÷ a decode step
+3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forwards at that floor
+4. first     seconds to the first segment at 512 and 4,000 prompt tokens
+5. answers   tokens a second of 1, 8 and 32 answers at once
+6. memory    and the library's own `generate` beside it
+
+Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit, so that every member works in
+every round. Members are taken in order as far as memory goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from figures import RESULTS, Figure, report
+from shapes import members
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
+from specfuse_shared.member import LocalMember, LocalSession, Question
+from specfuse_shared.scheduler import run_stage
+
+SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
+SEGMENT, CANDIDATES = 10, 5
+_SHARE_FOR_WEIGHTS = 0.8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Prompt tokens of the short and the long prompt, tokens of an answer, how many at once, bytes of the copy."""
+
+    short: int = 512
+    long: int = 4000
+    tokens: int = 64
+    at_once: tuple[int, ...] = (1, 8, 32)
+    copied: int = 1 << 31
+
+
+TINY = Sizes(48, 160, 24, (1, 2, 4), 1 << 24)
+
+
+class Bench:
+    def __init__(self, sizes: Sizes, repeats: int, device: torch.device, execution: str, tiny: bool) -> None:
+        self.sizes, self.repeats, self.device, self.execution = sizes, repeats, device, execution
+        self.facts: list[tuple[str, str]] = []
+        self.bandwidth = self._bandwidth()
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        dtype = torch.float32 if tiny else torch.bfloat16
+        self.members = list(members(tiny, device, dtype, execution, _SHARE_FOR_WEIGHTS * free))
+
+    def run(self) -> list[Figure]:
+        steps = {member.name: self.decode(member) for member in self.members}
+        figures = [self._of_floor(member, steps[member.name]) for member in self.members]
+        figures += [self._of_step(member, self.verify(member), steps[member.name]) for member in self.members]
+        for count in (1, 2, 3, 5):
+            if count <= len(self.members):
+                figures.append(self.round(self.members[:count]))
+        figures += self.first(self.members)
+        figures += self.answers(self.members)
+        self.facts += [(member.name, _described(member)) for member in self.members]
+        self.facts.append(("memory", self._memory()))
+        return figures
+
+    # ── one member ───────────────────────────────────────────────────────────────────────────────
+
+    def decode(self, member: LocalMember) -> float:
+        """Seconds a token of plain decoding behind the short prompt; `generate` goes to the facts."""
+        session, seconds = self.opened(member), []
+        for number in range(self.repeats + 1):
+            seconds.append(self.timed(lambda n=number: run_stage(session.draft_alone(self.sizes.tokens, n + 1))))  # type: ignore[misc]
+        session.release()
+        own = [self.timed(lambda: self.generate(member)) for _ in range(self.repeats + 1)]
+        step, library = (statistics.median(found[1:]) / self.sizes.tokens for found in (seconds, own))
+        said = f"{1e3 * library:.2f} ms a token; decode takes {step / library:.2f} of it"
+        self.facts.append((f"generate, {member.name}", said))
+        return step
+
+    @torch.inference_mode()
+    def generate(self, member: LocalMember) -> None:
+        """The library's own greedy decoding of as many tokens behind the same prompt."""
+        model = member.runner.model
+        ids = torch.tensor([member.encode_prompt(self.prompt([member], self.sizes.short))], device=self.device)
+        before = model.config._attn_implementation
+        model.set_attn_implementation("eager" if before.endswith("eager") else "sdpa")
+        length = {"max_new_tokens": self.sizes.tokens, "min_new_tokens": self.sizes.tokens}
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+        model.set_attn_implementation(before)
+
+    def verify(self, member: LocalMember) -> float:
+        """Seconds until a member has judged five candidates behind the short prompt."""
+        session, seconds = self.opened(member), []
+        for number in range(self.repeats + 1):
+            texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
+            asked = [Question(text, False) for text in texts]
+            seconds.append(self.timed(lambda asked=asked: run_stage(session.verify(asked))))  # type: ignore[misc]
+            run_stage(session.commit(texts[0]))
+        session.release()
+        return statistics.median(seconds[1:])
+
+    def opened(self, member: LocalMember) -> LocalSession:
+        prompt = member.encode_prompt(self.prompt([member], self.sizes.short))
+        session = member.open(prompt, SamplingParams(max_tokens=self.sizes.tokens), 0)
+        run_stage(session.prefill())
+        return session
+
+    def text(self, member: LocalMember, seed: int) -> str:
+        """Ten random tokens of a member."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(len(member.prompts.tokenizer), (SEGMENT,), generator=generator)
+        return " " + member.codec.decode(ids.tolist())
+
+    def floor(self, member: LocalMember) -> float:
+        """Seconds that the device needs to read what a decoded token needs."""
+        model = member.runner.model
+        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        unread = 0 if tied else model.get_input_embeddings().weight.nbytes
+        cache = (self.sizes.short + self.sizes.tokens // 2) * member.bytes_per_token
+        return (member.report.memory_bytes - unread + cache) / self.bandwidth
+
+    def _of_floor(self, member: LocalMember, step: float) -> Figure:
+        floor = self.floor(member)
+        detail = f"{1e3 * step:.2f} ms ÷ {1e3 * floor:.2f} ms"
+        return Figure(f"decode ÷ bytes/bandwidth, {member.name}", step / floor, 1.25, False, detail)
+
+    def _of_step(self, member: LocalMember, verify: float, step: float) -> Figure:
+        detail = f"{1e3 * verify:.2f} ms ÷ {1e3 * step:.2f} ms"
+        return Figure(f"verify {CANDIDATES} ÷ a decode step, {member.name}", verify / step, 1.5, False, detail)
+
+    # ── the ensemble ─────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def engine(self, some: Sequence[LocalMember]) -> Iterator[EnsembleEngine]:
+        """An engine over loaded members, with what earlier ones left given back."""
+        for member in self.members:
+            member.runner.give_back()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        names = [MemberConfig(member.name, name=member.name) for member in some]
+        config = EnsembleConfig(names, exit="never", reuse_prefixes=False, segment_tokens=SEGMENT)
+        with EnsembleEngine(config, some) as engine:
+            yield engine.load()
+
+    def round(self, some: Sequence[LocalMember]) -> Figure:
+        messages, seconds = self.prompt(some, self.sizes.short), []
+        with self.engine(some) as engine:
+            for _ in range(self.repeats + 1):
+                result = engine.generate(messages, SamplingParams(max_tokens=self.sizes.tokens))
+                full = [r for r in result.rounds[:-1] if r.verified or len(some) == 1]
+                seconds.append(statistics.median(r.timing.total for r in full))
+        spent, floor = statistics.median(seconds[1:]), SEGMENT * sum(map(self.floor, some))
+        name = f"a round of {len(some)} ÷ {SEGMENT} forwards each at the floor"
+        return Figure(name, spent / floor, 1.2, False, f"{1e3 * spent:.1f} ms ÷ {1e3 * floor:.1f} ms")
+
+    def first(self, some: Sequence[LocalMember]) -> list[Figure]:
+        found = {}
+        with self.engine(some) as engine:
+            for size in (self.sizes.short, self.sizes.long):
+                messages = self.prompt(some, size)
+                waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(self.repeats + 1)]  # type: ignore[misc]
+                found[size] = statistics.median(waits[1:])
+        for size, wait in found.items():
+            self.facts.append((f"first segment, {size}-token prompt, {len(some)} members", f"{wait:.3f} s"))
+        name = f"seconds to the first segment, {self.sizes.short}-token prompt, {len(some)} members"
+        return [Figure(name, found[self.sizes.short], 0.5, False, "the target is for five members")]
+
+    def answers(self, some: Sequence[LocalMember]) -> list[Figure]:
+        """Throughput of many answers at once against one."""
+        rates, params = {}, SamplingParams(max_tokens=self.sizes.tokens)
+        with self.engine(some) as engine:
+            for count in self.sizes.at_once:
+                asked = [self.prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
+                results = engine.generate_batch(asked, params)
+                spent = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
+                rates[count] = sum(r.usage.completion_tokens for r in results) / spent  # type: ignore[union-attr]
+                shared = f"{engine.metrics().batch_size.mean:.1f} a forward"
+                self.facts.append((f"{count} answers at once", f"{rates[count]:.1f} tokens/s; {shared}"))
+        most = max(rates)
+        name, detail = f"tokens/s of {most} at once ÷ of one", f"{rates[most]:.1f} ÷ {rates[1]:.1f} tokens/s"
+        return [Figure(f"{name}, {len(some)} members", rates[most] / rates[1], 12, True, detail)]
+
+    # ── tools ────────────────────────────────────────────────────────────────────────────────────
+
+    def prompt(self, some: Sequence[LocalMember], size: int, start: str = "") -> list[Message]:
+        """A question behind filler, so that the longest member prompt has about `size` tokens."""
+
+        def asked(sentences: int) -> list[Message]:
+            return [Message("user", start + SENTENCE * sentences + "Describe the log of the observatory at length.")]
+
+        def length(sentences: int) -> int:
+            return max(len(member.encode_prompt(asked(sentences))) for member in some)
+
+        each = (length(20) - length(10)) / 10
+        return asked(max(0, int((size - length(0)) / each)))
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds until the device has done the work."""
+        self._wait()
+        start = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _bandwidth(self) -> float:
+        """Bytes a second of a large copy, read and written, and of a large read; the better of the two."""
+        source = torch.ones(self.sizes.copied // 4, device=self.device)
+        target = torch.empty_like(source)
+        kinds: dict[str, tuple[int, Callable[[], object]]] = {
+            "copy": (2 * source.nbytes, lambda: target.copy_(source)),
+            "read": (source.nbytes, source.sum),
+        }
+        rates = {}
+        for name, (size, work) in kinds.items():
+            work()
+            rates[name] = size / min(self.timed(work) for _ in range(10))
+        self.facts.append(("bandwidth", ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())))
+        return max(rates.values())
+
+    def _memory(self) -> str:
+        if self.device.type == "cuda":
+            return f"{torch.cuda.max_memory_allocated(self.device) / 1e9:.1f} GB at most"
+        return f"{psutil.Process().memory_info().rss / 1e9:.1f} GB of the process"
+
+
+def _described(member: LocalMember) -> str:
+    found = member.report
+    size = f"{found.memory_bytes / 1e9:.3f} GB of weights, {member.bytes_per_token / 1e3:.1f} kB a cached token"
+    return f"{size}; {found.attention}; graphs: {found.graphs}"
+
+
+def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
+    events = engine.stream(messages, SamplingParams(max_tokens=4 * SEGMENT))
+    next(event for event in events if isinstance(event, SegmentEvent) and event.text)
+    events.close()  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--execution", choices=["static", "dynamic"], default="static")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to see that everything runs")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else options.device)
+    if not options.tiny and not (device.type == "cuda" and torch.cuda.is_available()):
+        parser.error("this needs a CUDA device, and there is none here; --tiny runs the same code on a CPU")
+    bench = Bench(TINY if options.tiny else Sizes(), options.repeats, device, options.execution, options.tiny)
+    name = "tiny sizes on a CPU" if options.tiny else torch.cuda.get_device_name(device)
+    report(f"GPU path, {options.execution}, {name}", bench.run(), options.json, bench.facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The GPU benchmark runs on a machine without one, with small sizes, and its shapes are those of the real models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PARAMETERS = {
+    "llama-3-8b": 8_030_261_248,
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-7b": 7_248_023_552,
+    "gemma-2-9b": 9_241_705_984,
+    "glm-4-9b": 9_399_951_360,
+}
+"""As the published checkpoints have them."""
+
+
+def run(*arguments: str, script: str = "gpu.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None:
+    done = run("--tiny", "--repeats", "1", "--json", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    names = [figure["name"].split(",")[0] for figure in found["figures"]]
+    assert names.count("decode ÷ bytes/bandwidth") == names.count("verify 5 ÷ a decode step") == 5
+    assert [name for name in names if name.startswith("a round of")] == [
+        f"a round of {count} ÷ 10 forwards each at the floor" for count in (1, 2, 3, 5)
+    ]
+    assert names[-2:] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
+    assert all(figure["ratio"] > 0 for figure in found["figures"])
+    assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= found["facts"].keys()
+    assert all("static execution" in found["facts"][name] for name in PARAMETERS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_real_sizes_are_refused() -> None:
+    done = run("--repeats", "1")
+    assert done.returncode == 2
+    assert "--tiny runs the same code on a CPU" in done.stderr
+
+
+def test_the_shapes_are_those_of_the_real_models() -> None:
+    code = (
+        f"import sys, torch; sys.path.insert(0, {str(BENCHMARKS)!r}); from shapes import SHAPES, weight_bytes\n"
+        "for s in SHAPES: print(s.name, weight_bytes(s.config(tiny=False), torch.bfloat16) // 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert found.keys() == PARAMETERS.keys()
+    for name, count in PARAMETERS.items():
+        assert abs(int(found[name]) / count - 1) < 1e-4, name

@@ -1,0 +1,99 @@
+"""Static execution on a device that is not there: tensors without numbers, which know where they would be.
+
+Such tensors raise where a tensor of the device meets one of the host, and where anything has to be read from the
+device. Run by itself, because a device once registered stays for the life of the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from specfuse_shared import SamplingParams
+from specfuse_shared.attention import EAGER, GROUPED
+from specfuse_shared.context import Asking, Drafting, Feed, PackedContext, feed_together
+from specfuse_shared.graphs import Graphs
+from specfuse_shared.masks import plans_for
+from specfuse_shared.runner import ModelRunner
+from specfuse_shared.sampling import Sampler
+from specfuse_shared.tree import Branch
+from tests.engine.tiny import ARCHITECTURES
+
+RULES = (
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1),
+)
+
+
+class Noiseless(Sampler):
+    """Tensors without numbers cannot be filled by a generator."""
+
+    def noise(self, ahead: int, size: int) -> torch.Tensor:
+        return torch.ones(size, device=self.device)
+
+
+def model_on(device: torch.device, kind: str) -> torch.nn.Module:
+    config = AutoConfig.for_model(kind, vocab_size=100, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    there = torch.empty_like(tensor, device=device)
+                    held[name] = torch.nn.Parameter(there, False) if held is module._parameters else there
+    wanted = model.config.get_text_config(decoder=True)._attn_implementation
+    model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
+    return model
+
+
+@torch.inference_mode()
+def run(kind: str, device: torch.device) -> None:
+    model = model_on(device, kind)
+    runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
+    contexts = [PackedContext(runner) for _ in RULES]
+    for n, context in enumerate(contexts):
+        context.begin(list(range(20 + n)))
+    feed_together([Feed(context, prompt=99) for context in contexts])
+    blocked = torch.zeros(3, dtype=torch.long, device=device)
+    drafts = [Drafting(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
+    feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    must_wait(lambda: contexts[0].drafted(drafts[0], ()))
+    for context, draft in zip(contexts, drafts, strict=True):
+        assert draft.run is not None
+        draft.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
+        context.drafted(draft, ())
+    asking = [Asking([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in contexts]
+    branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
+    feed_together([Feed(c, branches, asking=asked) for c, asked in zip(contexts, asking, strict=True)])
+    for context, asked in zip(contexts, asking, strict=True):
+        must_wait(lambda context=context, asked=asked: context.judge(asked))  # type: ignore[misc]
+        context.commit(Branch(0, (1, 2, 3)))
+        assert context.logits(Branch(3, ())).device.type == device.type
+
+
+def must_wait(read: Callable[[], object]) -> None:
+    """Reading is the one thing that needs the device's numbers."""
+    try:
+        read()
+    except DataDependentOutputException:
+        return
+    raise AssertionError("nothing was read from the device")
+
+
+if __name__ == "__main__":
+    _setup_privateuseone_for_python_backend("absent")
+    fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name in ("llama", "gemma2", "gemma3_text", "cohere2", "gpt2"):
+            run(name, torch.device("absent"))
+            sys.stdout.write(f"{name}\n")
