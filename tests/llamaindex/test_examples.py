@@ -28,6 +28,7 @@ def printed(example: str, *arguments: str) -> str:
 
 
 @needs_demo_extra
+@pytest.mark.slow
 def test_the_query_engine_answers_from_the_documents_and_names_its_sources(tmp_path: Path) -> None:
     output = printed("rag_llamaindex.py", "--store", str(tmp_path))
     answer, _, sources = output.partition("\nSources\n")
@@ -35,6 +36,7 @@ def test_the_query_engine_answers_from_the_documents_and_names_its_sources(tmp_p
     assert "marrow-telescope.md  The Marrow Telescope: Optics" in sources
 
 
+@pytest.mark.slow
 def test_the_function_agent_finishes_its_task_with_two_tools() -> None:
     output = printed("agents_llamaindex.py")
     assert "[opening_hours {'month': 'May'} -> 10:00 to 17:00]" in output
