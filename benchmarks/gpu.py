@@ -152,7 +152,7 @@ class Bench:
             torch.cuda.empty_cache()
         names = [MemberConfig(member.name, name=member.name) for member in some]
         config = EnsembleConfig(names, exit="never", reuse_prefixes=False, segment_tokens=SEGMENT)
-        with EnsembleEngine(config, some) as engine:
+        with EnsembleEngine._over(config, some) as engine:
             yield engine.load()
 
     def round(self, some: Sequence[LocalMember]) -> Figure:

@@ -34,22 +34,28 @@ Conversation = str | Sequence[Message]
 class EnsembleEngine:
     """Several causal language models that answer together, for any number of callers at once.
 
-    Loads on first use, or at once with `load`. `members`: loaded ones, of the names in the configuration, in place of
-    those that it would load. Every method may be called from any thread, and the `a…` ones from
-    any event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the
-    memory. Everywhere, `timeout` is in seconds and ends the answer with `RequestTimeoutError`.
+    Loads on first use, or at once with `load`. Every method may be called from any thread, and the `a…` ones from any
+    event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the memory.
+    Everywhere, `timeout` is in seconds and ends the answer with `RequestTimeoutError`.
     """
 
-    def __init__(self, config: EnsembleConfig, members: Sequence[Member] | None = None) -> None:
-        if members is not None and tuple(m.name for m in members) != config.names:
-            raise ConfigError(f"the members are {[m.name for m in members]}, the configuration names {config.names}")
+    def __init__(self, config: EnsembleConfig) -> None:
         self.config = config
-        self._given, self._members = members, tuple[Member, ...]()
+        self._given: Sequence[Member] | None = None
+        self._members = tuple[Member, ...]()
         self._scheduler: Scheduler | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
         self._closed = False
         self._process = os.getpid()
+
+    @classmethod
+    def _over(cls, config: EnsembleConfig, members: Sequence[Member]) -> Self:
+        """An engine over loaded members, which have the names in the configuration."""
+        engine = cls(config)
+        assert tuple(m.name for m in members) == config.names
+        engine._given = members
+        return engine
 
     @property
     def closed(self) -> bool:

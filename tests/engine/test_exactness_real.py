@@ -109,7 +109,8 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     config = with_settings(exact_engine.config, exit="never", segment_tokens=7)
     messages = question(PROMPTS["code"])
     session = open_session(config, members, messages, SamplingParams(max_tokens=200, temperature=1.0, seed=3))
-    run_rounds(session, 6)
+    run_rounds(session, 4)
+    assert not session.finished
     for member in members:
         context = session._sides[member.name].session.context
         assert list(context.prompt) == member.encode_prompt(messages)
