@@ -6,7 +6,7 @@
 2. first       last of the concurrent requests' first segments ÷ a lone request's
 3. prefix      first segment of a second turn behind a 1,000-token first turn, with ÷ without prefix reuse
 
-bf16, greedy, 10 tokens a segment, no exit, so that every member works in every round.
+bf16, greedy, the default segments of 5 tokens, no exit, so that every member works in every round.
 """
 
 from __future__ import annotations
