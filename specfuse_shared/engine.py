@@ -34,17 +34,14 @@ Conversation = str | Sequence[Message]
 class EnsembleEngine:
     """Several causal language models that answer together, for any number of callers at once.
 
-    Loads on first use, or at once with `load`. `members`: loaded ones, of the names in the configuration, in place of
-    those that it would load. Every method may be called from any thread, and the `a…` ones from
+    Loads on first use, or at once with `load`. Every method may be called from any thread, and the `a…` ones from
     any event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the
     memory. Everywhere, `timeout` is in seconds and ends the answer with `RequestTimeoutError`.
     """
 
-    def __init__(self, config: EnsembleConfig, members: Sequence[Member] | None = None) -> None:
-        if members is not None and tuple(m.name for m in members) != config.names:
-            raise ConfigError(f"the members are {[m.name for m in members]}, the configuration names {config.names}")
+    def __init__(self, config: EnsembleConfig) -> None:
         self.config = config
-        self._given, self._members = members, tuple[Member, ...]()
+        self._members: tuple[Member, ...] = ()
         self._scheduler: Scheduler | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
@@ -64,7 +61,7 @@ class EnsembleEngine:
         with self._loading:
             self._check_open()
             if self._scheduler is None:
-                members = tuple(self._given or self._load_all(on_progress))
+                members = tuple(self._load_all(on_progress))
                 budget = Budget(self.config, members)
                 for member in members:
                     member.remember(budget.prefix_bytes(member))
@@ -189,7 +186,7 @@ class EnsembleEngine:
         """Free the members. Running answers end with an error that carries their text. Safe to call twice."""
         with self._loading:
             self._closed = True
-            scheduler, self._scheduler, self._members, self._given = self._scheduler, None, (), None
+            scheduler, self._scheduler, self._members = self._scheduler, None, ()
         if scheduler is not None:
             scheduler.close()
 
