@@ -31,6 +31,7 @@ from figures import RESULTS, Figure, report
 from shapes import members
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
+from specfuse_shared.loading import OnProgress
 from specfuse_shared.member import LocalMember, LocalSession, Question
 from specfuse_shared.scheduler import run_stage
 
@@ -51,6 +52,18 @@ class Sizes:
 
 
 TINY = Sizes(48, 160, 24, (1, 2, 4), 1 << 24)
+
+
+class LoadedEngine(EnsembleEngine):
+    """An engine over members that are loaded already."""
+
+    def __init__(self, members: Sequence[LocalMember]) -> None:
+        names = [MemberConfig(member.name, name=member.name) for member in members]
+        super().__init__(EnsembleConfig(names, exit="never", reuse_prefixes=False, segment_tokens=SEGMENT))
+        self._loaded = members
+
+    def _load_all(self, on_progress: OnProgress | None) -> Iterator[LocalMember]:
+        return iter(self._loaded)
 
 
 class Bench:
@@ -150,9 +163,7 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        names = [MemberConfig(member.name, name=member.name) for member in some]
-        config = EnsembleConfig(names, exit="never", reuse_prefixes=False, segment_tokens=SEGMENT)
-        with EnsembleEngine._over(config, some) as engine:
+        with LoadedEngine(some) as engine:
             yield engine.load()
 
     def round(self, some: Sequence[LocalMember]) -> Figure:

@@ -34,28 +34,19 @@ Conversation = str | Sequence[Message]
 class EnsembleEngine:
     """Several causal language models that answer together, for any number of callers at once.
 
-    Loads on first use, or at once with `load`. Every method may be called from any thread, and the `a…` ones from any
-    event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the memory.
-    Everywhere, `timeout` is in seconds and ends the answer with `RequestTimeoutError`.
+    Loads on first use, or at once with `load`. Every method may be called from any thread, and the `a…` ones from
+    any event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the
+    memory. Everywhere, `timeout` is in seconds and ends the answer with `RequestTimeoutError`.
     """
 
     def __init__(self, config: EnsembleConfig) -> None:
         self.config = config
-        self._given: Sequence[Member] | None = None
-        self._members = tuple[Member, ...]()
+        self._members: tuple[Member, ...] = ()
         self._scheduler: Scheduler | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
         self._closed = False
         self._process = os.getpid()
-
-    @classmethod
-    def _over(cls, config: EnsembleConfig, members: Sequence[Member]) -> Self:
-        """An engine over loaded members, which have the names in the configuration."""
-        engine = cls(config)
-        assert tuple(m.name for m in members) == config.names
-        engine._given = members
-        return engine
 
     @property
     def closed(self) -> bool:
@@ -70,7 +61,7 @@ class EnsembleEngine:
         with self._loading:
             self._check_open()
             if self._scheduler is None:
-                members = tuple(self._given or self._load_all(on_progress))
+                members = tuple(self._load_all(on_progress))
                 budget = Budget(self.config, members)
                 for member in members:
                     member.remember(budget.prefix_bytes(member))
@@ -195,7 +186,7 @@ class EnsembleEngine:
         """Free the members. Running answers end with an error that carries their text. Safe to call twice."""
         with self._loading:
             self._closed = True
-            scheduler, self._scheduler, self._members, self._given = self._scheduler, None, (), None
+            scheduler, self._scheduler, self._members = self._scheduler, None, ()
         if scheduler is not None:
             scheduler.close()
 

@@ -68,7 +68,7 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, history: torch.Tensor, blocked: torch.Tensor | None, noise: torch.Tensor | None
     ) -> torch.Tensor:
-        """Tokens (B) for logits (B, V), or `NOT_FINITE`; `noise` (B, V) unless greedy."""
+        """Tokens (B) for logits (B, V), or `NOT_FINITE`; `noise` (B, V) unless greedy, which is used up."""
         if blocked is not None:
             logits = logits.index_fill(-1, blocked, float("-inf"))
         scores: torch.Tensor = logits
@@ -79,7 +79,9 @@ class Sampler:
             return best.indices.masked_fill(~best.values.isfinite(), NOT_FINITE)
         shares = scores.softmax(-1)
         # who of many exponential clocks with these rates rings first is a draw from these shares
-        return (shares / noise).argmax(-1).masked_fill(~shares.isfinite().all(-1), NOT_FINITE)
+        chosen = torch.div(shares, noise, out=noise).argmax(-1)
+        # one score that is no number leaves no share that is one
+        return chosen.masked_fill(~shares[:, 0].isfinite(), NOT_FINITE)
 
     def noise(self, ahead: int, size: int) -> torch.Tensor:
         """Exponential noise (V) of the token that is `ahead` picks away."""

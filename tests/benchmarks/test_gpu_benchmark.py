@@ -41,6 +41,7 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
     assert all("static execution" in found["facts"][name] for name in PARAMETERS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_real_sizes_are_refused() -> None:
     done = run("--repeats", "1")
@@ -48,6 +49,7 @@ def test_without_a_gpu_real_sizes_are_refused() -> None:
     assert "--tiny runs the same code on a CPU" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_shapes_are_those_of_the_real_models() -> None:
     code = (
         f"import sys, torch; sys.path.insert(0, {str(BENCHMARKS)!r}); from shapes import SHAPES, weight_bytes\n"

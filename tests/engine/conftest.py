@@ -35,14 +35,6 @@ def static_engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
         yield engine.load()
 
 
-@pytest.fixture(params=["dynamic", "static"])
-def either_engine(request: pytest.FixtureRequest) -> EnsembleEngine:
-    """The tiny members in each execution."""
-    engine = request.getfixturevalue("static_engine" if request.param == "static" else "tiny_engine")
-    assert isinstance(engine, EnsembleEngine)
-    return engine
-
-
 @pytest.fixture(scope="session")
 def codecs(exact_engine: EnsembleEngine) -> dict[str, Codec]:
     """Codecs of both real members and of both tiny tokenizers."""

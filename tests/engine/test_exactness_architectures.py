@@ -11,6 +11,7 @@ from tests.engine.comparing import assert_equals_naive, local_members, with_sett
 from tests.engine.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model
 
 ROW_BY_ROW = {"lfm2", "mamba"}
+WAYS = [(kind, "dynamic") for kind in ARCHITECTURES] + [(k, "static") for k in ARCHITECTURES if k not in ROW_BY_ROW]
 MESSAGES = [Message("user", "The fox asks: how do the tides follow the moon? Explain with 3 reasons, ça va?")]
 
 
@@ -20,8 +21,7 @@ def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("partner"), seed=1)
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "static"])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "execution"), WAYS)
 def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: Path, tmp_path: Path) -> None:
     save_model(kind, byte_level_tokenizer(), tmp_path)
     members = [MemberConfig(str(tmp_path), name=kind, dtype="float32"), MemberConfig(str(partner), dtype="float32")]
@@ -30,9 +30,10 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
         report = engine.describe()[0]
         assert report.verification == ("rows" if kind in ROW_BY_ROW else "packed")
         assert report.probe_error < 1e-3
-        assert ("static execution" in report.graphs) == (execution == "static" and kind not in ROW_BY_ROW)
+        assert ("static execution" in report.graphs) == (execution == "static")
         for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
             assert any(r.verified for r in records)
-        learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3)
-        assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=6)
+        if execution == "dynamic":  # weights and exits know nothing of it
+            learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3)
+            assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=6)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared.graphs import Graphs
 from specfuse_shared.member import LocalMember
+from specfuse_shared.runner import ModelRunner
 from specfuse_shared.scheduler import run_stage
 from specfuse_shared.tree import Branch
 from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
@@ -75,11 +79,11 @@ def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, 
 
 @pytest.fixture(scope="module")
 def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
-    """The same models in static execution."""
-    found = []
-    for member, config in zip(local_members(exact_engine), exact_engine.config.member_configs, strict=True):
-        loaded = member.runner.model, member.prompts.tokenizer
-        found.append(LocalMember(config, loaded=loaded, execution="static"))
+    """The same members in static execution."""
+    found = [copy.copy(member) for member in local_members(exact_engine)]
+    for member in found:
+        model = member.runner.model
+        member.runner = ModelRunner(model, member.runner.plan, graphs=Graphs(model.device, member.name))
     return found
 
 
