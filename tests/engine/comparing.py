@@ -18,7 +18,8 @@ from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, RoundRecord
 from tests.engine.naive import NaiveRound, naive_rounds
 
-FAULT_TABLE = pytest.StashKey[list[tuple[str, ...]]]()
+FAULT_ROW = "fault"
+"""Name of a test's property: what was injected, when, into what, and what happened."""
 """What the fault tests injected and saw, for the summary of the run."""
 
 

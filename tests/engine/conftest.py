@@ -10,13 +10,8 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.prompts import PromptEncoder
 from specfuse_shared.tokens import Codec
-from tests.engine.comparing import FAULT_TABLE, local_members
+from tests.engine.comparing import local_members
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for row in terminalreporter.config.stash.get(FAULT_TABLE, ()):
-        terminalreporter.write_line("{:<14} {:<8} {:<12} {}".format(*row))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoa
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.scheduler import is_out_of_memory
 from specfuse_shared.types import EnsembleResult
-from tests.engine.comparing import FAULT_TABLE, local_members
+from tests.engine.comparing import FAULT_ROW, local_members
 
 POISONED, NEIGHBOUR = "Tell me about the poisoned well.", "How do the tides follow the moon?"
 PARAMS = SamplingParams(max_tokens=40)
@@ -52,11 +52,13 @@ def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
         yield made.load()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def print_table(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What was injected and what happened, in the summary of the run."""
+@pytest.fixture(autouse=True)
+def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """What was injected and what happened, for the summary of the run."""
+    before = len(TABLE)
     yield
-    request.config.stash[FAULT_TABLE] = [("injected", "stage", "into", "what happened"), *TABLE]
+    for row in TABLE[before:]:
+        record_property(FAULT_ROW, row)
 
 
 @contextmanager

@@ -372,6 +372,7 @@ def test_the_planned_caches_are_those_that_are_made(tiny: Path) -> None:
     assert need.caches == 64 * member.bytes_per_token
 
 
+@pytest.mark.slow  # with the libraries of the extra `quant`
 @pytest.mark.parametrize(("quantization", "library"), [("8bit", "torchao"), ("4bit", "bitsandbytes")])
 def test_a_quantised_member_answers_and_takes_what_was_planned(tiny: Path, quantization: str, library: str) -> None:
     pytest.importorskip(library)
