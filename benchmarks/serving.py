@@ -27,7 +27,7 @@ QUESTIONS = (
     "Describe how a telescope gathers light and why a larger mirror shows fainter stars.",
     "Write a short story about a lighthouse keeper.",
     "Explain in detail how the moon causes the tides on both sides of the earth at the same time.",
-    "Explain step by step how bread rises.",
+    "Explain how a bicycle stays upright.",
     "What should a visitor to an observatory bring on a cold night, and why? Explain each thing.",
     "Give me advice on learning to play the piano as an adult.",
     "Describe a day in the life of a fisherman.",
@@ -41,12 +41,12 @@ def engine(**settings: object) -> EnsembleEngine:
 
 
 def conversations(count: int) -> list[list[Message]]:
-    """Bare questions, and questions behind 15, 30 and 45 words of a document."""
+    """Bare questions, and questions behind a system message with 15, 30 and 45 words of a document."""
     found = []
     for n in range(count):
         words = DOCUMENTS[n % len(DOCUMENTS)].read_text("utf-8").split()[: n % 4 * 15]
-        notes = f"Notes: {' '.join(words)}\n\n" if words else ""
-        found.append([Message("user", notes + QUESTIONS[n % len(QUESTIONS)])])
+        system = [Message("system", f"You answer visitors' questions in detail. {' '.join(words)}")] if words else []
+        found.append([*system, Message("user", QUESTIONS[n % len(QUESTIONS)])])
     return found
 
 

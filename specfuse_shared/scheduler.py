@@ -219,41 +219,35 @@ class Scheduler:
 
     def _run(self, wanted: Wanted) -> None:
         """A forward of every member, then what each gave: a device goes on computing while the host reads."""
-        fed = list(self._lanes.turn(partial(self._step, wanted=wanted)))
+        fed = list(self._lanes.turn(partial(self._step, wanted=wanted, chunk=self._prefill_chunk())))
         for _, job in itertools.chain(*fed):
             if not job.done:
                 job.advance()
         for request, _ in itertools.chain(*fed):
             self._advance_if_ready(request)
 
-    def _step(self, member: Member, wanted: Wanted) -> list[tuple[Request, _Job]]:
+    def _prefill_chunk(self) -> int:
+        """Prompt tokens of the next step: few where an answer that has begun would wait for them."""
+        feeds = [job.feed for request in self._running for job in request.jobs.values() if job.feed is not None]
+        begun = any(request.session.rounds for request in self._running)
+        if begun and len(self._running) > 1 and not any(feed.context.drafts_ahead for feed in feeds):
+            return SHARED_PREFILL_CHUNK
+        return PREFILL_CHUNK
+
+    def _step(self, member: Member, wanted: Wanted, chunk: int) -> list[tuple[Request, _Job]]:
         """One forward of a member for what its answers wait for and is wanted now; those answers and their jobs.
 
         Changes the member's own jobs and nothing else, because members on other devices may step meanwhile.
         """
         waiting = [(r, job) for r in self._running if (job := r.jobs.get(member.name)) and not job.done]
         waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled) and job.feed and wanted(job.feed)]
-        jobs = self._within_prefill_budget([job for _, job in waiting])
+        jobs = _within(chunk, [job for _, job in waiting])
         if not jobs:
             return []
         began = time.monotonic()
         self._feed(jobs)
         self._metrics.forward(member.name, len(jobs), time.monotonic() - began)
         return [(request, job) for request, job in waiting if job in jobs]
-
-    def _within_prefill_budget(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """Trim prompt pieces to the step's budget; those beyond it wait for the next step."""
-        ahead = any(job.feed is not None and job.feed.context.drafts_ahead for job in jobs)
-        left = PREFILL_CHUNK if len(self._running) == 1 or ahead else SHARED_PREFILL_CHUNK
-        chosen = []
-        for job in jobs:
-            if job.feed is not None and job.feed.prompt:
-                if left <= 0:
-                    continue
-                job.feed = replace(job.feed, prompt=min(job.feed.prompt, left))
-                left -= job.feed.prompt
-            chosen.append(job)
-        return chosen
 
     def _feed(self, jobs: Sequence[_Job], is_last_try: bool = False) -> None:
         """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
@@ -339,6 +333,19 @@ class Scheduler:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
+
+
+def _within(chunk: int, jobs: Sequence[_Job]) -> list[_Job]:
+    """The jobs of a step, their prompt pieces trimmed to `chunk` tokens; those beyond it wait for the next step."""
+    chosen = []
+    for job in jobs:
+        if job.feed is not None and job.feed.prompt:
+            if chunk <= 0:
+                continue
+            job.feed = replace(job.feed, prompt=min(job.feed.prompt, chunk))
+            chunk -= job.feed.prompt
+        chosen.append(job)
+    return chosen
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
 from specfuse_shared.member import LocalMember
 from specfuse_shared.scheduler import run_alone
