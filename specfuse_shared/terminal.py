@@ -184,7 +184,8 @@ def _candidates(record: RoundRecord, colours: Palette) -> Table:
     for candidate in record.candidates:
         won = record.winner in candidate.drafters
         names = Text(", ").join(Text(visible(name), style=colours.get(name, "")) for name in candidate.drafters)
-        text = Text(quoted(candidate.text) + (" (ends)" if candidate.ends else ""), style="bold" if won else "")
+        marks = " (ends)" * candidate.ends + " (repeats)" * candidate.repeats
+        text = Text(quoted(candidate.text) + marks, style="bold" if won else "")
         scores = [_number(candidate.scores.get(name)) for name in verifiers]
         table.add_row("→" if won else "", names, text, *scores, _number(candidate.score))
     return table

@@ -114,7 +114,8 @@ class Candidate:
     """One member's draft of the next segment, as it was judged.
 
     `drafters`: the members that wrote this very text, best placed first. `ends`: it ends the answer.
-    `scores`: verifier name → score in [0, 1], empty where nothing had to be verified. `score`: the aggregate.
+    `scores`: verifier name → score in [0, 1], empty where nothing had to be verified. `score`: the aggregate, 0 where
+    it `repeats` what the answer says already (the repetition guard).
     """
 
     text: str
@@ -123,6 +124,7 @@ class Candidate:
     tokens: int
     scores: Mapping[str, float] = field(default_factory=dict)
     score: float | None = None
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -159,6 +160,16 @@ def test_the_summary_names_members_speed_and_finish_reason() -> None:
     assert r'finished: stop at "\n###"' in shown(notes)
 
 
+def test_explain_says_which_candidate_repeats() -> None:
+    out, result = console(), finished("One ", "two")
+    winner, loser = result.rounds[0].candidates
+    told = replace(result.rounds[0], candidates=(winner, replace(loser, score=0.0, repeats=True)))
+    terminal.show_rounds(replace(result, rounds=(told, *result.rounds[1:])), out)
+    text = shown(out)
+    assert r'"loser\n\u001b[2J" (ends) (repeats)' in text
+    assert text.count("(repeats)") == 1
+
+
 def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings() -> None:
     out = console()
     terminal.show_rounds(finished("One ", "two"), out)
@@ -168,6 +179,7 @@ def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings(
     winner = next(line for line in text.splitlines() if line.startswith("→"))
     assert winner.split() == ["→", "[red]a", '"One', '"', "0.900", "0.700", "0.800"]
     assert r'"loser\n\u001b[2J" (ends)' in text
+    assert "(repeats)" not in text
     assert "weights: [red]a 0.500, b 0.500" in text
     assert "retention: [red]a 0.875, b 0.125" in text
     assert text.count("b left after round 1 (retention 0.125)") == 1

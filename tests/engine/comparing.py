@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.scheduler import run_alone
 from specfuse_shared.session import AnswerSession
 from specfuse_shared.types import EnsembleResult, RoundRecord

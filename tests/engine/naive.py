@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.prompts import PLAIN_TURN_ENDS
 from specfuse_shared.repetition import is_stuck, repeats
 from specfuse_shared.sampling import Sampler

@@ -17,7 +17,7 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
 from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.policies import ExitDecision, never
 from specfuse_shared.registry import lease_engine
 from specfuse_shared.types import EnsembleResult

@@ -17,7 +17,7 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
     members = local_members(demo_engine)
     config = with_settings(demo_engine.config, exit="never")
     session = open_session(config, members, [Message("user", text)], SamplingParams(max_tokens=70))
-    events, sides = run_alone(session), session._sides
+    events, sides = run_alone(session), session.participants.sides
     assert isinstance(next(events), StartEvent)
     assert all(side.session.fed == 0 for side in sides.values()), "the prompt is counted apart"
     while not session.finished:

@@ -9,9 +9,9 @@ import torch
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.graphs import Graphs
-from specfuse_shared.member import LocalMember
+from specfuse_shared.jobs import run_stage
+from specfuse_shared.local import LocalMember
 from specfuse_shared.runner import ModelRunner
-from specfuse_shared.scheduler import run_stage
 from specfuse_shared.tree import Branch
 from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
@@ -116,7 +116,7 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     run_rounds(session, 4)
     assert not session.finished
     for member in members:
-        context = session._sides[member.name].session.context
+        context = session.participants[member.name].session.context
         assert list(context.prompt) == member.encode_prompt(messages)
         assert list(context.answer) == member.codec.encode(session.text)
         assert context._row.used == len(context.prompt) + len(context.answer)

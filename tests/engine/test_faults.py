@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, member
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, local
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.scheduler import is_out_of_memory
+from specfuse_shared.jobs import is_out_of_memory
 from specfuse_shared.types import EnsembleResult
 from tests.engine.comparing import FAULT_ROW, local_members
 
@@ -72,7 +72,7 @@ def fault_in(
     target = local_members(engine)[1]
     runner, plain_step = target.runner, target.runner.step
     marks: dict[int, str] = {}
-    originals = {name: getattr(member.LocalSession, name) for name in STAGES}
+    originals = {name: getattr(local.LocalSession, name) for name in STAGES}
 
     def marked(name: str) -> Callable[..., Any]:
         def run(session: Any, *arguments: Any) -> Any:
@@ -104,13 +104,13 @@ def fault_in(
         return [fault(rows) if marks.get(id(s.row)) == stage else rows for s, rows in zip(segments, found, strict=True)]
 
     for name in STAGES:
-        setattr(member.LocalSession, name, marked(name))
+        setattr(local.LocalSession, name, marked(name))
     runner.step = step  # type: ignore[method-assign]
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(member.LocalSession, name, original)
+            setattr(local.LocalSession, name, original)
         del runner.step
 
 

@@ -17,7 +17,7 @@ from jsonschema import validate
 from specfuse_shared import EnsembleEngine, FinishReason, Grammar, Message, SamplingParams
 from specfuse_shared.constraint import AnswerConstraint, MemberConstraint
 from specfuse_shared.errors import ConfigError, GrammarError, MissingExtraError, RequestError, UnfinishedValueError
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.prompts import PromptEncoder
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer

@@ -16,8 +16,8 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_m
 from specfuse_shared.attention import GROUPED
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError
 from specfuse_shared.loading import LoadProgress, cache_folder, converted
+from specfuse_shared.local import LocalMember
 from specfuse_shared.masks import MaskPlan
-from specfuse_shared.member import LocalMember
 from specfuse_shared.probe import Attempt, _attempt, _small_windows, probe
 from tests.engine.tiny import byte_level_tokenizer, save_model
 

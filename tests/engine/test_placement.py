@@ -15,7 +15,7 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.devices import find_devices, planned_devices
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, PlacementError
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.packing import ANY_PRECISION, place
 from specfuse_shared.placement import Device, Plan, Resident, Split, Workload
 from specfuse_shared.planning import plan_ensemble

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.errors import MemberLoadError, RequestError
+from specfuse_shared.jobs import run_stage
 from specfuse_shared.prompts import PromptEncoder
-from specfuse_shared.scheduler import run_stage
 from specfuse_shared.types import ToolCall
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer
@@ -109,7 +109,7 @@ def test_another_members_end_of_turn_does_not_end_the_answer(exact_engine: Ensem
     run_rounds(session, 1)
     segment = " It writes <eos> and <|im_end|> and <end_of_turn>."
     for member in members:
-        side = session._sides[member.name].session
+        side = session.participants[member.name].session
         before = len(side.context.answer)
         run_stage(side.commit(segment))
         assert not set(side.context.answer[before:]) & (member.prompts.control_ids | set(member.stop_ids))

@@ -179,6 +179,15 @@ def test_a_card_lists_the_winner_first_and_its_rivals_by_score() -> None:
     assert "Retention 1 0.250 2 0.500 3 0.250" in card
 
 
+def test_a_card_says_which_candidate_repeats() -> None:
+    result = explained(TIDES, ("alpha", "beta", "gamma"))
+    winner, rival, other = result.rounds[1].candidates
+    told = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), other))
+    before, card, after = cards(replace(result, rounds=(result.rounds[0], told, *result.rounds[2:])))
+    assert card.count("7 tokens, repeats what was said 0.000") == 1
+    assert "repeats" not in before + after
+
+
 @pytest.mark.parametrize(
     ("active", "drafters", "tokens", "said"),
     [

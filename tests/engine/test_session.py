@@ -234,6 +234,8 @@ def test_a_candidate_that_goes_in_circles_loses(tiny_engine: EnsembleEngine, tmp
         circles = {c.drafters[0]: repeats(guarded.text[: record.start], c.text) for c in record.candidates}
         assert not circles[record.winner] or all(circles.values())
         assert all(c.score == 0 for c in record.candidates if circles[c.drafters[0]])
+        assert {c.drafters[0]: c.repeats for c in record.candidates} == circles
+    assert not any(c.repeats for r in free.rounds for c in r.candidates)
     assert "base" in {r.winner for r in guarded.rounds}
 
 

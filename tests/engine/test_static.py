@@ -17,7 +17,7 @@ from specfuse_shared.cache import CachePool
 from specfuse_shared.context import Context, Drafting, Feed, feed_together
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.graphs import Graphs, NoWaiting
-from specfuse_shared.member import LocalMember
+from specfuse_shared.local import LocalMember
 from specfuse_shared.probe import probe
 from specfuse_shared.rows import new_context
 from specfuse_shared.runner import ModelRunner

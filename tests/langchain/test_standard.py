@@ -100,7 +100,7 @@ class TestIntegration(ChatModelIntegrationTests):
         return "demo"
 
     @pytest.mark.xfail(
-        reason="neither SmolLM2-135M nor Gemma-3-270M (base) begins a call of its own accord: 0 of 3 questions that "
+        reason="neither demo model begins a call of its own accord: 0 of 3 questions that "
         "need a tool, each with 6 ways to describe the tools"
     )
     @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
