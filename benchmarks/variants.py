@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from weakened import noisy, shallow
@@ -20,6 +21,11 @@ Members = Callable[[], Sequence[MemberConfig]]
 
 def pair() -> Sequence[MemberConfig]:
     return SMOL, GEMMA
+
+
+def _weighing(weight: float) -> Sequence[MemberConfig]:
+    """The pair, in which Gemma's vote counts more."""
+    return SMOL, replace(GEMMA, weight=weight)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,8 @@ _add(
 
 ROOT_5 = {**START, "per": "root", "segment_tokens": 5}
 CONSTANT = {**ROOT_5, "feedback": "constant", "repetition_guard": True}
+TEXT = {**CONSTANT, "per": "text"}
+TEXT_EXIT = {**TEXT, "exit": "entropy", "exit_threshold": 0.5}
 _add(
     "towards the default",
     constant_guard=CONSTANT,
@@ -103,12 +111,15 @@ _add(
     constant_late_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.25},
     constant_rate_1={**CONSTANT, "feedback_rate": 1.0},
     constant_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
-    text_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10, "per": "text"},
+    text_constant=TEXT,
+    text_exit=TEXT_EXIT,
+    text_late_exit={**TEXT, "exit": "entropy", "exit_threshold": 0.25},
+    text_exit_10={**TEXT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
 )
-for _weight in (1.5,):
-    VARIANTS[f"root-5-gemma-{_weight:g}"] = Variant(
-        "one member's vote counts more", ROOT_5, members=lambda w=_weight: [SMOL, replace(GEMMA, weight=w)]
-    )
+for _weight in (1.5, 2.0):
+    _members = partial(_weighing, _weight)
+    for _name, _settings in (("root-5", ROOT_5), ("text-5", {**ROOT_5, "per": "text"}), ("text-exit", TEXT_EXIT)):
+        VARIANTS[f"{_name}-gemma-{_weight:g}"] = Variant("one member's vote counts more", _settings, members=_members)
 
 
 def _with(*weak: Callable[[], MemberConfig]) -> Members:
