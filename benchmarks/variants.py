@@ -13,7 +13,9 @@ from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.loading import cache_folder
 
 WEAKENED = cache_folder() / "weakened"
-SMOL, GEMMA = demo_members(dtype="bfloat16")
+DEMO = demo_members(dtype="bfloat16")
+SMOL, GEMMA = (replace(member, weight=1.0) for member in DEMO)
+"""As the papers have it, every vote counts the same; the default takes the demo as it comes."""
 UNTAUGHT = replace(SMOL, name="smollm2-untaught", adapter=None)
 
 Members = Callable[[], Sequence[MemberConfig]]
@@ -43,8 +45,7 @@ VARIANTS: dict[str, Variant] = {
     SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
     UNTAUGHT.label: Variant("a member alone, without its adapter", members=lambda: [UNTAUGHT]),
-    "default": Variant("the measured default"),
-    "default-untaught": Variant("the default with that member", members=lambda: [UNTAUGHT, GEMMA]),
+    "default": Variant("the measured default", members=lambda: DEMO),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
 }
@@ -104,6 +105,7 @@ ROOT_5 = {**START, "per": "root", "segment_tokens": 5}
 CONSTANT = {**ROOT_5, "feedback": "constant", "repetition_guard": True}
 TEXT = {**CONSTANT, "per": "text"}
 TEXT_EXIT = {**TEXT, "exit": "entropy", "exit_threshold": 0.5}
+TEXT_LATE_EXIT = {**TEXT, "exit": "entropy", "exit_threshold": 0.25}
 _add(
     "towards the default",
     constant_guard=CONSTANT,
@@ -113,28 +115,39 @@ _add(
     constant_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
     text_constant=TEXT,
     text_exit=TEXT_EXIT,
-    text_late_exit={**TEXT, "exit": "entropy", "exit_threshold": 0.25},
+    text_late_exit=TEXT_LATE_EXIT,
     text_exit_10={**TEXT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
 )
 for _weight in (1.5, 2.0):
     _members = partial(_weighing, _weight)
-    for _name, _settings in (("root-5", ROOT_5), ("text-5", {**ROOT_5, "per": "text"}), ("text-exit", TEXT_EXIT)):
+    for _name, _settings in (
+        ("root-5", ROOT_5),
+        ("text-5", {**ROOT_5, "per": "text"}),
+        ("text-exit", TEXT_EXIT),
+        ("text-late-exit", TEXT_LATE_EXIT),
+    ):
         VARIANTS[f"{_name}-gemma-{_weight:g}"] = Variant("one member's vote counts more", _settings, members=_members)
 
 
-def _with(*weak: Callable[[], MemberConfig]) -> Members:
-    return lambda: [SMOL, GEMMA, *(make() for make in weak)]
+WEAK: dict[str, tuple[str, Callable[[], Sequence[MemberConfig]]]] = {
+    "babbler": ("with a member that babbles", lambda: [noisy(SMOL, 0.6, WEAKENED)]),
+    "repeater": ("with a member that repeats", lambda: [shallow(SMOL, 4, WEAKENED)]),
+    "cross-scale": (
+        "with two much smaller members",
+        lambda: [shallow(SMOL, 20, WEAKENED), noisy(GEMMA, 0.3, WEAKENED)],
+    ),
+}
 
 
-BABBLER = _with(lambda: noisy(SMOL, 0.6, WEAKENED))
-REPEATER = _with(lambda: shallow(SMOL, 4, WEAKENED))
-CROSS_SCALE = _with(lambda: shallow(SMOL, 20, WEAKENED), lambda: noisy(GEMMA, 0.3, WEAKENED))
+def _beside(preset: str, weak: Callable[[], Sequence[MemberConfig]]) -> Sequence[MemberConfig]:
+    return [*(DEMO if preset == "default" else pair()), *weak()]
+
+
 LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
 for _preset in ("default", "specfuse", "specem"):
-    VARIANTS[f"{_preset}-babbler"] = Variant("with a member that babbles", {}, _preset, BABBLER)
-    VARIANTS[f"{_preset}-repeater"] = Variant("with a member that repeats", {}, _preset, REPEATER)
-    VARIANTS[f"{_preset}-cross-scale"] = Variant("with two much smaller members", {}, _preset, CROSS_SCALE)
-VARIANTS["default-little-memory"] = Variant("two answers at a time in 64 MiB of caches", LITTLE)
+    for _name, (_about, _weak) in WEAK.items():
+        VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _preset, _weak))
+VARIANTS["default-little-memory"] = Variant("two answers at a time in 64 MiB of caches", LITTLE, members=lambda: DEMO)
 
 
 def ensemble(name: str, together: int) -> EnsembleConfig:

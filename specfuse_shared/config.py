@@ -19,7 +19,7 @@ from specfuse_shared.types import Tool
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PER = ("token", "byte", "text", "root")
+PER = ("text", "root", "token", "byte")
 SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
     "mean_logprob": policies.MeanLogprob,
     "mean_prob": policies.MeanProb,
@@ -33,7 +33,7 @@ AGGREGATES: dict[str, AggregatePolicy] = {
     "rank_mean": policies.rank_mean,
 }
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
-EXITS = ("entropy", "fixed", "never")
+EXITS = ("never", "entropy", "fixed")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -162,11 +162,11 @@ class EnsembleConfig(_Config):
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
 
-    score: "mean_logprob" (per "root", "token", "byte" or "text") | "mean_prob" (per "token" or "byte"); the first
+    score: "mean_logprob" (per "text", "root", "token" or "byte") | "mean_prob" (per "token" or "byte"); the first
     `per` of each, if unset. aggregate: "trimmed_mean" (without the extreme votes) | "weighted_mean" |
     "geometric_mean" | "others_mean" (nobody votes on its own candidate) | "share_mean" | "rank_mean". feedback:
     "uniform" (SpecFuse) or the schedules "constant" | "sqrt_decay" | "paper" of online feedback with `feedback_rate`
-    (SpecEM). exit: "entropy" | "fixed" | "never", with `exit_threshold` · 1/n as the retention below which a member
+    (SpecEM). exit: "never" | "entropy" | "fixed", with `exit_threshold` · 1/n as the retention below which a member
     leaves.
 
     Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
@@ -186,7 +186,7 @@ class EnsembleConfig(_Config):
     aggregate: str | AggregatePolicy = "trimmed_mean"
     feedback: str | FeedbackPolicy = "constant"
     feedback_rate: float = 0.5
-    exit: str | ExitPolicy = "entropy"
+    exit: str | ExitPolicy = "never"
     exit_threshold: float = 0.5
     repetition_guard: bool = True
     reference: str | None = None
@@ -246,7 +246,7 @@ class EnsembleConfig(_Config):
     @property
     def units(self) -> str:
         """What `score` is per: `per`, or what suits the score."""
-        return self.per or ("token" if self.score == "mean_prob" else "root")
+        return self.per or ("token" if self.score == "mean_prob" else "text")
 
     @property
     def longest_segment(self) -> int:

@@ -70,7 +70,7 @@ class NaiveMember:
         logp = self.logits(ids).log_softmax(-1)
         picked = [float(logp[i, ids[i]]) for i in range(start, len(ids))]
         picked += [float(logp[len(ids), self.stop_ids].logsumexp(0))] if ends else []
-        units = {"token": len(picked), "root": math.sqrt(len(picked))}[per]
+        units = {"text": 1, "root": math.sqrt(len(picked)), "token": len(picked)}[per]
         return math.exp(sum(picked) / units)
 
 
@@ -79,7 +79,7 @@ def naive_rounds(
     config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
 ) -> Iterator[NaiveRound]:
     active = [NaiveMember(m, messages, params) for m in members]
-    weight = {m.name: 1 / len(active) for m in active}
+    weight = {m.name: m.weight / sum(other.weight for other in members) for m in members}
     quality = dict.fromkeys(weight, 0.0)
     answer, index, verified = "", 0, 0
     while len(active) > 1:
