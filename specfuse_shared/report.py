@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from specfuse_shared.formats import UNKNOWN, number
 from specfuse_shared.types import Candidate, EnsembleResult, FinishReason, MemberExit, MemberUsage, RoundRecord
 
 COLOURS, LINES = 6, 5
@@ -28,7 +29,6 @@ ENDS = {
     FinishReason.LENGTH: "max_tokens or context reached",
     FinishReason.REPETITION: "it could only say the same again",
 }
-UNKNOWN = "–"
 
 
 def document(result: EnsembleResult, title: str | None = None) -> str:
@@ -65,10 +65,6 @@ def exact(text: str) -> Markup:
 def marked(text: str) -> Markup:
     """The same, with a place for a mark before every line end."""
     return exact(text).replace("\n", Markup('<i class="eol"></i>\n'))
-
-
-def number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3f}"
 
 
 def seconds(value: float | None) -> str:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.formats import UNKNOWN, number
 from specfuse_shared.placement import Plan, memory
 from specfuse_shared.types import EnsembleResult, MemberExit, MemberReport, RoundRecord
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
 PIPE_WIDTH = 120
-UNKNOWN = "–"
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 Palette = Mapping[str, str]
 
@@ -125,7 +125,7 @@ def _legend(colours: Palette) -> Text:
 
 def _exit_line(leaving: MemberExit) -> str:
     whys = {"context": "its context is full", "fault": "it failed"}
-    why = whys.get(leaving.reason, f"retention {_number(leaving.retention)}")
+    why = whys.get(leaving.reason, f"retention {number(leaving.retention)}")
     return visible(f"{leaving.member} left after round {leaving.round} ({why})")
 
 
@@ -137,7 +137,7 @@ def show_summary(result: EnsembleResult, notes: Console) -> None:
     colours = palette(result.members)
     for row in result.summary():
         exit_round = UNKNOWN if row.exit_round is None else str(row.exit_round)
-        won, score, weight = str(row.segments_won), _number(row.mean_score), _number(row.weight)
+        won, score, weight = str(row.segments_won), number(row.mean_score), number(row.weight)
         table.add_row(Text(visible(row.member), style=colours[row.member]), won, score, weight, exit_round)
     notes.print()
     notes.print(table)
@@ -186,8 +186,8 @@ def _candidates(record: RoundRecord, colours: Palette) -> Table:
         names = Text(", ").join(Text(visible(name), style=colours.get(name, "")) for name in candidate.drafters)
         marks = " (ends)" * candidate.ends + " (repeats)" * candidate.repeats
         text = Text(quoted(candidate.text) + marks, style="bold" if won else "")
-        scores = [_number(candidate.scores.get(name)) for name in verifiers]
-        table.add_row("→" if won else "", names, text, *scores, _number(candidate.score))
+        scores = [number(candidate.scores.get(name)) for name in verifiers]
+        table.add_row("→" if won else "", names, text, *scores, number(candidate.score))
     return table
 
 
@@ -273,11 +273,7 @@ def show_plan(plan: Plan, out: Console) -> None:
 
 
 def _pairs(numbers: Mapping[str, float]) -> str:
-    return visible(", ".join(f"{name} {_number(number)}" for name, number in numbers.items()))
-
-
-def _number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3f}"
+    return visible(", ".join(f"{name} {number(value)}" for name, value in numbers.items()))
 
 
 def _seconds(value: float | None) -> str:
