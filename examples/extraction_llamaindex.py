@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
 
-NOTE = "Two adults and their child come on Saturday. They arrive by train and need a room for one night."
+NOTE = "2 adults and 1 child come on Saturday. They arrive by train and need a room for one night."
 PROMPT = PromptTemplate("Fill in the booking from the note.\n\nNote: {note}")
 
 

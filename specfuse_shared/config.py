@@ -33,7 +33,7 @@ AGGREGATES: dict[str, AggregatePolicy] = {
     "rank_mean": policies.rank_mean,
 }
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
-EXITS = ("never", "entropy", "fixed")
+EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -166,7 +166,7 @@ class EnsembleConfig(_Config):
     `per` of each, if unset. aggregate: "trimmed_mean" (without the extreme votes) | "weighted_mean" |
     "geometric_mean" | "others_mean" (nobody votes on its own candidate) | "share_mean" | "rank_mean". feedback:
     "uniform" (SpecFuse) or the schedules "constant" | "sqrt_decay" | "paper" of online feedback with `feedback_rate`
-    (SpecEM). exit: "never" | "entropy" | "fixed", with `exit_threshold` · 1/n as the retention below which a member
+    (SpecEM). exit: "entropy" | "fixed" | "never", with `exit_threshold` · 1/n as the retention below which a member
     leaves.
 
     Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
@@ -186,8 +186,8 @@ class EnsembleConfig(_Config):
     aggregate: str | AggregatePolicy = "trimmed_mean"
     feedback: str | FeedbackPolicy = "constant"
     feedback_rate: float = 0.5
-    exit: str | ExitPolicy = "never"
-    exit_threshold: float = 0.5
+    exit: str | ExitPolicy = "entropy"
+    exit_threshold: float = 0.25
     repetition_guard: bool = True
     reference: str | None = None
     cache_dir: str | None = None

@@ -255,7 +255,7 @@ def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, m
         expected = engine.generate("moon " * 130, SamplingParams(max_tokens=12)).text
         running = [engine.stream(f"Speak {n}", SamplingParams(max_tokens=400)) for n in range(5)]
         for stream in running:
-            next(stream)
+            next(event for event in stream if isinstance(event, SegmentEvent))
         sizes = _forward_sizes(local_members(engine)[0])
         assert engine.generate("moon " * 130, SamplingParams(max_tokens=12)).text == expected
         assert engine.metrics().running > 0, "somebody must have been running all the time"

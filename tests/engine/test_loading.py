@@ -183,7 +183,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(folder: Path) -> None:
         ({"members": "a/b"}, "must be a list"),
         ({"members": ["a"], "segment_tokens": 0}, "segment_tokens must be 1 to 512"),
         ({"members": ["a"], "score": "mean_log"}, "did you mean 'mean_logprob'"),
-        ({"members": ["a"], "exit": "sometimes"}, "use one of 'never'"),
+        ({"members": ["a"], "exit": "sometimes"}, "use one of 'entropy'"),
         ({"members": ["a"], "reference": "b"}, "reference is 'b'"),
         ({"members": ["a"], "exit_threshold": 2}, "exit_threshold"),
         ({"members": [MemberConfig("a", name="x"), MemberConfig("b", name="x")]}, "give each its own name"),

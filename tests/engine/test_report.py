@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared.formats import number
 from specfuse_shared.report import fragment, pieces_of
 from specfuse_shared.types import EnsembleResult, FinishReason, MemberExit
 from tests.engine.explained import explained, rival_text, round_of, unverified
@@ -92,10 +93,10 @@ def test_every_round_of_a_real_run_shows_rivals_scores_weights_and_time(real: En
     for record, card in zip(real.rounds, cards(real), strict=True):
         for candidate in record.candidates:
             assert words(candidate.text) in card
-            assert all(f"{score:.3f}" in card for score in candidate.scores.values())
-            assert candidate.score is None or f"{candidate.score:.3f}" in card
+            assert all(number(score) in card for score in candidate.scores.values())
+            assert candidate.score is None or number(candidate.score) in card
         if record.verified:
-            assert all(f"{weight:.3f}" in card for weight in record.weights.values())
+            assert all(number(weight) in card for weight in record.weights.values())
         assert "draft" in card
 
 
@@ -103,7 +104,7 @@ def test_the_summary_and_usage_of_every_member_are_shown(real: EnsembleResult) -
     members, _ = page(real).texts("roomy")
     for row in real.summary():
         usage = real.usage.members[row.member]
-        numbers = f"{row.segments_won} {row.mean_score:.3f} {row.weight:.3f}"
+        numbers = f"{row.segments_won} {number(row.mean_score)} {number(row.weight)}"
         tokens = f"{usage.prompt} {usage.drafted} {usage.fed} {usage.answer}"
         assert f"{row.member} {numbers} {tokens} to the end" in words(members)
 

@@ -59,7 +59,7 @@ def test_a_named_tool_is_called_and_no_character_of_the_call_is_streamed_as_text
 
 
 def test_parallel_calls_have_ids_of_their_own_and_one_call_is_one_unless_more_are_allowed(llm: SpecFuseLLM) -> None:
-    question = "How is the weather in Paris, and how is it in Rome? Call the tool twice."
+    question = "Weather in Paris and weather in Rome, please: two calls."
     several = calls_of(llm.chat_with_tools(TOOLS, question, tool_required=True, allow_parallel_tool_calls=True))
     assert len(several) > 1
     assert len({call.tool_call_id for call in several}) == len(several)
