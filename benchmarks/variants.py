@@ -123,6 +123,7 @@ for _weight in (1.5, 2.0):
     for _name, _settings in (
         ("root-5", ROOT_5),
         ("text-5", {**ROOT_5, "per": "text"}),
+        ("text-constant", TEXT),
         ("text-exit", TEXT_EXIT),
         ("text-late-exit", TEXT_LATE_EXIT),
     ):
