@@ -1,10 +1,12 @@
 """Many answers at once on the demo members, as ratios of things timed in the same run.
 
-    python benchmarks/serving.py [--requests 8] [--tokens 64] [--repeats 3] [--json FILE]
+    python benchmarks/serving.py [--concurrent 8] [--waves 4] [--tokens 64] [--repeats 1] [--json FILE]
 
-1. throughput  tokens a second of concurrent requests of mixed length ÷ the same requests one after another
-2. first       last of the concurrent requests' first segments ÷ a lone request's
-3. prefix      first segment of a second turn behind a 1,000-token first turn, with ÷ without prefix reuse
+1. throughput  tokens a second with 8 requests of mixed length in flight ÷ the same requests one after another; as
+               many waves of them are asked at once, so that the next one joins when one ends
+2. burst       the same for one wave: its last answers run alone
+3. first       last of a wave's first segments ÷ a lone request's
+4. prefix      first segment of a second turn behind a 1,000-token first turn, with ÷ without prefix reuse
 
 bf16, greedy, the default segments of 5 tokens, no exit, so that every member works in every round.
 """
@@ -19,7 +21,15 @@ from pathlib import Path
 
 from figures import RESULTS, Figure, report
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, SegmentEvent, demo_members
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    Message,
+    SamplingParams,
+    SegmentEvent,
+    demo_members,
+)
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
 QUESTIONS = (
@@ -44,7 +54,7 @@ def conversations(count: int) -> list[list[Message]]:
     """Bare questions, and questions behind a system message with 15, 30 and 45 words of a document."""
     found = []
     for n in range(count):
-        words = DOCUMENTS[n % len(DOCUMENTS)].read_text("utf-8").split()[: n % 4 * 15]
+        words = DOCUMENTS[n % len(DOCUMENTS)].read_text("utf-8").split()[: (n + n // len(QUESTIONS)) % 4 * 15]
         system = [Message("system", f"You answer visitors' questions in detail. {' '.join(words)}")] if words else []
         found.append([*system, Message("user", QUESTIONS[n % len(QUESTIONS)])])
     return found
@@ -59,28 +69,45 @@ def first_segment(engine: EnsembleEngine, messages: list[Message], params: Sampl
     raise AssertionError("the answer was empty")
 
 
-def serving(requests: int, tokens: int, repeats: int) -> list[Figure]:
-    speedups, waits, notes = [], [], ""
-    with engine() as shared:
-        asked, params = conversations(requests), SamplingParams(max_tokens=tokens)
+def serving(concurrent: int, waves: int, tokens: int, repeats: int) -> list[Figure]:
+    steady, bursts, waits = [], [], []
+    with engine(max_concurrent=concurrent) as shared:
+        asked, params = conversations(concurrent * waves), SamplingParams(max_tokens=tokens)
         shared.generate(asked[0], SamplingParams(max_tokens=20))
         for _ in range(repeats):
             alone = [shared.generate(messages, params) for messages in asked]
-            slow = sum(result.total_seconds for result in alone)
-            start = time.perf_counter()
-            together = shared.generate_batch(asked, params)
-            fast = time.perf_counter() - start
-            counts = [sum(r.usage.completion_tokens for r in results) for results in (alone, together)]  # type: ignore[union-attr]
-            speedups.append((counts[1] / fast) / (counts[0] / slow))
-            last = max(r.first_segment_seconds or 0.0 for r in together)  # type: ignore[union-attr]
+            burst, burst_seconds = together(shared, asked[:concurrent], params)
+            flow, flow_seconds = together(shared, asked, params)
+            slow = _speed(alone, sum(r.total_seconds for r in alone))
+            slow_burst = _speed(alone[:concurrent], sum(r.total_seconds for r in alone[:concurrent]))
+            steady.append(_speed(flow, flow_seconds) / slow)
+            bursts.append(_speed(burst, burst_seconds) / slow_burst)
+            last = max(r.first_segment_seconds or 0.0 for r in burst)
             lone = statistics.median(r.first_segment_seconds or 0.0 for r in alone)
             waits.append(last / lone)
-            notes = f"{counts[1] / fast:.1f} ÷ {counts[0] / slow:.1f} tokens/s"
+            notes = f"{_speed(flow, flow_seconds):.1f} ÷ {slow:.1f} tokens/s, {len(asked)} requests"
+            burst_notes = f"{_speed(burst, burst_seconds):.1f} ÷ {slow_burst:.1f} tokens/s"
             wait_notes = f"{last:.2f} s ÷ {lone:.2f} s"
     return [
-        Figure(f"throughput of {requests} at once ÷ one by one", statistics.median(speedups), 4.5, True, notes),
-        Figure(f"last first segment of {requests} ÷ a lone one", statistics.median(waits), 3, False, wait_notes),
+        Figure(f"throughput with {concurrent} in flight ÷ one by one", statistics.median(steady), 4.5, True, notes),
+        Figure(f"throughput of {concurrent} alone ÷ one by one", statistics.median(bursts), 4.5, True, burst_notes),
+        Figure(f"last first segment of {concurrent} ÷ a lone one", statistics.median(waits), 3, False, wait_notes),
     ]
+
+
+def together(
+    engine: EnsembleEngine, asked: list[list[Message]], params: SamplingParams
+) -> tuple[list[EnsembleResult], float]:
+    """Answers of requests that are asked at once, and the seconds until the last one."""
+    start = time.perf_counter()
+    results = engine.generate_batch(asked, params)
+    seconds = time.perf_counter() - start
+    return [result for result in results if isinstance(result, EnsembleResult)], seconds
+
+
+def _speed(results: list[EnsembleResult], seconds: float) -> float:
+    """Tokens a second."""
+    return sum(result.usage.completion_tokens for result in results) / seconds
 
 
 def prefix(repeats: int) -> Figure:
@@ -102,12 +129,13 @@ def prefix(repeats: int) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--concurrent", type=int, default=8)
+    parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
     options = parser.parse_args()
-    figures = [*serving(options.requests, options.tokens, options.repeats), prefix(options.repeats)]
+    figures = [*serving(options.concurrent, options.waves, options.tokens, options.repeats), prefix(options.repeats)]
     report("serving, demo members, bf16", figures, options.json)
 
 
