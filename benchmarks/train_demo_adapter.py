@@ -21,9 +21,8 @@ from rich import print as show
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
-from specfuse_shared import MemberConfig
 from specfuse_shared.demo import ADAPTERS, demo_members
-from specfuse_shared.loading import converted, gguf_file
+from specfuse_shared.loading import converted
 from specfuse_shared.prompts import PromptEncoder
 from specfuse_shared.types import Message
 
@@ -47,8 +46,7 @@ def main(
     torch.manual_seed(0)
     [config] = [m for m in demo_members() if m.name == member]
     out = out or ADAPTERS / member
-    out.mkdir(parents=True, exist_ok=True)
-    folder = _weights(config)
+    folder = converted(Path(config.model), None, lambda stage: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = read_rows(data, PromptEncoder(tokenizer, None, {}, member), tokenizer.eos_token_id, longest)
     held, used = rows[::HELD_BACK], [row for number, row in enumerate(rows) if number % HELD_BACK]
@@ -68,12 +66,6 @@ def main(
     if kept is not None:  # the library writes a card of its own
         card.write_text(kept, encoding="utf-8")
     show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
-
-
-def _weights(config: MemberConfig) -> Path:
-    """The member's folder of safetensors."""
-    file = gguf_file(config)
-    return converted(file, None, lambda stage: None) if file else Path(config.model)
 
 
 def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> list[Row]:

@@ -104,8 +104,6 @@ _add(
 ROOT_5 = {**START, "per": "root", "segment_tokens": 5}
 CONSTANT = {**ROOT_5, "feedback": "constant", "repetition_guard": True}
 TEXT = {**CONSTANT, "per": "text"}
-TEXT_EXIT = {**TEXT, "exit": "entropy", "exit_threshold": 0.5}
-TEXT_LATE_EXIT = {**TEXT, "exit": "entropy", "exit_threshold": 0.25}
 _add(
     "towards the default",
     constant_guard=CONSTANT,
@@ -114,20 +112,15 @@ _add(
     constant_rate_1={**CONSTANT, "feedback_rate": 1.0},
     constant_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
     text_constant=TEXT,
-    text_exit=TEXT_EXIT,
-    text_late_exit=TEXT_LATE_EXIT,
+    text_exit={**TEXT, "exit": "entropy", "exit_threshold": 0.5},
+    text_late_exit={**TEXT, "exit": "entropy", "exit_threshold": 0.25},
     text_exit_10={**TEXT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
 )
 for _weight in (1.5, 2.0):
-    _members = partial(_weighing, _weight)
-    for _name, _settings in (
-        ("root-5", ROOT_5),
-        ("text-5", {**ROOT_5, "per": "text"}),
-        ("text-constant", TEXT),
-        ("text-exit", TEXT_EXIT),
-        ("text-late-exit", TEXT_LATE_EXIT),
-    ):
-        VARIANTS[f"{_name}-gemma-{_weight:g}"] = Variant("one member's vote counts more", _settings, members=_members)
+    for _name in ("root-5", "text-5", "text-constant", "text-exit", "text-late-exit"):
+        VARIANTS[f"{_name}-gemma-{_weight:g}"] = replace(
+            VARIANTS[_name], about="one member's vote counts more", members=partial(_weighing, _weight)
+        )
 
 
 WEAK: dict[str, tuple[str, Callable[[], Sequence[MemberConfig]]]] = {
