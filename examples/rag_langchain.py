@@ -114,7 +114,7 @@ class Display:
         text = terminal.visible(str(chunk.content))
         for segment in chunk.additional_kwargs.get("specfuse_segments", ()):
             member = segment["member"]
-            scores = ", ".join(f"{judge} {score:.2f}" for judge, score in segment["scores"].items())
+            scores = ", ".join(f"{judge} {score:.2g}" for judge, score in segment["scores"].items())
             line = Text(f"{member:>{self.width}}  ", style=self.colours[member])
             self.console.print(line.append(text.strip()).append(f"  {scores}", "dim"))
             self.answer.append(text, self.colours[member])
