@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,10 @@ _LONG = {"cpu": 4}
 _DEFAULT_LONG = 64
 """From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
 cost little on a CPU, and padding little on a GPU."""
+_MOST_INDEXED = 16
+"""Longer segments are written to their row by themselves."""
+_SHORT, _OWN_CALL, _COPIED = range(3)
+"""Sizes of segments: those that share a kernel call, and those that only share the writing, or not even that."""
 
 Kernel = Callable[..., tuple[torch.Tensor, Any]]
 
@@ -73,32 +77,37 @@ class _Group:
     stop: int
     queries: int
     slots: int
-    gather: torch.Tensor | None
-    """(B · Q) which fed token each padded query is; None: the group is the whole batch, one token after another."""
+    tokens: slice
+    """The fed tokens of the group."""
     masks: dict[str, torch.Tensor | None]
+    padding: torch.Tensor | None = None
+    """(B · Q) which of the group's tokens each padded query is; None: nothing is padded."""
     padded: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    """Padded queries that are real, and the fed tokens they are; None with `gather`."""
+    """Which padded query each token is."""
 
 
 class Batch(Cache):
     """One forward over the segments of many answers; passes for the model's cache and tells attention where to look.
 
-    There is room in the rows for what the segments feed.
+    There is room in the rows for what the segments feed. Tokens are fed in the order of `segments`, which is such that
+    those of a kernel call lie in a row: slices cost a fraction of what indices do. `order`: which of the given segments
+    each of them is.
     """
 
     def __init__(self, segments: Sequence[Segment], plan: MaskPlan, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layers=[])
         self._plan, self._device, self._dtype = plan, device, dtype
-        self._written: list[tuple[CacheBlock, Any, torch.Tensor | slice]] = []
+        self._long = _LONG.get(device.type, _DEFAULT_LONG)
+        self._written: list[tuple[CacheBlock, Any, slice]] = []
         self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
-        starts, total = [], 0
-        for segment in segments:
-            starts.append(total)
-            total += len(segment.ids)
-        self.tokens = total
-        self._plan_writes(segments, starts)
-        self.groups = self._plan_groups(segments, starts)
+        blocks = list(dict.fromkeys(id(s.row.block) for s in segments))
+        places = [(blocks.index(id(s.row.block)), _size_class(s, self._long), s.row.index) for s in segments]
+        self.order = sorted(range(len(segments)), key=places.__getitem__)
+        self.segments = [segments[n] for n in self.order]
+        self.groups: list[_Group] = []
+        start = 0
+        for (_, size), found in groupby(self.order, key=lambda n: places[n][:2]):
+            start = self._add([segments[n] for n in found], size, start)
         self._length = max(s.row.used for s in segments)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -108,95 +117,71 @@ class Batch(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values (1, H, T, D) into the rows; attention reads them from there."""
-        for block, place, tokens in self._written:
-            keys, values = block.layer(layer_idx, key_states, value_states)
-            row, slots = place
-            if isinstance(tokens, slice):
-                keys[row, :, slots] = key_states[0, :, tokens]
-                values[row, :, slots] = value_states[0, :, tokens]
-            else:
-                row, slots, tokens = (self._near(t, key_states) for t in (row, slots, tokens))
-                keys[row, :, slots] = key_states[0, :, tokens].transpose(0, 1)
-                values[row, :, slots] = value_states[0, :, tokens].transpose(0, 1)
+        for block, (row, slots), tokens in self._written:
+            for cached, new in zip(
+                block.layer(layer_idx, key_states, value_states), (key_states, value_states), strict=True
+            ):
+                fresh = new[0, :, tokens]
+                if isinstance(slots, slice):
+                    cached[row, :, slots] = fresh
+                else:
+                    cached[self._near(row, new), :, self._near(slots, new)] = fresh.transpose(0, 1)
         return key_states, value_states
 
     def attend(
         self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Attention output (1, T, H, D) of one layer."""
-        kind = self._plan.kinds[marker.shape[-1] - 1]
-        heads, out = query.shape[1], None
+        kind, parts = self._plan.kinds[marker.shape[-1] - 1], []
         for group in self.groups:
             keys, values = (t[group.start : group.stop, :, : group.slots] for t in group.block.layers[module.layer_idx])
-            if group.gather is None:
-                q = query.reshape(heads, -1, group.queries, query.shape[-1]).transpose(0, 1)
-            else:
-                picked = query[0].index_select(1, self._near(group.gather, query))
-                q = picked.view(heads, -1, group.queries, query.shape[-1]).transpose(0, 1)
+            own = query[0, :, group.tokens]
+            if group.padding is not None:
+                own = own.index_select(1, self._near(group.padding, query))
+            own = own.reshape(len(own), -1, group.queries, own.shape[-1]).transpose(0, 1)
             mask = group.masks[kind]
-            found = kernel(module, q, keys, values, None if mask is None else self._near(mask, query), **kwargs)[0]
-            found = found.reshape(-1, heads, found.shape[-1])
-            if group.gather is None:
-                return found[None]
-            if out is None:
-                out = found.new_empty(1, self.tokens, heads, found.shape[-1])
-            assert group.tokens is not None
-            kept = found if group.padded is None else found[self._near(group.padded, query)]
-            out[0, self._near(group.tokens, query)] = kept
-        assert out is not None
-        return out
+            found = kernel(module, own, keys, values, None if mask is None else self._near(mask, query), **kwargs)[0]
+            found = found.flatten(0, 1)
+            parts.append(found if group.padded is None else found.index_select(0, self._near(group.padded, query)))
+        return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
-    def _plan_writes(self, segments: Sequence[Segment], starts: Sequence[int]) -> None:
-        by_block: dict[int, list[tuple[Segment, int]]] = defaultdict(list)
-        for segment, start in zip(segments, starts, strict=True):
-            by_block[id(segment.row.block)].append((segment, start))
-        for members in by_block.values():
-            block = members[0][0].row.block
-            if len(members) == 1:
-                segment, start = members[0]
-                place = segment.row.index, slice(segment.row.used, segment.slots)
-                self._written.append((block, place, slice(start, start + len(segment.ids))))
-                continue
-            rows = [s.row.index for s, _ in members for _ in s.ids]
-            slots = [slot for s, _ in members for slot in range(s.row.used, s.slots)]
-            tokens = [t for s, start in members for t in range(start, start + len(s.ids))]
-            self._written.append((block, (self._tensor(rows), self._tensor(slots)), self._tensor(tokens)))
+    def _add(self, segments: Sequence[Segment], size: int, start: int) -> int:
+        """Plan for segments of one block and size whose tokens begin at `start`; where they end."""
+        counts = [len(s.ids) for s in segments]
+        ends = list(accumulate(counts, initial=start))
+        tokens = [slice(*pair) for pair in pairwise(ends)]
+        block = segments[0].row.block
+        if size == _COPIED or len(segments) == 1:
+            for segment, own in zip(segments, tokens, strict=True):
+                self._written.append((block, (segment.row.index, slice(segment.row.used, segment.slots)), own))
+        else:
+            rows = [s.row.index for s in segments for _ in s.ids]
+            slots = [slot for s in segments for slot in range(s.row.used, s.slots)]
+            self._written.append((block, (self._tensor(rows), self._tensor(slots)), slice(start, ends[-1])))
+        if size == _SHORT:
+            self.groups.append(self._group(segments, slice(start, ends[-1])))
+        else:
+            self.groups += [self._group([s], own) for s, own in zip(segments, tokens, strict=True)]
+        return ends[-1]
 
-    def _plan_groups(self, segments: Sequence[Segment], starts: Sequence[int]) -> list[_Group]:
-        short: dict[int, list[tuple[Segment, int]]] = defaultdict(list)
-        groups: list[list[tuple[Segment, int]]] = []
-        for segment, start in zip(segments, starts, strict=True):
-            if len(segment.ids) >= _LONG.get(self._device.type, _DEFAULT_LONG):
-                groups.append([(segment, start)])
-            else:
-                short[id(segment.row.block)].append((segment, start))
-        groups += [sorted(found, key=lambda pair: pair[0].row.index) for found in short.values()]
-        return [self._group(found) for found in groups]
-
-    def _group(self, found: Sequence[tuple[Segment, int]]) -> _Group:
-        start, stop = found[0][0].row.index, found[-1][0].row.index + 1
-        queries, slots = max(len(s.ids) for s, _ in found), max(s.slots for s, _ in found)
-        gather = [0] * ((stop - start) * queries)
-        padded, tokens = [], []
-        for segment, at in found:
-            first = (segment.row.index - start) * queries
-            for n in range(len(segment.ids)):
-                gather[first + n] = at + n
-                padded.append(first + n)
-                tokens.append(at + n)
-        group = _Group(found[0][0].row.block, start, stop, queries, slots, None, self._masks(found, queries, slots))
-        if gather == list(range(self.tokens)) and len(padded) == self.tokens:
-            return group
-        group.gather, group.tokens = self._tensor(gather), self._tensor(tokens)
-        group.padded = None if len(padded) == len(gather) else self._tensor(padded)
+    def _group(self, found: Sequence[Segment], tokens: slice) -> _Group:
+        start, stop = found[0].row.index, found[-1].row.index + 1
+        queries, slots = max(len(s.ids) for s in found), max(s.slots for s in found)
+        group = _Group(found[0].row.block, start, stop, queries, slots, tokens, self._masks(found, queries, slots))
+        padded = [(s.row.index - start) * queries + n for s in found for n in range(len(s.ids))]
+        if len(padded) < (stop - start) * queries:
+            padding = [0] * ((stop - start) * queries)
+            for token, at in enumerate(padded):
+                padding[at] = token
+            group.padding, group.padded = self._tensor(padding), self._tensor(padded)
         return group
 
-    def _masks(self, found: Sequence[tuple[Segment, int]], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
+    def _masks(self, found: Sequence[Segment], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
         """Additive masks (B, 1, Q, K) by kind, in the model's dtype, because eager attention misreads boolean ones."""
-        first, rows = found[0][0], found[-1][0].row.index + 1 - found[0][0].row.index
+        first, rows = found[0], found[-1].row.index + 1 - found[0].row.index
         fresh = len(found) == 1 and first.visible is None and first.row.used == 0
         masks: dict[str, torch.Tensor | None] = {}
-        parts = [(s.row.index - first.row.index, s, s.seen(), s.slot_positions()) for s, _ in found]
+        parts = [(s.row.index - first.row.index, s, s.seen(), s.slot_positions()) for s in found]
         for kind in self._plan.kinds:
             if fresh and queries > 1 and self._plan.is_plain(kind, slots):
                 masks[kind] = None
@@ -231,6 +216,12 @@ class Attending(Protocol):
     ) -> torch.Tensor:
         """Attention output (1, T, H, D) of one layer for queries (1, H, T, D)."""
         ...
+
+
+def _size_class(segment: Segment, long: int) -> int:
+    if len(segment.ids) < long:
+        return _SHORT
+    return _OWN_CALL if len(segment.ids) <= _MOST_INDEXED else _COPIED
 
 
 class _Running(threading.local):

@@ -82,11 +82,11 @@ class ModelRunner:
 
     def _packed(self, segments: Sequence[Segment], plan: MaskPlan) -> list[torch.Tensor]:
         batch = Batch(segments, plan, self.device, self.dtype)
-        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in segments])
-        ids = [token for s in segments for token in s.ids]
+        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
+        ids = [token for s in batch.segments for token in s.ids]
         wanted: list[int] = []
         ends = 0
-        for segment in segments:
+        for segment in batch.segments:
             ends += len(segment.ids)
             wanted += range(ends - segment.wanted, ends)
         skip: dict[str, Any] = {}
@@ -97,7 +97,8 @@ class ModelRunner:
             logits = self._forward(upload(ids, self.device), batch, upload(at, self.device), markers, **skip)
         if len(logits) > len(wanted):
             logits = logits.index_select(0, upload(wanted, self.device))
-        return list(torch.split(logits, [s.wanted for s in segments]))
+        found = dict(zip(batch.order, torch.split(logits, [s.wanted for s in batch.segments]), strict=True))
+        return [found[n] for n in range(len(segments))]
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
         """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""

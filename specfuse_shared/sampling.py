@@ -27,6 +27,7 @@ from specfuse_shared.config import SamplingParams
 from specfuse_shared.scoring import NotFiniteError
 from specfuse_shared.transfer import upload
 
+_PIECE = 512
 NOT_FINITE = -1
 """Chosen in place of a token where the logits are not numbers."""
 
@@ -134,11 +135,17 @@ class Choice:
 
 
 def _largest(scores: torch.Tensor) -> int:
-    """Index of the largest of scores (V). Raises `NotFiniteError`."""
-    best = scores.max(0)
+    """Index of the largest of scores (V), the first of equal ones. Raises `NotFiniteError`."""
+    # a maximum alone is found many numbers at a time, one with its index is not: so first the piece, then the place
+    whole = len(scores) // _PIECE * _PIECE
+    tops = scores[:whole].view(-1, _PIECE).amax(-1)
+    if whole < len(scores):
+        tops = torch.cat([tops, scores[whole:].amax(0, keepdim=True)])
+    best = tops.float().max(0)
     if not math.isfinite(float(best.values)):
         raise NotFiniteError
-    return int(best.indices)
+    start = int(best.indices) * _PIECE
+    return start + int(scores[start : start + _PIECE].argmax())
 
 
 def new_seed() -> int:

@@ -2,8 +2,8 @@
 
 Answers join and leave between two forwards. A stage asks for feeds (`specfuse_shared.context.Feed`); a step of a
 member runs the feeds of all its answers together: some draft, some verify, some still read their prompt. A feed
-that fails in company is run alone, so that one poisoned request fails alone. Members on different devices step at the
-same time (`specfuse_shared.lanes`); the answers themselves go on in the worker alone.
+that fails in company is run alone, so that one poisoned request fails alone. Members step at the same time where they
+can (`specfuse_shared.lanes`); the answers themselves go on in the worker alone.
 
 Members of static execution draft a whole segment in one feed, so their answers join and leave between two segments.
 Such drafts wait within a turn until those who verify have committed, so that all draft together.
@@ -68,7 +68,7 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, members: Sequence[Member], budget: Budget, metrics: Metrics) -> None:
-        self._lanes, self._budget, self._metrics = Lanes[list[tuple[Request, Job]]](members), budget, metrics
+        self._lanes, self._budget, self._metrics = Lanes[list[Request]](members), budget, metrics
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []
@@ -194,12 +194,9 @@ class Scheduler:
             self._run(lambda feed: feed.draft is not None)
 
     def _run(self, wanted: Wanted) -> None:
-        """A forward of every member, then what each gave: a device goes on computing while the host reads."""
-        fed = list(self._lanes.turn(partial(self._step, wanted=wanted, chunk=self._prefill_chunk())))
-        for _, job in itertools.chain(*fed):
-            if not job.done:
-                job.advance()
-        for request, _ in itertools.chain(*fed):
+        """A forward of every member; then the answers that have all they waited for go on."""
+        step = partial(self._step, wanted=wanted, chunk=self._prefill_chunk())
+        for request in itertools.chain(*self._lanes.turn(step)):
             self._advance_if_ready(request)
 
     def _prefill_chunk(self) -> int:
@@ -210,11 +207,19 @@ class Scheduler:
             return SHARED_PREFILL_CHUNK
         return PREFILL_CHUNK
 
-    def _step(self, member: Member, wanted: Wanted, chunk: int) -> list[tuple[Request, Job]]:
-        """One forward of a member for what its answers wait for and is wanted now; those answers and their jobs.
+    def _step(self, members: Sequence[Member], wanted: Wanted, chunk: int) -> list[Request]:
+        """A forward of members in turn, then what each gave: a device goes on computing while the host reads.
 
-        Changes the member's own jobs and nothing else, because members on other devices may step meanwhile.
+        Changes their own jobs and nothing else, because other members may step meanwhile; returns whose they are.
         """
+        fed = [pair for member in members for pair in self._feed(member, wanted, chunk)]
+        for _, job in fed:
+            if not job.done:
+                job.advance()
+        return [request for request, _ in fed]
+
+    def _feed(self, member: Member, wanted: Wanted, chunk: int) -> list[tuple[Request, Job]]:
+        """One forward of a member for what its answers wait for and is wanted now; those answers and their jobs."""
         waiting = [(r, job) for r in self._running if (job := r.jobs.get(member.name)) and not job.done]
         waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled) and job.feed and wanted(job.feed)]
         jobs = within(chunk, [job for _, job in waiting])

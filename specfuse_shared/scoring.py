@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -64,9 +65,34 @@ class Judgement:
 def _log_masses(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """log Σ exp of each of the rows (V), in float32."""
     if rows[0].device.type == "cpu":
-        # row by row, because blocks of float32 copies would not fit a processor's cache
-        return torch.stack([row.float().logsumexp(-1) for row in rows])
+        return torch.stack([_log_mass(row) for row in rows])
     return torch.cat([torch.stack(some).float().logsumexp(-1) for some in _in_blocks(rows)])
+
+
+def _log_mass(row: torch.Tensor) -> torch.Tensor:
+    """log Σ exp of a row (V) on the processor, in float32.
+
+    Row by row and in the same memory, because blocks of float32 copies would not fit a cache, and pages of new memory
+    cost more than the sum.
+    """
+    scores = _scratch.of(len(row)).copy_(row)
+    most = scores.amax()
+    return scores.sub_(most).exp_().sum().log_().add_(most)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread, for the last size that was asked for."""
+
+    def __init__(self) -> None:
+        self._row = torch.empty(0)
+
+    def of(self, size: int) -> torch.Tensor:
+        if len(self._row) != size:
+            self._row = torch.empty(size)
+        return self._row
+
+
+_scratch = _Scratch()
 
 
 def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:

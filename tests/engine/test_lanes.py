@@ -1,27 +1,35 @@
-"""Members on different devices step at the same time: the same answers, faults and cancellations as in turn."""
+"""Members on devices or cores of their own step at the same time: the same answers and faults as in turn."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
 from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.events import FinishEvent, WarningEvent
+from specfuse_shared.lanes import lanes_of, use_cores
 from tests.engine.comparing import answer_of, local_members
 
 QUESTIONS = [f"How do the tides follow the moon? {n}" for n in range(6)]
 PARAMS = [SamplingParams(max_tokens=30, temperature=n % 2 * 0.9, seed=n) for n in range(6)]
 
 
-def lanes() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("specfuse lane")]
+Lanes = Callable[[], list[threading.Thread]]
+
+
+@pytest.fixture(autouse=True)
+def lanes() -> Lanes:
+    """The threads that members got since the test began."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name.startswith("specfuse lane") and t not in before]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +37,15 @@ def config(tiny_engine: EnsembleEngine) -> EnsembleConfig:
     return replace(tiny_engine.config, reuse_prefixes=False)
 
 
-@pytest.fixture
-def engine(config: EnsembleConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnsembleEngine]:
-    """The tiny members as if each had a device of its own."""
-    monkeypatch.setattr("specfuse_shared.lanes.devices_of", lambda member: (member.name,))
+@pytest.fixture(params=["devices", "cores"])
+def engine(
+    request: pytest.FixtureRequest, lanes: Lanes, config: EnsembleConfig, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EnsembleEngine]:
+    """The tiny members as if each had a device, or cores, of its own."""
+    if request.param == "devices":
+        monkeypatch.setattr("specfuse_shared.lanes.devices_of", lambda member: (member.name,))
+    else:
+        monkeypatch.setattr("specfuse_shared.lanes.cores", lambda: 2)
     with EnsembleEngine(config) as made:
         yield made.load()
 
@@ -57,8 +70,8 @@ def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tu
         del member.runner.step
 
 
-def test_answers_are_those_of_one_device_and_forwards_overlap(
-    tiny_engine: EnsembleEngine, engine: EnsembleEngine
+def test_answers_are_those_of_members_in_turn_and_forwards_overlap(
+    tiny_engine: EnsembleEngine, engine: EnsembleEngine, lanes: Lanes
 ) -> None:
     expected = [answer_of(tiny_engine.generate(*each)) for each in zip(QUESTIONS, PARAMS, strict=True)]
     assert len(lanes()) == 1, "one member runs in the worker itself"
@@ -70,7 +83,10 @@ def test_answers_are_those_of_one_device_and_forwards_overlap(
     assert together > 0.5 * len(first), "but where only one of them has anything to do"
 
 
-def test_members_of_one_device_take_turns_without_a_thread(config: EnsembleConfig) -> None:
+def test_members_of_one_core_take_turns_without_a_thread(
+    config: EnsembleConfig, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfuse_shared.lanes.cores", lambda: 1)
     with EnsembleEngine(config) as engine, slowed(engine.load(), 0.0) as times:
         engine.generate(QUESTIONS[0], PARAMS[0])
         assert not lanes()
@@ -109,7 +125,9 @@ def test_cancelling_stops_within_a_step_and_frees_the_caches_of_all_devices(engi
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_device_whose_thread_dies_ends_the_engine_and_tells_every_caller(engine: EnsembleEngine, dying: int) -> None:
+def test_a_device_whose_thread_dies_ends_the_engine_and_tells_every_caller(
+    engine: EnsembleEngine, lanes: Lanes, dying: int
+) -> None:
     def die(segments: Any) -> Any:
         raise SystemExit("killed")
 
@@ -123,3 +141,33 @@ def test_a_device_whose_thread_dies_ends_the_engine_and_tells_every_caller(engin
     while lanes():
         assert time.monotonic() < limit, "the threads of the devices end with the engine"
         time.sleep(0.01)
+
+
+def test_members_share_out_the_cores(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = sorted(local_members(tiny_engine), key=lambda member: member.report.memory_bytes)[-2:]
+    for cores, asked, expected in [
+        (1, [small, large], [([large, small], None)]),
+        (2, [small, large], [([large], 1), ([small], 1)]),
+        (7, [small, large], [([large], 3), ([small], 3)]),
+        (2, [small, large, small], [([large], 1), ([small, small], 1)]),
+        (4, [small], [([small], None)]),
+    ]:
+        monkeypatch.setattr("specfuse_shared.lanes.cores", lambda cores=cores: cores)
+        assert lanes_of(asked) == expected
+
+
+def test_a_thread_keeps_to_its_cores_and_others_keep_theirs() -> None:
+    before, found = torch.get_num_threads(), []
+
+    def limited() -> None:
+        use_cores(before + 1)
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=limited)
+    thread.start()
+    thread.join()
+    assert found == [before, before + 1]
+    assert torch.get_num_threads() == before
