@@ -8,6 +8,9 @@ _SHORTEST_STRETCH, _LONGEST_STRETCH = 3, 60
 _LONG_STRETCH = 6
 """Words of a stretch that is a circle already when it comes twice in a row."""
 _OPENING = 2
+_NEAR, _LETTERS = 6, 10
+"""Lines among which one of so many letters comes at most twice: farther apart or shorter they may belong there."""
+_FENCE = "```"
 
 
 def repeats(answer: str, segment: str) -> bool:
@@ -16,18 +19,25 @@ def repeats(answer: str, segment: str) -> bool:
     Such a candidate loses against one that does neither.
     """
     words = (answer + segment).split()
-    return ends_in_circle(words) or ends_in_circle(words, 2, _LONG_STRETCH) or _repeats_line(answer, segment)
+    if ends_in_circle(words) or ends_in_circle(words, 2, _LONG_STRETCH):
+        return True
+    return _repeats_line(answer, segment) or is_stuck(answer, segment)
 
 
 def is_stuck(answer: str, segment: str) -> bool:
-    """Whether the answer with `segment` ends with one stretch of running text three times in a row.
+    """Whether with `segment` the answer says again what it said: if this is the best that members find, it is over.
 
-    Running text has three different words with letters, unlike rows of numbers, rules and refrains of one word. If
-    this is the best that the members can think of, the answer is over.
+    That is one stretch of running text three times in a row; outside of code also a long one twice and begun again, or
+    a line for the third time among the last few. Running text has three different words with letters, unlike rows of
+    numbers, rules and refrains of one word.
     """
-    words = (answer + segment).split()
-    stretch = words[-circle(words) :] if circle(words) else []
-    return len({w.lower() for w in stretch if any(c.isalpha() for c in w)}) >= _SHORTEST_STRETCH
+    text = answer + segment
+    words = text.split()
+    if _is_running(words[-circle(words) :] if circle(words) else []):
+        return True
+    if text.count(_FENCE) % 2:
+        return False
+    return _begins_again(words, len(segment.split())) or _has_line_again(text, segment)
 
 
 def ends_in_circle(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRETCH) -> bool:
@@ -42,6 +52,30 @@ def circle(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRET
         if all(words[-n * (k + 1) : -n * k] == tail for k in range(1, times)):
             return n
     return 0
+
+
+def _is_running(stretch: list[str]) -> bool:
+    return len({w.lower() for w in stretch if any(c.isalpha() for c in w)}) >= _SHORTEST_STRETCH
+
+
+def _begins_again(words: list[str], fresh: int) -> bool:
+    """Whether a long stretch of running text stands there twice in a row and its first words once more."""
+    for count in range(_SHORTEST_STRETCH, _SHORTEST_STRETCH + fresh):
+        length = circle(words[:-count], 2, _LONG_STRETCH)
+        begun = words[-count:] == words[-count - length :][:count]
+        if length >= count and begun and _is_running(words[-length:]):
+            return True
+    return False
+
+
+def _has_line_again(text: str, segment: str) -> bool:
+    """Whether one of the lines that the segment touches is the third such among those around it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    touched = len(lines) - sum(1 for line in segment.splitlines() if line.strip())
+    return any(
+        sum(c.isalpha() for c in lines[n]) >= _LETTERS and lines[max(0, n + 1 - _NEAR) : n + 1].count(lines[n]) >= TIMES
+        for n in range(touched, len(lines))
+    )
 
 
 def _repeats_line(answer: str, segment: str) -> bool:

@@ -42,9 +42,43 @@ def test_the_circle_has_to_be_at_the_end() -> None:
     assert not ends_in_circle(["a", "b", "c", "a", "b", "c", "a", "b", "c", "x"])
 
 
-def test_an_answer_is_stuck_only_in_running_text() -> None:
-    assert is_stuck("I am not sure.\nI am not sure.\nI am", " not sure.")
-    assert not is_stuck("I am not sure.\nI am not sure.\n", "I am")
-    assert not is_stuck("x = [0, 0, 0, 0, 0, 0,", " 0, 0, 0,")
-    assert not is_stuck("row row row row row row", " row row row")
-    assert not is_stuck("", "")
+LONG = "I would like to thank you for your work.\n\n"
+ITEMS = "* Chicken and Steak\n* Salmon and Shrimp\n* Chicken and Steak\n* Chicken and Shrimp\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "segment"),
+    [
+        ("I am not sure.\nI am not sure.\nI am", " not sure."),
+        (f"Dear Ann,\n\n{LONG}{LONG}I", " would like to"),
+        (f"Dear Ann,\n\n{LONG}{LONG}", "I would like"),
+        ("- Business Administration\n- Business Administration\n- Business", " Administration\n"),
+        (ITEMS, "* Chicken and Steak\n* Ham"),
+        ("https://example.com/\n\nhttps://example.com/\n\n", "https://example.com/"),
+    ],
+)
+def test_an_answer_is_stuck_that_says_again_what_it_said(answer: str, segment: str) -> None:
+    assert is_stuck(answer, segment)
+    assert repeats(answer, segment)
+
+
+@pytest.mark.parametrize(
+    ("answer", "segment"),
+    [
+        ("", ""),
+        ("I am not sure.\nI am not sure.\n", "I am"),
+        ("x = [0, 0, 0, 0, 0, 0,", " 0, 0, 0,"),
+        ("row row row row row row", " row row row"),
+        (f"Dear Ann,\n\n{LONG}{LONG}", "I would say"),
+        (f"Dear Ann,\n\n{LONG}", "I would like to thank you"),
+        (ITEMS, "* Chicken and"),
+        (
+            "Monday\n- Cardio training\nTuesday\n- Rest\nWednesday\n- Cardio training\nThursday\n- Rest\nFriday\n",
+            "- Cardio training",
+        ),
+        ("```\nplot.show(figure)\nplot.show(figure)\n", "plot.show(figure)\n"),
+        ("| | | |\n| | | |\n", "| | | |\n"),
+    ],
+)
+def test_what_may_belong_there_does_not_end_an_answer(answer: str, segment: str) -> None:
+    assert not is_stuck(answer, segment)
