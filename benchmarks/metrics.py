@@ -32,6 +32,12 @@ def goes_in_circles(answer: str) -> bool:
     return any(count >= TIMES for count in lines.values()) or ends_in_circle(answer.split())
 
 
+def says_a_line_thrice(answer: str) -> bool:
+    """Whether any line at all, however short, stands in the answer three times."""
+    lines = Counter(line.strip() for line in answer.splitlines() if line.strip())
+    return any(count >= TIMES for count in lines.values())
+
+
 def repeated_share(answer: str) -> float:
     """Share of the answer's stretches of four words that stood in it before, 0 to 1."""
     words = answer.lower().split()

@@ -26,7 +26,7 @@ import matplotlib
 import numpy as np
 import typer
 from figures import RESULTS
-from metrics import MAIN, goes_in_circles, repeated_share, score
+from metrics import MAIN, goes_in_circles, repeated_share, says_a_line_thrice, score
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -185,6 +185,8 @@ def table(
         for task in tasks:
             facts[task]["difference"] = difference(facts[task]["each"], whole[rivals[task]][task]["each"])
     show(whole, rivals, tasks, f"{half} half, {len(asked)} rows, difference to {against}", markdown)
+    if not markdown:
+        show_repeated(whole, rivals, tasks)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1) + "\n")
@@ -204,6 +206,7 @@ def measured(name: str, asked: Sequence[Row], tasks: Sequence[str]) -> dict[str,
         found[task]["each"] = [s[MAIN[own[0][0]["task"]]] for s in scores]
         found[task]["mean"] = statistics.mean(found[task]["each"])
         found[task]["circles"] = [row["id"] for row, answer in own if goes_in_circles(answer["text"])]
+        found[task]["thrice"] = [row["id"] for row, answer in own if says_a_line_thrice(answer["text"])]
         found[task]["repeated"] = 100 * statistics.mean(repeated_share(answer["text"]) for _, answer in own)
         found[task]["tokens"] = statistics.mean(answer["tokens"] for _, answer in own)
     made = [answers[row["id"]] for row in asked]
@@ -242,6 +245,18 @@ def show(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[st
     for cells in rows:
         printed.add_row(*cells)
     Console(width=200).print(printed)
+
+
+def show_repeated(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[str]) -> None:
+    """Answers with a line three times, and those of them where the rival's answer has none."""
+    for name, facts in whole.items():
+        for task in tasks:
+            rows = facts[task]["thrice"]
+            worse = set(rows) - set(whole[rivals[task]][task]["thrice"])
+            if rows:
+                print(
+                    f"{name}: {len(rows)} {task} answers say a line thrice, {len(worse)} where {rivals[task]}'s do not"
+                )
 
 
 def _cells(name: str, facts: Mapping[str, Any], tasks: Sequence[str]) -> list[str]:

@@ -137,6 +137,18 @@ def _beside(preset: str, weak: Callable[[], Sequence[MemberConfig]]) -> Sequence
     return [*(DEMO if preset == "default" else pair()), *weak()]
 
 
+for _name, _settings in {
+    "default-8": {"segment_tokens": 8},
+    "default-12": {"segment_tokens": 12},
+    "default-first-16": {"first_segment_tokens": 16},
+}.items():
+    VARIANTS[_name] = Variant("longer segments", _settings, members=lambda: DEMO)
+VARIANTS["default-geometric-16-gemma-2"] = Variant(
+    "longer segments, one member's vote counts more",
+    {"segment_tokens": 16, "aggregate": "geometric_mean"},
+    members=partial(_weighing, 2.0),
+)
+
 LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
 for _preset in ("default", "specfuse", "specem"):
     for _name, (_about, _weak) in WEAK.items():
