@@ -97,11 +97,11 @@ class Batch(Cache):
     def __init__(self, segments: Sequence[Segment], plan: MaskPlan, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(layers=[])
         self._plan, self._device, self._dtype = plan, device, dtype
-        self._long = _LONG.get(device.type, _DEFAULT_LONG)
+        long = _LONG.get(device.type, _DEFAULT_LONG)
         self._written: list[tuple[CacheBlock, Any, slice]] = []
         self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
         blocks = list(dict.fromkeys(id(s.row.block) for s in segments))
-        places = [(blocks.index(id(s.row.block)), _size_class(s, self._long), s.row.index) for s in segments]
+        places = [(blocks.index(id(s.row.block)), _size_class(s, long), s.row.index) for s in segments]
         self.order = sorted(range(len(segments)), key=places.__getitem__)
         self.segments = [segments[n] for n in self.order]
         self.groups: list[_Group] = []
@@ -118,9 +118,8 @@ class Batch(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values (1, H, T, D) into the rows; attention reads them from there."""
         for block, (row, slots), tokens in self._written:
-            for cached, new in zip(
-                block.layer(layer_idx, key_states, value_states), (key_states, value_states), strict=True
-            ):
+            layer = block.layer(layer_idx, key_states, value_states)
+            for cached, new in zip(layer, (key_states, value_states), strict=True):
                 fresh = new[0, :, tokens]
                 if isinstance(slots, slice):
                     cached[row, :, slots] = fresh

@@ -157,7 +157,7 @@ class EnsembleConfig(_Config):
     `segment_tokens`: most tokens (of its own) a member drafts a round (paper: 10); `first_segment_tokens`, if set,
     in the first one, so that the first words come sooner. `repetition_guard`: a candidate that goes in circles
     (`specfuse_shared.repetition`) loses against one that does not, and an answer of several members that can only say
-    the same for the third time in a row is over. `score`, `aggregate`, `feedback`, `exit`: a name below or an object
+    the same for the third time is over. `score`, `aggregate`, `feedback`, `exit`: a name below or an object
     with the policy's signature (`specfuse_shared.policies`).
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
