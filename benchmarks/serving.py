@@ -1,6 +1,6 @@
 """Many answers at once on the demo members, as ratios of things timed in the same run.
 
-    python benchmarks/serving.py [--concurrent 8] [--waves 4] [--tokens 64] [--repeats 1] [--json FILE]
+    python benchmarks/serving.py [--concurrent 8] [--waves 8] [--tokens 64] [--repeats 1] [--json FILE]
 
 1. throughput  tokens a second with 8 requests of mixed length in flight ÷ the same requests one after another; as
                many waves of them are asked at once, so that the next one joins when one ends
@@ -130,7 +130,7 @@ def prefix(repeats: int) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrent", type=int, default=8)
-    parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--waves", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
