@@ -92,10 +92,10 @@ async def test_cancelling_a_workflow_stops_the_compute(llm: SpecFuseLLM, demo_en
     assert demo_engine.metrics().requests["cancelled"] == cancelled + 1
 
 
-async def test_langchain_and_llamaindex_answer_at_the_same_time(demo_engine: EnsembleEngine) -> None:
+async def test_langchain_and_llamaindex_answer_at_the_same_time(exact_engine: EnsembleEngine) -> None:
     heard: list[str] = []
-    chat = ChatSpecFuse(engine=demo_engine, max_tokens=40, on_segment=lambda event: heard.append("langchain"))
-    llm = SpecFuseLLM(engine=demo_engine, max_tokens=40, on_segment=lambda event: heard.append("llamaindex"))
+    chat = ChatSpecFuse(engine=exact_engine, max_tokens=40, on_segment=lambda event: heard.append("langchain"))
+    llm = SpecFuseLLM(engine=exact_engine, max_tokens=40, on_segment=lambda event: heard.append("llamaindex"))
     question = str(LONG[0].content)
 
     async def stream_chat() -> str:
