@@ -6,7 +6,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ifeval
@@ -28,14 +28,17 @@ def score(row: Mapping[str, Any], answer: str) -> dict[str, float]:
 
 def goes_in_circles(answer: str) -> bool:
     """Whether a line (of three words or more) stands in the answer three times, or its end is one stretch thrice."""
-    lines = Counter(line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
-    return any(count >= TIMES for count in lines.values()) or ends_in_circle(answer.split())
+    lines = (line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
+    return _any_thrice(lines) or ends_in_circle(answer.split())
 
 
 def says_a_line_thrice(answer: str) -> bool:
     """Whether any line at all, however short, stands in the answer three times."""
-    lines = Counter(line.strip() for line in answer.splitlines() if line.strip())
-    return any(count >= TIMES for count in lines.values())
+    return _any_thrice(line.strip() for line in answer.splitlines() if line.strip())
+
+
+def _any_thrice(lines: Iterable[str]) -> bool:
+    return any(count >= TIMES for count in Counter(lines).values())
 
 
 def repeated_share(answer: str) -> float:

@@ -251,12 +251,10 @@ def show_repeated(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Se
     """Answers with a line three times, and those of them where the rival's answer has none."""
     for name, facts in whole.items():
         for task in tasks:
-            rows = facts[task]["thrice"]
-            worse = set(rows) - set(whole[rivals[task]][task]["thrice"])
+            rows, rival = set(facts[task]["thrice"]), rivals[task]
+            worse = rows - set(whole[rival][task]["thrice"])
             if rows:
-                print(
-                    f"{name}: {len(rows)} {task} answers say a line thrice, {len(worse)} where {rivals[task]}'s do not"
-                )
+                print(f"{name}: {len(rows)} {task} answers say a line thrice, {len(worse)} where {rival}'s do not")
 
 
 def _cells(name: str, facts: Mapping[str, Any], tasks: Sequence[str]) -> list[str]:

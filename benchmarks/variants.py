@@ -51,9 +51,9 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def _add(about: str, *, preset: str = "default", **settings: Mapping[str, Any]) -> None:
+def _add(about: str, *, preset: str = "default", members: Members = pair, **settings: Mapping[str, Any]) -> None:
     for name, values in settings.items():
-        VARIANTS[name.replace("_", "-")] = Variant(about, values, preset)
+        VARIANTS[name.replace("_", "-")] = Variant(about, values, preset, members)
 
 
 # the papers' ablations, on their own settings
@@ -137,23 +137,24 @@ def _beside(preset: str, weak: Callable[[], Sequence[MemberConfig]]) -> Sequence
     return [*(DEMO if preset == "default" else pair()), *weak()]
 
 
-for _name, _settings in {
-    "default-8": {"segment_tokens": 8},
-    "default-12": {"segment_tokens": 12},
-    "default-first-16": {"first_segment_tokens": 16},
-}.items():
-    VARIANTS[_name] = Variant("longer segments", _settings, members=lambda: DEMO)
-VARIANTS["default-geometric-16-gemma-2"] = Variant(
+_add(
+    "longer segments",
+    members=lambda: DEMO,
+    default_8={"segment_tokens": 8},
+    default_12={"segment_tokens": 12},
+    default_first_16={"first_segment_tokens": 16},
+)
+_add(
     "longer segments, one member's vote counts more",
-    {"segment_tokens": 16, "aggregate": "geometric_mean"},
     members=partial(_weighing, 2.0),
+    default_geometric_16_gemma_2={"segment_tokens": 16, "aggregate": "geometric_mean"},
 )
 
 LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
 for _preset in ("default", "specfuse", "specem"):
     for _name, (_about, _weak) in WEAK.items():
         VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _preset, _weak))
-VARIANTS["default-little-memory"] = Variant("two answers at a time in 64 MiB of caches", LITTLE, members=lambda: DEMO)
+_add("two answers at a time in 64 MiB of caches", members=lambda: DEMO, default_little_memory=LITTLE)
 
 
 def ensemble(name: str, together: int) -> EnsembleConfig:

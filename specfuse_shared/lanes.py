@@ -90,11 +90,12 @@ def lanes_of(members: Sequence[Member]) -> list[tuple[list[Member], int | None]]
         lanes[devices_of(member)].append(member)
     beside = lanes.pop(("cpu",), [])
     found: list[tuple[list[Member], int | None]] = [(lane, None) for lane in lanes.values()]
-    count = min(len(beside), cores())
+    most = cores()
+    count = min(len(beside), most)
     shared: list[list[Member]] = [[] for _ in range(count)]
     for member in sorted(beside, key=_size, reverse=True):
         min(shared, key=lambda lane: sum(map(_size, lane))).append(member)
-    return found + [(lane, cores() // count if count > 1 else None) for lane in shared]
+    return found + [(lane, most // count if count > 1 else None) for lane in shared]
 
 
 def cores() -> int:

@@ -33,7 +33,8 @@ def is_stuck(answer: str, segment: str) -> bool:
     """
     text = answer + segment
     words = text.split()
-    if _is_running(words[-circle(words) :] if circle(words) else []):
+    length = circle(words)
+    if length and _is_running(words[-length:]):
         return True
     if text.count(_FENCE) % 2:
         return False
@@ -60,7 +61,7 @@ def _is_running(stretch: list[str]) -> bool:
 
 def _begins_again(words: list[str], fresh: int) -> bool:
     """Whether a long stretch of running text stands there twice in a row and its first words once more."""
-    for count in range(_SHORTEST_STRETCH, _SHORTEST_STRETCH + fresh):
+    for count in range(_SHORTEST_STRETCH, min(_SHORTEST_STRETCH + fresh, _LONGEST_STRETCH + 1)):
         length = circle(words[:-count], 2, _LONG_STRETCH)
         begun = words[-count:] == words[-count - length :][:count]
         if length >= count and begun and _is_running(words[-length:]):
