@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ifeval
+import numpy as np
+from numpy.typing import NDArray
 from rouge_score.rouge_scorer import RougeScorer
 
 from specfuse_shared.repetition import TIMES, ends_in_circle
+
+Encode = Callable[[list[str]], NDArray[np.float32]]
+"""Texts → their embeddings, a row of length 1 each."""
 
 _ROUGE = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*\.?\d*")
@@ -46,6 +51,23 @@ def repeated_share(answer: str) -> float:
     words = answer.lower().split()
     stretches = [tuple(words[n : n + 4]) for n in range(len(words) - 3)]
     return 1 - len(set(stretches)) / len(stretches) if stretches else 0.0
+
+
+STRETCH = 40
+"""Words of a stretch of a long answer."""
+
+
+def coherence(question: str, answer: str, encode: Encode) -> dict[str, float]:
+    """Cosines, times 100, of embeddings: `neighbours`, the mean of a stretch and the next one; `on_topic`, the question
+    and the last stretch. Nothing for an answer of one stretch. One that repeats itself has high ones, too: see
+    `repeated_share`."""
+    words = answer.split()
+    whole = len(words) // STRETCH
+    if whole < 2:
+        return {}
+    vectors = encode([question, *(" ".join(words[n * STRETCH : (n + 1) * STRETCH]) for n in range(whole))])
+    steps = (vectors[1:-1] * vectors[2:]).sum(axis=1)
+    return {"neighbours": 100 * float(steps.mean()), "on_topic": 100 * float(vectors[0] @ vectors[-1])}
 
 
 def _rouge(row: Mapping[str, Any], answer: str) -> dict[str, float]:

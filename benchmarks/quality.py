@@ -9,6 +9,7 @@ on which settings are chosen and the half that confirms them. Answers are append
 and never made twice, so that a run may be stopped and go on. Greedy, bf16, as many answers at a time as `--together`.
 `table` scores what is there: means with paired bootstrap intervals (95 %, 10,000 samples) of the difference to the
 best member, JSON and a plot beside it. First segment and tokens a second are those of lone requests (`--timed`).
+`--coherence` adds how long answers hang together (`--tokens 400`; needs the demo's sentence encoder).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ import matplotlib
 import numpy as np
 import typer
 from figures import RESULTS
-from metrics import MAIN, goes_in_circles, repeated_share, says_a_line_thrice, score
+from metrics import MAIN, Encode, coherence, goes_in_circles, repeated_share, says_a_line_thrice, score
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,6 +35,7 @@ from scipy.stats import bootstrap
 from variants import MEMBERS, VARIANTS, ensemble
 
 from specfuse_shared import EnsembleEngine, EnsembleResult, Message, SamplingParams
+from specfuse_shared.demo import sentence_encoder_folder
 
 TASKS = {"instruct": "instruct", "rag": "rag_en", "ifeval": "ifeval", "math": "gsm8k", "rag_zh": "rag_zh"}
 """Task → file of DIR, without its ending."""
@@ -171,12 +173,16 @@ def table(
     out: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it")] = None,
     markdown: Annotated[bool, typer.Option(help="print a Markdown table")] = False,
     tokens: Tokens = None,
+    hanging: Annotated[
+        bool, typer.Option("--coherence", help="how answers of two stretches or more hang together")
+    ] = False,
 ) -> None:
     """Score what has been answered."""
     asked = read_rows(data, tasks, half, rows, tokens)
     names = variants or [name for name in VARIANTS if (FOLDER / f"{stored_as(name, tokens)}.jsonl").is_file()]
     names = [*(m for m in MEMBERS if against == "best" and m not in names), *names]
-    found = {name: measured(stored_as(name, tokens), asked, tasks) for name in names}
+    encode = sentence_encoder() if hanging else None
+    found = {name: measured(stored_as(name, tokens), asked, tasks, encode) for name in names}
     whole = {name: facts for name, facts in found.items() if facts is not None}
     for name in set(found) - set(whole):
         print(f"{name}: not all rows are answered, left out")
@@ -193,7 +199,16 @@ def table(
         plot(whole, tasks, rivals, out.with_suffix(".png"))
 
 
-def measured(name: str, asked: Sequence[Row], tasks: Sequence[str]) -> dict[str, Any] | None:
+def sentence_encoder() -> Encode:
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(str(sentence_encoder_folder()), device="cpu")
+    return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
+
+
+def measured(
+    name: str, asked: Sequence[Row], tasks: Sequence[str], encode: Encode | None = None
+) -> dict[str, Any] | None:
     """Means and single scores of each task, and how the answers were made; None where answers are missing."""
     answers = {a["id"]: a for a in read_answers(name)}
     if any(row["id"] not in answers for row in asked):
@@ -210,6 +225,9 @@ def measured(name: str, asked: Sequence[Row], tasks: Sequence[str]) -> dict[str,
         found[task]["repeated"] = 100 * statistics.mean(repeated_share(answer["text"]) for _, answer in own)
         found[task]["tokens"] = statistics.mean(answer["tokens"] for _, answer in own)
     made = [answers[row["id"]] for row in asked]
+    if encode is not None:
+        hanging = [coherence(question(row), answers[row["id"]]["text"], encode) for row in asked]
+        found["coherence"] = [one for one in hanging if one]
     found["active"] = sum(a["active"] * a["rounds"] for a in made) / max(1, sum(a["rounds"] for a in made))
     found["rounds"] = statistics.mean(a["rounds"] for a in made)
     timing = FOLDER / f"{name}.timing.json"
@@ -233,17 +251,16 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
 
 
 def show(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Sequence[str], title: str, plain: bool) -> None:
-    """On the terminal, or as Markdown."""
-    heads = [f"{task}: {MAIN[TASK_OF[task]]} (to {rivals[task]})" for task in tasks]
-    columns = ["variant", *heads, "circles", "repeated %", "tokens", "rounds", "active", "first segment", "tokens/s"]
-    rows = [_cells(name, facts, tasks) for name, facts in whole.items()]
+    """On the terminal, or as Markdown; without the columns of what was not measured."""
+    rows = [_cells(name, facts, tasks, rivals) for name, facts in whole.items()]
+    columns = [column for column in rows[0] if any(cells[column] for cells in rows)]
     if plain:
-        for cells in (columns, ["---"] * len(columns), *rows):
+        for cells in (columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)):
             print("| " + " | ".join(cells) + " |")
         return
     printed = Table(*columns, title=title)
-    for cells in rows:
-        printed.add_row(*cells)
+    for row in rows:
+        printed.add_row(*(row[c] for c in columns))
     Console(width=200).print(printed)
 
 
@@ -257,27 +274,36 @@ def show_repeated(whole: Mapping[str, Any], rivals: Mapping[str, str], tasks: Se
                 print(f"{name}: {len(rows)} {task} answers say a line thrice, {len(worse)} where {rival}'s do not")
 
 
-def _cells(name: str, facts: Mapping[str, Any], tasks: Sequence[str]) -> list[str]:
+def _cells(name: str, facts: Mapping[str, Any], tasks: Sequence[str], rivals: Mapping[str, str]) -> dict[str, str]:
+    """Column → text, empty where it was not measured."""
+
     def compared(task: str) -> str:
         d = facts[task]["difference"]
         gap = "" if d["low"] == d["high"] == 0 else f" {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
         return f"{facts[task]['mean']:.1f}{gap}"
 
-    timing = facts["timing"]
-    times = [f"{timing['first_segment_seconds']:.2f} s", f"{timing['tokens_per_second']:.1f}"] if timing else ["", ""]
-    circles = ", ".join(str(len(facts[t]["circles"])) for t in tasks)
-    tokens = ", ".join(f"{facts[t]['tokens']:.0f}" for t in tasks)
-    repeated = ", ".join(f"{facts[t]['repeated']:.0f}" for t in tasks)
-    return [
-        name,
-        *map(compared, tasks),
-        circles,
-        repeated,
-        tokens,
-        f"{facts['rounds']:.1f}",
-        f"{facts['active']:.2f}",
-        *times,
-    ]
+    def listed(fact: Callable[[str], float]) -> str:
+        return ", ".join(f"{fact(task):.0f}" for task in tasks)
+
+    timing, hanging = facts["timing"], facts.get("coherence")
+    return {
+        "variant": name,
+        **{f"{task}: {MAIN[TASK_OF[task]]} (to {rivals[task]})": compared(task) for task in tasks},
+        "circles": listed(lambda task: len(facts[task]["circles"])),
+        "repeated %": listed(lambda task: facts[task]["repeated"]),
+        "tokens": listed(lambda task: facts[task]["tokens"]),
+        "rounds": f"{facts['rounds']:.1f}",
+        "active": f"{facts['active']:.2f}",
+        "neighbours": _mean(hanging, "neighbours"),
+        "on topic": _mean(hanging, "on_topic"),
+        "first segment": f"{timing['first_segment_seconds']:.2f} s" if timing else "",
+        "tokens/s": f"{timing['tokens_per_second']:.1f}" if timing else "",
+    }
+
+
+def _mean(found: Sequence[Mapping[str, float]] | None, key: str) -> str:
+    """With how many answers it is a mean of."""
+    return f"{statistics.mean(one[key] for one in found):.0f} ({len(found)})" if found else ""
 
 
 TASK_OF = {"instruct": "instruct", "rag": "rag", "ifeval": "ifeval", "math": "math", "rag_zh": "rag"}

