@@ -4,12 +4,15 @@
     python benchmarks/train_demo_adapter.py dolly_train.jsonl --member smollm2-135m --rank 8
 
 Rows are `{"prompt", "references": [answer]}`. The prompt is encoded as the engine encodes it; the loss is taken on the
-answer and its end of turn only. One row in twenty is held back to watch the loss. The adapter is stored in bfloat16.
+answer and its end of turn only. One row in twenty is held back to watch the loss. Half of the rows with a passage get
+it before their question, as retrieval prompts have it; rows with a short answer come twice more, with a plea for one
+before and after the prompt. The adapter is stored in bfloat16.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +31,8 @@ from specfuse_shared.types import Message
 
 RATE, BATCH = 2e-4, 8
 HELD_BACK = 20
+PASSAGE, SHORT = 300, 30  # characters: at least of a passage below its question, at most of a short answer
+PLEAS = ("Answer briefly.", "Be brief.", "A short answer, please.", "In as few words as you can.", "Only the answer.")
 HUB = {"gemma3-270m": "google/gemma-3-270m", "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -38,9 +43,9 @@ def main(
     data: Annotated[Path, typer.Argument(help="JSONL file of instructions and answers")],
     member: Annotated[str, typer.Option(help=" | ".join(HUB))] = "gemma3-270m",
     out: Annotated[Path | None, typer.Option(help="folder to write, else the demo's own")] = None,
-    epochs: int = 2,
+    epochs: int = 1,
     rank: int = 16,
-    longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 256,
+    longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 512,
 ) -> None:
     """Train and store the adapter."""
     torch.manual_seed(0)
@@ -49,10 +54,11 @@ def main(
     folder = converted(Path(config.model), None, lambda stage: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = read_rows(data, PromptEncoder(tokenizer, None, {}, member), tokenizer.eos_token_id, longest)
-    held, used = rows[::HELD_BACK], [row for number, row in enumerate(rows) if number % HELD_BACK]
+    held = [same[0] for same in rows[::HELD_BACK]]
+    used = [row for number, same in enumerate(rows) for row in same if number % HELD_BACK]
     show(f"{len(used)} rows to learn from, {len(held)} held back")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.05, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
     model = get_peft_model(base, lora)
     show(f"held-back loss before: {held_loss(model, held):.3f}")
     train(model, used, held, epochs)
@@ -68,16 +74,32 @@ def main(
     show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
 
 
-def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> list[Row]:
-    """Prompt ids and answer ids (with the end of turn) of every row that is not too long."""
-    rows: list[Row] = []
+def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> list[list[Row]]:
+    """Of every row that is not too long: the ways in which it is asked, each as prompt ids and answer ids (with the end
+    of turn)."""
+    rows: list[list[Row]] = []
+    chance = random.Random(0)
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        prompt = prompts.encode([Message("user", row["prompt"])])
-        answer = [*prompts.codec.encode(row["references"][0].strip()), end]
-        if len(prompt) + len(answer) <= longest:
-            rows.append((prompt, answer))
+        text = row["references"][0].strip()
+        answer = [*prompts.codec.encode(text), end]
+        asked = [prompts.encode([Message("user", words)]) for words in ways(row["prompt"], text, chance)]
+        if max(map(len, asked)) + len(answer) <= longest:
+            rows.append([(prompt, answer) for prompt in asked])
     return rows
+
+
+def ways(prompt: str, answer: str, chance: random.Random) -> list[str]:
+    """In which words a row is asked: see above."""
+    question, _, passage = prompt.strip().partition("\n\n")
+    parts = [question, passage] if passage else [question]
+    if len(passage) >= PASSAGE and chance.random() < 0.5:
+        parts.reverse()
+    found = [parts]
+    if len(answer) <= SHORT:
+        before, after = chance.sample(PLEAS, 2)
+        found += [[before, *parts], [*parts, after]]
+    return ["\n\n".join(way) for way in found]
 
 
 def train(model: Any, rows: list[Row], held: list[Row], epochs: int) -> None:

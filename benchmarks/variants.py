@@ -13,9 +13,7 @@ from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.loading import cache_folder
 
 WEAKENED = cache_folder() / "weakened"
-DEMO = demo_members(dtype="bfloat16")
-SMOL, GEMMA = (replace(member, weight=1.0) for member in DEMO)
-"""As the papers have it, every vote counts the same; the default takes the demo as it comes."""
+SMOL, GEMMA = demo_members(dtype="bfloat16")
 UNTAUGHT = replace(SMOL, name="smollm2-untaught", adapter=None)
 
 Members = Callable[[], Sequence[MemberConfig]]
@@ -45,7 +43,7 @@ VARIANTS: dict[str, Variant] = {
     SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
     UNTAUGHT.label: Variant("a member alone, without its adapter", members=lambda: [UNTAUGHT]),
-    "default": Variant("the measured default", members=lambda: DEMO),
+    "default": Variant("the measured default"),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
 }
@@ -123,7 +121,14 @@ for _weight in (1.5, 2.0):
         )
 
 
-WEAK: dict[str, tuple[str, Callable[[], Sequence[MemberConfig]]]] = {
+_add(
+    "one change from the default",
+    default_exit={"exit": "entropy"},
+    default_late_exit={"exit": "entropy", "exit_threshold": 0.25},
+)
+
+
+WEAK: dict[str, tuple[str, Members]] = {
     "babbler": ("with a member that babbles", lambda: [noisy(SMOL, 0.6, WEAKENED)]),
     "repeater": ("with a member that repeats", lambda: [shallow(SMOL, 4, WEAKENED)]),
     "cross-scale": (
@@ -133,28 +138,20 @@ WEAK: dict[str, tuple[str, Callable[[], Sequence[MemberConfig]]]] = {
 }
 
 
-def _beside(preset: str, weak: Callable[[], Sequence[MemberConfig]]) -> Sequence[MemberConfig]:
-    return [*(DEMO if preset == "default" else pair()), *weak()]
+def _beside(weak: Members) -> Sequence[MemberConfig]:
+    return [*pair(), *weak()]
 
 
 _add(
     "longer segments",
-    members=lambda: DEMO,
     default_8={"segment_tokens": 8},
-    default_12={"segment_tokens": 12},
-    default_first_16={"first_segment_tokens": 16},
-)
-_add(
-    "longer segments, one member's vote counts more",
-    members=partial(_weighing, 2.0),
-    default_geometric_16_gemma_2={"segment_tokens": 16, "aggregate": "geometric_mean"},
 )
 
 LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
 for _preset in ("default", "specfuse", "specem"):
     for _name, (_about, _weak) in WEAK.items():
-        VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _preset, _weak))
-_add("two answers at a time in 64 MiB of caches", members=lambda: DEMO, default_little_memory=LITTLE)
+        VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _weak))
+_add("two answers at a time in 64 MiB of caches", default_little_memory=LITTLE)
 
 
 def ensemble(name: str, together: int) -> EnsembleConfig:

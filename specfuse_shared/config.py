@@ -26,6 +26,7 @@ SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
 }
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
+    "seconded_mean": policies.seconded_mean,
     "trimmed_mean": policies.trimmed_mean,
     "geometric_mean": policies.geometric_mean,
     "others_mean": policies.others_mean,
@@ -163,11 +164,11 @@ class EnsembleConfig(_Config):
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
 
     score: "mean_logprob" (per "text", "root", "token" or "byte") | "mean_prob" (per "token" or "byte"); the first
-    `per` of each, if unset. aggregate: "trimmed_mean" (without the extreme votes) | "weighted_mean" |
-    "geometric_mean" | "others_mean" (nobody votes on its own candidate) | "share_mean" | "rank_mean". feedback:
-    "uniform" (SpecFuse) or the schedules "constant" | "sqrt_decay" | "paper" of online feedback with `feedback_rate`
-    (SpecEM). exit: "entropy" | "fixed" | "never", with `exit_threshold` · 1/n as the retention below which a member
-    leaves.
+    `per` of each, if unset. aggregate: "seconded_mean" (among three or more, nobody carries its candidate alone) |
+    "weighted_mean" | "trimmed_mean" (without the extreme votes) | "geometric_mean" | "others_mean" (nobody votes on its
+    own candidate) | "share_mean" | "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" |
+    "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "never" | "entropy" | "fixed"
+    (SpecFuse), with `exit_threshold` · 1/n as the retention below which a member leaves.
 
     Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
     `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
@@ -183,11 +184,11 @@ class EnsembleConfig(_Config):
     first_segment_tokens: int | None = None
     score: str | ScorePolicy = "mean_logprob"
     per: str | None = None
-    aggregate: str | AggregatePolicy = "trimmed_mean"
+    aggregate: str | AggregatePolicy = "seconded_mean"
     feedback: str | FeedbackPolicy = "constant"
     feedback_rate: float = 0.5
-    exit: str | ExitPolicy = "entropy"
-    exit_threshold: float = 0.25
+    exit: str | ExitPolicy = "never"
+    exit_threshold: float = 0.5
     repetition_guard: bool = True
     reference: str | None = None
     cache_dir: str | None = None

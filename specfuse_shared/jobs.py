@@ -81,12 +81,8 @@ def run_stage(stage: Stage) -> Any:
     job = Job(stage)
     job.advance()
     while not job.done:
-        assert job.feed is not None
-        try:
-            feed_together([job.feed])
-        except Exception as error:
-            job.fail(error)
-        else:
+        feed_all([job])
+        if not job.done:
             job.advance()
     return job.outcome
 

@@ -114,6 +114,29 @@ def trimmed_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Se
     return [mean(i) for i in range(len(scores[0]))]
 
 
+SECOND = 1000.0
+"""How many times as high as the next member's a member's vote for its own candidate may count."""
+
+
+def seconded_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """The weighted mean, in which, where three or more vote, a candidate of one member needs a second.
+
+    Its author's vote counts at most `SECOND` times the highest other one: a member that is sure of its own nonsense
+    cannot carry it, and votes for what anybody else finds thinkable stay as they are. So a member that finds nothing
+    likely but its own adds nothing and takes nothing: the others are ranked as without it.
+    """
+
+    def mean(i: int) -> float:
+        votes = [row[i] for row in scores]
+        if len(votes) > 2 and len(drafters[i]) == 1:
+            [author] = drafters[i]
+            second = max(vote for j, vote in enumerate(votes) if j != author)
+            votes[author] = min(votes[author], SECOND * second)
+        return math.fsum(w * vote for w, vote in zip(weights, votes, strict=True))
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
     """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
 

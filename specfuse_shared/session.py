@@ -86,8 +86,8 @@ class AnswerSession:
         self._score, self._aggregate = config.score_policy(), config.aggregate_policy()
         self._feedback, self._exit = config.feedback_policy(), config.exit_policy()
         self.seed = params.seed if params.seed is not None or params.greedy else new_seed()
-        self._parts = Participants(config, members, messages, params, self.seed or 0)
-        grammar, codec = params.answer_grammar(), self._parts.reference.member.codec
+        self.participants = Participants(config, members, messages, params, self.seed or 0)
+        grammar, codec = params.answer_grammar(), self.participants.reference.member.codec
         self._answer = AnswerText(params, codec)
         self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
         self._rounds: list[RoundRecord] = []
@@ -106,23 +106,18 @@ class AnswerSession:
         return self._rounds
 
     @property
-    def participants(self) -> Participants:
-        """Who takes part."""
-        return self._parts
-
-    @property
     def max_tokens(self) -> int:
         return self._params.max_tokens
 
     def run(self) -> Work:
         """Yields jobs, is sent their outcomes; ends when the answer does. Raises `GenerationError`."""
         self._began = time.monotonic()
-        yield from self._all("prefill", {name: self._parts[name].session.prefill() for name in self._active})
+        yield from self._all("prefill", {name: self.participants[name].session.prefill() for name in self._active})
         self._prefilled = time.monotonic() - self._began
-        self.events.append(StartEvent(tuple(self._active), self._parts.reference.session.prompt_tokens))
+        self.events.append(StartEvent(tuple(self._active), self.participants.reference.session.prompt_tokens))
         while not self.finished:
-            self._parts.drop_full(self._next)
-            self.events.extend(map(ExitEvent, self._parts.exits))
+            self.participants.drop_full(self._next)
+            self.events.extend(map(ExitEvent, self.participants.exits))
             if not self._active:
                 self._finish("", None, FinishReason.LENGTH, None)
             elif len(self._active) == 1 and self._constraint is None:
@@ -132,11 +127,11 @@ class AnswerSession:
 
     def release(self) -> None:
         """Free every cache. Safe to call twice."""
-        self._parts.release(remember=self.finished)
+        self.participants.release(remember=self.finished)
 
     @property
     def _active(self) -> list[str]:
-        return self._parts.active
+        return self.participants.active
 
     @property
     def _next(self) -> int:
@@ -147,7 +142,7 @@ class AnswerSession:
 
     def _round(self) -> Work:
         clock = [time.monotonic()]
-        active, exits = tuple(self._active), self._parts.take_exits()
+        active, exits = tuple(self._active), self.participants.take_exits()
         choices = yield from self._draft()
         clock.append(time.monotonic())
         if not choices:
@@ -160,11 +155,11 @@ class AnswerSession:
         clock.append(time.monotonic())
         segment, reason = self._answer.fit(*self._unstuck(winner))
         if reason is None:
-            yield from self._all("commit", {n: self._parts[n].session.commit(segment) for n in self._active})
+            yield from self._all("commit", {n: self.participants[n].session.commit(segment) for n in self._active})
             if self._constraint is not None:
                 self._constraint.commit(segment)
         clock.append(time.monotonic())
-        weights = self._parts.weights
+        weights = self.participants.weights
         retention = self._learn(choices) if verified and reason is None else {}
         record = RoundRecord(
             index=self._next,
@@ -177,7 +172,7 @@ class AnswerSession:
             verified=verified,
             weights=weights,
             retention=retention,
-            exits=(*exits, *self._parts.exits),
+            exits=(*exits, *self.participants.exits),
             timing=RoundTiming(*(b - a for a, b in itertools.pairwise(clock))),
         )
         self._publish(record, winner.stop, reason)
@@ -191,11 +186,11 @@ class AnswerSession:
             over = self._constraint.admit(forced, False).reason
             return [_Choice(forced, forced, False, None, list(self._active), 0, over)]
         limit = self._config.segment_limit(self._next)
-        jobs = {name: self._parts[name].session.draft(limit, self._next) for name in self._active}
+        jobs = {name: self.participants[name].session.draft(limit, self._next) for name in self._active}
         drafts: dict[str, Draft] = yield from self._all("draft", jobs)
         choices: list[_Choice] = []
         for name, draft in drafts.items():
-            self._parts[name].drafted += draft.tokens
+            self.participants[name].drafted += draft.tokens
             choice = self._choice(name, draft)
             same = next((c for c in choices if (c.scored, c.ends) == (choice.scored, choice.ends)), None)
             if same is not None:
@@ -217,7 +212,7 @@ class AnswerSession:
 
     def _verify(self, choices: list[_Choice]) -> Work:
         questions = [Question(c.scored, c.ends) for c in choices]
-        jobs = {name: self._parts[name].session.verify(questions) for name in self._active}
+        jobs = {name: self.participants[name].session.verify(questions) for name in self._active}
         judged: dict[str, list[Verdict]] = yield from self._all("verify", jobs)
         for name, verdicts in judged.items():
             for choice, verdict in zip(choices, verdicts, strict=True):
@@ -225,7 +220,7 @@ class AnswerSession:
                 choice.scores[name] = self._score(verdict.logprobs, verdict.token_bytes) if verdict.logprobs else 0.0
         table = [[c.scores[name] for c in choices] for name in self._active]
         drafters = [[self._active.index(name) for name in c.drafters if name in self._active] for c in choices]
-        votes = self._aggregate(table, list(self._parts.weights.values()), drafters)
+        votes = self._aggregate(table, list(self.participants.weights.values()), drafters)
         for choice, score in zip(choices, votes, strict=True):
             choice.repeats = self._config.repetition_guard and repeats(self.text, choice.text)
             choice.score = 0.0 if choice.repeats else score
@@ -235,7 +230,7 @@ class AnswerSession:
 
         A single member is never cut short: alone, it answers as it always does.
         """
-        guarded = self._config.repetition_guard and self._constraint is None and len(self._parts.sides) > 1
+        guarded = self._config.repetition_guard and self._constraint is None and len(self.participants.sides) > 1
         if guarded and is_stuck(self.text, winner.text):
             return "", FinishReason.REPETITION
         return winner.text, winner.reason
@@ -245,24 +240,24 @@ class AnswerSession:
         self._verified_rounds += 1
         own = {name: next((c for c in choices if name in c.drafters), None) for name in self._active}
         matrix = [[c.scores[j] if (c := own[i]) else 0.0 for i in self._active] for j in self._active]
-        weights = self._feedback(list(self._parts.weights.values()), matrix, self._verified_rounds)
+        weights = self._feedback(list(self.participants.weights.values()), matrix, self._verified_rounds)
         for name, weight in zip(self._active, weights, strict=True):
             choice = own[name]
-            self._parts[name].weight = weight
-            self._parts[name].total += (choice.score or 0.0) if choice else 0.0
-        decision = self._exit([self._parts[name].total for name in self._active], self._verified_rounds)
+            self.participants[name].weight = weight
+            self.participants[name].total += (choice.score or 0.0) if choice else 0.0
+        decision = self._exit([self.participants[name].total for name in self._active], self._verified_rounds)
         retention = dict(zip(self._active, decision.retention, strict=True))
         leavers = [self._active[i] for i in decision.leavers]
         if len(leavers) >= len(self._active):
             leavers.remove(max(self._active, key=lambda name: retention[name]))
-        self._parts.drop(leavers, self._next, "retention", retention)
+        self.participants.drop(leavers, self._next, "retention", retention)
         return retention
 
     def _round_alone(self) -> Work:
         """The last member decodes plainly: nothing to verify."""
-        name, exits = self._active[0], self._parts.take_exits()
-        side, clock = self._parts[name], time.monotonic()
-        limit, is_reference = self._config.segment_limit(self._next), side is self._parts.reference
+        name, exits = self._active[0], self.participants.take_exits()
+        side, clock = self.participants[name], time.monotonic()
+        limit, is_reference = self._config.segment_limit(self._next), side is self.participants.reference
         if is_reference:
             limit = min(limit, self._params.max_tokens - side.session.answer_tokens)
         before = side.session.answer_tokens
@@ -296,7 +291,7 @@ class AnswerSession:
             self._finish(record.text, stop, reason, record)
             return
         self.events.append(self._answer.add(record.text, record))
-        self.events.extend(map(ExitEvent, self._parts.take_exits()))
+        self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
     def _finish(self, segment: str, stop: StopMatch | None, reason: FinishReason, record: RoundRecord | None) -> None:
         """Release what was held back, up to the stop string, and close the answer."""
@@ -316,9 +311,9 @@ class AnswerSession:
             text=self.text,
             finish_reason=reason,
             stop_sequence=stop,
-            usage=self._parts.usage(self.text),
+            usage=self.participants.usage(self.text),
             rounds=tuple(self._rounds),
-            members=tuple(self._parts.sides),
+            members=tuple(self.participants.sides),
             seed=self.seed,
             prefill_seconds=self._prefilled,
             first_segment_seconds=self._answer.first_seconds,
@@ -344,5 +339,5 @@ class AnswerSession:
         if self._active == [name]:
             text = f"{message.replace(' and left the answer', '')} (no member is left)"
             raise GenerationError(text, member=name, text=self.text) from error
-        self._parts.drop([name], self._next, "fault")
+        self.participants.drop([name], self._next, "fault")
         self.events.append(WarningEvent(name, stage, message))

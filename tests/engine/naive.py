@@ -89,7 +89,11 @@ def naive_rounds(
         scores = {m.name: {f"{t}|{e}": m.score(answer, t, e, config.units) for t, e in distinct} for m in active}
         if len(distinct) == 1:
             scores = {}
-        total = {d: _vote([(s[f"{d[0]}|{d[1]}"], weight[j]) for j, s in scores.items()], config) for d in distinct}
+        authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
+        total = {
+            d: _vote([(s[f"{d[0]}|{d[1]}"], weight[j], authors[d] == [j]) for j, s in scores.items()], config)
+            for d in distinct
+        }
         total |= {d: 0.0 for d in distinct if config.repetition_guard and scores and repeats(answer, d[0])}
         text, ended = max(distinct, key=lambda d: total[d])
         winner = next(name for name, d in drafts.items() if d == (text, ended))
@@ -114,11 +118,13 @@ def naive_rounds(
             weight = {m.name: weight[m.name] / mass for m in active}
 
 
-def _vote(votes: list[tuple[float, float]], config: EnsembleConfig) -> float:
-    """Weighted mean of (score, weight); trimmed: without the highest and the lowest of three or more."""
-    if config.aggregate == "trimmed_mean" and len(votes) > 2:
-        votes = sorted(votes)[1:-1]
-    return sum(s * w for s, w in votes) / sum(w for _, w in votes) if votes else 0.0
+def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:
+    """Weighted mean of (score, weight, whether it is the only author's); seconded: a lone author's score counts at most
+    a thousand times the best other one, among three or more."""
+    if config.aggregate == "seconded_mean" and len(votes) > 2:
+        most = 1000 * max(s for s, _, own in votes if not own)
+        votes = [(min(s, most) if own else s, w, own) for s, w, own in votes]
+    return sum(s * w for s, w, _ in votes)
 
 
 def _feedback(
