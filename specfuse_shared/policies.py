@@ -115,7 +115,7 @@ def trimmed_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Se
 
 
 SECOND = 1000.0
-"""How many times as high as the next member's a member's vote for its own candidate may count."""
+"""A candidate is unthinkable to a verifier that finds it less than 1/`SECOND` as likely as another one."""
 
 
 def seconded_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
@@ -186,20 +186,25 @@ def uniform(weights: Sequence[float], scores: Matrix, round_index: int) -> list[
     return list(weights)
 
 
-def rewards(scores: Matrix) -> list[float]:
+def rewards(scores: Matrix, second: float | None = None) -> list[float]:
     """r_i: share of pairwise comparisons that member i's candidate wins in the eyes of third parties; ties count ½.
 
-    A comparison is (i, rival k, verifier j) with j ∉ {i, k}. With two members there is no third party, so the
-    rival judges against its own candidate.
+    A comparison is (i, rival k, verifier j) with j ∉ {i, k}. With `second`, verifiers that find both candidates less
+    than 1/`second` as likely as the one they like best have no opinion: they would compare noise. Where no third party
+    is left, the rival judges against its own candidate.
     """
     n = len(scores)
     if n < 2:
         return [0.0] * n
 
+    def judges(i: int, k: int) -> list[int]:
+        third = [j for j in range(n) if j not in (i, k)]
+        if second is not None:
+            third = [j for j in third if second * max(scores[j][i], scores[j][k]) >= max(scores[j])]
+        return third or [k]
+
     def share(i: int) -> float:
-        duels = [
-            (scores[j][i], scores[j][k]) for k in range(n) for j in range(n) if k != i and j != i and (j != k or n == 2)
-        ]
+        duels = [(scores[j][i], scores[j][k]) for k in range(n) if k != i for j in judges(i, k)]
         return sum(1.0 if mine > theirs else 0.5 if mine == theirs else 0.0 for mine, theirs in duels) / len(duels)
 
     return [share(i) for i in range(n)]
@@ -209,7 +214,8 @@ def rewards(scores: Matrix) -> list[float]:
 class OnlineFeedback:
     """SpecEM: w_i ← w_i · exp(η_t r_i), normalised.
 
-    Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t.
+    Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t. Other than in the paper,
+    verifiers to which two candidates are unthinkable do not compare them.
     """
 
     schedule: Literal["constant", "sqrt_decay", "paper"] = "constant"
@@ -222,7 +228,8 @@ class OnlineFeedback:
 
     def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
         eta = self.eta(len(weights), round_index)
-        return normalised([w * math.exp(eta * r) for w, r in zip(weights, rewards(scores), strict=True)])
+        won = rewards(scores, None if self.schedule == "paper" else SECOND)
+        return normalised([w * math.exp(eta * r) for w, r in zip(weights, won, strict=True)])
 
 
 def normalised(weights: Sequence[float]) -> list[float]:

@@ -136,13 +136,12 @@ def _feedback(
 ) -> dict[str, float]:
     grown = {}
     for i in names:
-        votes = [
-            (scores[j].get(own[i], 0.0) > scores[j].get(own[k], 0.0))
-            + 0.5 * (scores[j].get(own[i], 0.0) == scores[j].get(own[k], 0.0))
-            for k in names
-            for j in names
-            if k != i and j != i and (len(names) == 2 or j != k)
-        ]
+        votes = []
+        for k in (k for k in names if k != i):
+            duel = {j: (scores[j].get(own[i], 0.0), scores[j].get(own[k], 0.0)) for j in names if j not in (i, k)}
+            third = [d for j, d in duel.items() if 1000 * max(d) >= max(scores[j].get(own[x], 0.0) for x in names)]
+            rival = (scores[k].get(own[i], 0.0), scores[k].get(own[k], 0.0))
+            votes += [(mine > theirs) + 0.5 * (mine == theirs) for mine, theirs in third or [rival]]
         grown[i] = weight[i] * math.exp(rate * sum(votes) / len(votes))
     return {i: w / sum(grown.values()) for i, w in grown.items()}
 

@@ -1,6 +1,6 @@
 """Agents over the real demo ensemble finish a task of two tools, on their own decisions.
 
-Models this small follow examples rather than instructions, so each agent is shown two worked examples as its history.
+Models this small follow examples rather than instructions, so each agent is shown three worked examples as its history.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIn
 
 QUESTION = "When is it open on Friday, and what does a child pay?"
 ANSWER = "On Friday it is open from 19 to 23, and a child pays 4 euros."
-EXAMPLES = (("Monday", "18 to 22", "student", "6 euros"), ("Sunday", "20 to 24", "pensioner", "7 euros"))
+EXAMPLES = (
+    ("Monday", "18 to 22", "student", "6 euros"),
+    ("Sunday", "20 to 24", "pensioner", "7 euros"),
+    ("Tuesday", "17 to 21", "teacher", "8 euros"),
+)
 TASK = "Call the tools that the question needs, then answer in one sentence."
 
 
