@@ -126,9 +126,9 @@ def test_rewards_leave_out_interested_parties() -> None:
 
 def test_a_verifier_has_no_opinion_on_what_it_finds_unthinkable() -> None:
     babbled = [[0.3, 0.02, 0.0], [0.4, 0.2, 0.0], [1e-9, 1e-7, 0.9]]
-    assert rewards(babbled) == pytest.approx([0.5, 1.0, 0.0])  # the babbler compares what it does not understand
-    assert rewards(babbled, 1000) == pytest.approx([1.0, 0.0, 0.0])
-    assert rewards([row[:2] for row in babbled[:2]]) == pytest.approx([1.0, 0.0])  # as without it
+    assert rewards(babbled) == pytest.approx([0.5, 1.0, 0.0])  # the babbler decides between the others
+    assert rewards(babbled, 1000) == pytest.approx([1.0, 0.5, 0.0])  # the rival does, as without it:
+    assert rewards([row[:2] for row in babbled[:2]]) == pytest.approx([1.0, 0.0])
 
 
 def test_with_two_members_the_rival_judges_against_its_own() -> None:
