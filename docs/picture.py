@@ -16,22 +16,27 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Samp
 
 QUESTION = "Why is the sky blue? Answer in three sentences."
 TARGET = Path(__file__).with_name("report.png")
-POINTED_AT = 20
 WIDTH, HEIGHT, SCALE, COLOURS = 1120, 1200, 2, 96
 
 
 def answer() -> EnsembleResult:
-    config = EnsembleConfig(members=demo_members(), exit="never")
+    config = EnsembleConfig(members=demo_members())
     with EnsembleEngine(config) as engine:
         return engine.generate(QUESTION, SamplingParams(max_tokens=80))
 
 
-def draw(page_file: Path, picture: Path) -> None:
+def middle(result: EnsembleResult) -> int:
+    """Number of the round to point at: the middle one of those with rivals."""
+    verified = [r.index for r in result.rounds if r.verified]
+    return verified[len(verified) // 2]
+
+
+def draw(page_file: Path, pointed_at: int, picture: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
         page.goto(page_file.as_uri())
-        left, top = page.locator(f".s{POINTED_AT}").evaluate(
+        left, top = page.locator(f".s{pointed_at}").evaluate(
             "e => (r => [r.left + 9, r.top + 9])(e.getClientRects()[0])"
         )
         page.mouse.move(left, top)
@@ -44,6 +49,7 @@ def draw(page_file: Path, picture: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         page_file, picture = Path(folder, "report.html"), Path(folder, "report.png")
-        page_file.write_text(answer().to_html(QUESTION), "utf-8")
-        draw(page_file, picture)
+        result = answer()
+        page_file.write_text(result.to_html(QUESTION), "utf-8")
+        draw(page_file, middle(result), picture)
         Image.open(picture).convert("RGB").quantize(COLOURS).save(TARGET, optimize=True)
