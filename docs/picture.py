@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
 
-QUESTION = "Why is the sky blue? Answer in three sentences."
+QUESTION = "How do bees make honey?"
 TARGET = Path(__file__).with_name("report.png")
 WIDTH, HEIGHT, SCALE, COLOURS = 1120, 1200, 2, 96
 
