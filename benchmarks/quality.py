@@ -20,6 +20,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,7 @@ from scipy.stats import bootstrap
 from variants import MEMBERS, VARIANTS, ensemble
 
 from specfuse_shared import EnsembleEngine, EnsembleResult, Message, SamplingParams
-from specfuse_shared.demo import sentence_encoder_folder
+from specfuse_shared.demo import sentence_encoder
 
 TASKS = {"instruct": "instruct", "rag": "rag_en", "ifeval": "ifeval", "math": "gsm8k", "rag_zh": "rag_zh"}
 """Task → file of DIR, without its ending."""
@@ -181,7 +182,7 @@ def table(
     asked = read_rows(data, tasks, half, rows, tokens)
     names = variants or [name for name in VARIANTS if (FOLDER / f"{stored_as(name, tokens)}.jsonl").is_file()]
     names = [*(m for m in MEMBERS if against == "best" and m not in names), *names]
-    encode = sentence_encoder() if hanging else None
+    encode = encoder() if hanging else None
     found = {name: measured(stored_as(name, tokens), asked, tasks, encode) for name in names}
     whole = {name: facts for name, facts in found.items() if facts is not None}
     for name in set(found) - set(whole):
@@ -199,11 +200,8 @@ def table(
         plot(whole, tasks, rivals, out.with_suffix(".png"))
 
 
-def sentence_encoder() -> Encode:
-    from sentence_transformers import SentenceTransformer
-
-    encoder = SentenceTransformer(str(sentence_encoder_folder()), device="cpu")
-    return lambda texts: encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
+def encoder() -> Encode:
+    return partial(sentence_encoder().encode, normalize_embeddings=True, show_progress_bar=False)
 
 
 def measured(

@@ -124,9 +124,7 @@ for _weight in (1.5, 2.0):
 _add(
     "one change from the default",
     default_exit={"exit": "entropy"},
-    default_late_exit={"exit": "entropy", "exit_threshold": 0.25},
     default_share={"aggregate": "share_mean"},
-    default_others={"aggregate": "others_mean"},
     default_sqrt_decay={"feedback": "sqrt_decay"},
 )
 

@@ -1,4 +1,4 @@
-"""What the retrieval examples share: the documents and the packaged sentence encoder."""
+"""What the retrieval examples share: the documents."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from specfuse_shared.demo import sentence_encoder_folder
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
 
 HERE = Path(__file__).parent
 STORE = HERE / ".store"
@@ -40,13 +34,6 @@ def fingerprint(documents: list[Page], *settings: object) -> str:
     """Changes when a document or a setting of the index does."""
     parts = [part for page in documents for part in (page.name, page.text)] + [repr(setting) for setting in settings]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def sentence_encoder() -> SentenceTransformer:
-    """all-MiniLM-L6-v2 from its Python package."""
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(str(sentence_encoder_folder()), device="cpu")
 
 
 def quiet() -> None:

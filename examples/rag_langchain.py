@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members, terminal
-from specfuse_shared.demo import INSTALL
+from specfuse_shared.demo import INSTALL, sentence_encoder
 from specfuse_shared.errors import SpecFuseError
 
 try:
@@ -47,7 +47,7 @@ class MiniLM(Embeddings):
     """The packaged sentence encoder behind LangChain's interface."""
 
     def __init__(self) -> None:
-        self._encoder = _corpus.sentence_encoder()
+        self._encoder = sentence_encoder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         vectors: list[list[float]] = self._encoder.encode(texts, normalize_embeddings=True).tolist()

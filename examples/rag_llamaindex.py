@@ -16,7 +16,7 @@ from typing import Any
 
 import _corpus
 
-from specfuse_shared.demo import INSTALL
+from specfuse_shared.demo import INSTALL, sentence_encoder
 from specfuse_shared.errors import SpecFuseError
 
 try:
@@ -44,7 +44,7 @@ PROMPT = PromptTemplate(
 class MiniLM(BaseEmbedding):
     """The packaged sentence encoder behind LlamaIndex's interface."""
 
-    _encoder: Any = PrivateAttr(default_factory=_corpus.sentence_encoder)
+    _encoder: Any = PrivateAttr(default_factory=sentence_encoder)
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         vectors: list[list[float]] = self._encoder.encode(texts, normalize_embeddings=True).tolist()

