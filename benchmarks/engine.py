@@ -26,8 +26,8 @@ from figures import RESULTS, Figure, report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, demo_members
-from specfuse_shared.local import LocalMember
-from specfuse_shared.types import EnsembleResult
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.results import EnsembleResult
 from tests.engine.naive import naive_rounds
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "

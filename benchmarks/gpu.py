@@ -31,10 +31,10 @@ from figures import RESULTS, Figure, report
 from shapes import members
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
-from specfuse_shared.jobs import run_stage
-from specfuse_shared.loading import OnProgress
-from specfuse_shared.local import LocalMember, LocalSession
-from specfuse_shared.member import Question
+from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.members.base import Question
+from specfuse_shared.members.jobs import run_stage
+from specfuse_shared.members.local import LocalMember, LocalSession
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
 SEGMENT, CANDIDATES = 10, 5

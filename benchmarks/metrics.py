@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rouge_score.rouge_scorer import RougeScorer
 
-from specfuse_shared.repetition import TIMES, ends_in_circle
+from specfuse_shared.fusion.repetition import TIMES, ends_in_circle
 
 Encode = Callable[[list[str]], NDArray[np.float32]]
 """Texts → their embeddings, a row of length 1 each."""

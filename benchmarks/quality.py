@@ -36,7 +36,7 @@ from scipy.stats import bootstrap
 from variants import MEMBERS, VARIANTS, ensemble
 
 from specfuse_shared import EnsembleEngine, EnsembleResult, Message, SamplingParams
-from specfuse_shared.demo import sentence_encoder
+from specfuse_shared.loading.demo import sentence_encoder
 
 TASKS = {"instruct": "instruct", "rag": "rag_en", "ifeval": "ifeval", "math": "gsm8k", "rag_zh": "rag_zh"}
 """Task → file of DIR, without its ending."""

@@ -24,9 +24,9 @@ from rich import print as show
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
-from specfuse_shared.demo import ADAPTERS, demo_members
-from specfuse_shared.loading import converted
-from specfuse_shared.prompts import PromptEncoder
+from specfuse_shared.loading.demo import ADAPTERS, demo_members
+from specfuse_shared.loading.pretrained import converted
+from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.types import Message
 
 RATE, BATCH = 2e-4, 8

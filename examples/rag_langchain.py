@@ -17,9 +17,10 @@ import _corpus
 from rich.console import Console
 from rich.text import Text
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members, terminal
-from specfuse_shared.demo import INSTALL, sentence_encoder
+from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
+from specfuse_shared.cli import terminal
 from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.loading.demo import INSTALL, sentence_encoder
 
 try:
     from langchain_core.documents import Document

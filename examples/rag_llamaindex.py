@@ -16,8 +16,8 @@ from typing import Any
 
 import _corpus
 
-from specfuse_shared.demo import INSTALL, sentence_encoder
 from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.loading.demo import INSTALL, sentence_encoder
 
 try:
     from llama_index.core import Document, StorageContext, VectorStoreIndex

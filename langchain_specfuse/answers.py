@@ -12,8 +12,9 @@ from langchain_core.outputs import ChatGenerationChunk
 
 from specfuse_shared.adapters import ledger, segment_record
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from specfuse_shared.tools import CallDelta, CallReader, TextDelta
-from specfuse_shared.types import EnsembleResult, FinishReason
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
+from specfuse_shared.types import FinishReason
 
 PROVIDER = "specfuse"
 

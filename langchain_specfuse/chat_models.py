@@ -30,9 +30,9 @@ from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, schema_grammar, schema_request, to_choice, to_schema, to_tools
 from specfuse_shared.adapters import EnsembleSettings, Members, config_of, segment_record
 from specfuse_shared.config import EnsembleConfig, SamplingParams
-from specfuse_shared.engine import EnsembleEngine
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import Event, SegmentEvent
+from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.types import Message
 
 SEGMENT_EVENT = "specfuse_segment"

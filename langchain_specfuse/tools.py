@@ -10,7 +10,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.grammar import Grammar
+from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.types import Message, Tool
 
 ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool

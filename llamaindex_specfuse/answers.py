@@ -16,7 +16,7 @@ from llamaindex_specfuse.events import SpecFuseSegmentEvent
 from specfuse_shared.adapters import OnSegment, candidate_records, ledger, segment_record, usage_record
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from specfuse_shared.tools import CallDelta, CallReader, TextDelta
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
 from specfuse_shared.types import ToolCall
 
 _dispatcher = get_dispatcher(__name__)

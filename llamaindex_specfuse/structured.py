@@ -19,7 +19,7 @@ from llama_index_instrumentation import get_dispatcher
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from specfuse_shared.grammar import Grammar
+from specfuse_shared.text.grammar import Grammar
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")

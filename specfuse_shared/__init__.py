@@ -26,7 +26,6 @@ from specfuse_shared.errors import (
     UnsupportedModelError,
 )
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
-from specfuse_shared.grammar import Grammar
 from specfuse_shared.policies import (
     AggregatePolicy,
     ExitDecision,
@@ -38,9 +37,10 @@ from specfuse_shared.policies import (
     RetentionExit,
     ScorePolicy,
 )
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,
-    EnsembleResult,
     FinishReason,
     MemberExit,
     MemberReport,
@@ -55,12 +55,12 @@ from specfuse_shared.types import (
 )
 
 if TYPE_CHECKING:
-    from specfuse_shared.demo import demo_members
-    from specfuse_shared.engine import EnsembleEngine
-    from specfuse_shared.loading import LoadProgress
-    from specfuse_shared.metrics import Histogram, MetricsSnapshot
-    from specfuse_shared.prometheus import prometheus_collector
-    from specfuse_shared.registry import EngineLease, lease_engine
+    from specfuse_shared.loading.demo import demo_members
+    from specfuse_shared.loading.pretrained import LoadProgress
+    from specfuse_shared.serving.engine import EnsembleEngine
+    from specfuse_shared.serving.leases import EngineLease, lease_engine
+    from specfuse_shared.serving.metrics import Histogram, MetricsSnapshot
+    from specfuse_shared.serving.prometheus import prometheus_collector
 
 __all__ = [
     "AggregatePolicy",
@@ -120,14 +120,14 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
-    "EnsembleEngine": "specfuse_shared.engine",
-    "LoadProgress": "specfuse_shared.loading",
-    "EngineLease": "specfuse_shared.registry",
-    "Histogram": "specfuse_shared.metrics",
-    "MetricsSnapshot": "specfuse_shared.metrics",
-    "demo_members": "specfuse_shared.demo",
-    "lease_engine": "specfuse_shared.registry",
-    "prometheus_collector": "specfuse_shared.prometheus",
+    "EnsembleEngine": "specfuse_shared.serving.engine",
+    "LoadProgress": "specfuse_shared.loading.pretrained",
+    "EngineLease": "specfuse_shared.serving.leases",
+    "Histogram": "specfuse_shared.serving.metrics",
+    "MetricsSnapshot": "specfuse_shared.serving.metrics",
+    "demo_members": "specfuse_shared.loading.demo",
+    "lease_engine": "specfuse_shared.serving.leases",
+    "prometheus_collector": "specfuse_shared.serving.prometheus",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from specfuse_shared.cli import main
+from specfuse_shared.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr, model_validator
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
-from specfuse_shared.demo import demo_members
-from specfuse_shared.engine import EnsembleEngine
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import SegmentEvent
-from specfuse_shared.member import Member
-from specfuse_shared.registry import EngineLease, lease_engine
-from specfuse_shared.types import Candidate, EnsembleResult, RoundRecord, Usage
+from specfuse_shared.loading.demo import demo_members
+from specfuse_shared.members.base import Member
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.engine import EnsembleEngine
+from specfuse_shared.serving.leases import EngineLease, lease_engine
+from specfuse_shared.types import Candidate, RoundRecord, Usage
 
 Members = Literal["demo"] | Sequence[str | MemberConfig] | None
 OnSegment = Callable[[SegmentEvent], None]

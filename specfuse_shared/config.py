@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from specfuse_shared import policies
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.grammar import Grammar
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
-from specfuse_shared.tools import call_grammar, offered_tools
+from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.text.tool_calls import call_grammar, offered_tools
 from specfuse_shared.types import Tool
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
@@ -86,7 +86,7 @@ class MemberConfig(_Config):
 
     `model`: hub id, local folder, or GGUF file (a path, or a file inside a hub repository or folder with
     `gguf_file`). `weight`: relative voting weight at the start of each answer. `chat_template`: Jinja source that
-    replaces the tokenizer's own; a base model without one gets `specfuse_shared.prompts.PLAIN_TEMPLATE`.
+    replaces the tokenizer's own; a base model without one gets `specfuse_shared.text.chat_template.PLAIN_TEMPLATE`.
     `template_options` reach the template (`enable_thinking` is False unless set). `stop_token_ids` are added to
     those of the model's configuration. `max_context` lowers the model's context limit. `adapter`: hub id or folder of
     a PEFT adapter, merged into the weights. Remote code and pickled weights are refused unless allowed here.
@@ -157,11 +157,11 @@ class EnsembleConfig(_Config):
 
     `segment_tokens`: most tokens (of its own) a member drafts a round (paper: 10); `first_segment_tokens`, if set,
     in the first one, so that the first words come sooner. `repetition_guard`: a candidate that goes in circles
-    (`specfuse_shared.repetition`) loses against one that does not, and an answer of several members that can only say
-    the same for the third time is over. `score`, `aggregate`, `feedback`, `exit`: a name below or an object
+    (`specfuse_shared.fusion.repetition`) loses against one that does not, and an answer of several members that can
+    only say the same for the third time is over. `score`, `aggregate`, `feedback`, `exit`: a name below or an object
     with the policy's signature (`specfuse_shared.policies`).
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
-    `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.cache_folder`.
+    `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.pretrained.cache_folder`.
 
     score: "mean_logprob" (per "text", "root", "token" or "byte") | "mean_prob" (per "token" or "byte"); the first
     `per` of each, if unset. aggregate: "seconded_mean" (among three or more, nobody carries its candidate alone) |

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specfuse_shared.types import EnsembleResult, MemberExit, RoundRecord, StageName
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import MemberExit, RoundRecord, StageName
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,8 @@ class MemberSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class EnsembleResult:
-    """A finished answer. `text` is exactly the concatenation of the streamed `SegmentEvent.text`."""
+class AnswerRecord:
+    """What is known of a finished answer (`specfuse_shared.results.EnsembleResult`)."""
 
     text: str
     finish_reason: FinishReason
@@ -211,18 +211,6 @@ class EnsembleResult:
         data["finish_reason"] = str(self.finish_reason)
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data
-
-    def to_html(self, title: str | None = None) -> str:
-        """The answer explained, as one HTML file that needs no network. `title`: its heading, e.g. the question."""
-        from specfuse_shared.report import document
-
-        return document(self, title)
-
-    def _repr_html_(self) -> str:
-        """The same for a notebook, as an element whose style stays its own."""
-        from specfuse_shared.report import fragment
-
-        return fragment(self)
 
 
 def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:

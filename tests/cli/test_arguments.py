@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared.cli import main
+from specfuse_shared.cli.commands import main
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["ask", "hi", "--exit", "later"], ["ask", "hi", "--zzz"]])
 def test_no_model_library_is_imported_for_help_and_mistakes(argv: list[str]) -> None:
-    code = "import sys; from specfuse_shared.cli import main; main(sys.argv[1:]); print(sorted(sys.modules))"
+    code = "import sys; from specfuse_shared.cli.commands import main; main(sys.argv[1:]); print(sorted(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     modules = run.stdout.splitlines()[-1]
     assert "'torch'" not in modules

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared.cli import main
+from specfuse_shared.cli.commands import main
 
 SPEECH = "Every member recites one fixed speech, word by next: nothing here may ever repeat itself!"
 

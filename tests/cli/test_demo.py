@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specfuse_shared.demo import demo_members
 from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.loading.demo import demo_members
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared.cli import main
+from specfuse_shared.cli.commands import main
 from tests.shapes import SHAPES, write_shape
 
 

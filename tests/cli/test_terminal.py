@@ -10,17 +10,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from specfuse_shared import terminal
+from specfuse_shared.cli import terminal
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
-from specfuse_shared.types import (
-    Candidate,
-    EnsembleResult,
-    FinishReason,
-    MemberExit,
-    RoundRecord,
-    RoundTiming,
-    Usage,
-)
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import Candidate, FinishReason, MemberExit, RoundRecord, RoundTiming, Usage
 
 MEMBERS = ("[red]a", "b")
 LEAVING = MemberExit("b", 1, "retention", 0.125)

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
-from specfuse_shared.local import LocalMember
-from specfuse_shared.scheduler import run_alone
-from specfuse_shared.session import AnswerSession
-from specfuse_shared.types import EnsembleResult, RoundRecord
+from specfuse_shared.fusion.session import AnswerSession
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.scheduler import run_alone
+from specfuse_shared.types import RoundRecord
 from tests.engine.naive import NaiveRound, naive_rounds
 
 FAULT_ROW = "fault"

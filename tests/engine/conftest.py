@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.prompts import PromptEncoder
-from specfuse_shared.tokens import Codec
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.codec import Codec
 from tests.engine.comparing import local_members
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 

@@ -6,16 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specfuse_shared.types import (
-    Candidate,
-    EnsembleResult,
-    FinishReason,
-    MemberExit,
-    MemberUsage,
-    RoundRecord,
-    RoundTiming,
-    Usage,
-)
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord, RoundTiming, Usage
 
 Turn = tuple[str, str]
 """The winner and the text of a round."""

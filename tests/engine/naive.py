@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
-from specfuse_shared.local import LocalMember
-from specfuse_shared.prompts import PLAIN_TURN_ENDS
-from specfuse_shared.repetition import is_stuck, repeats
-from specfuse_shared.sampling import Sampler
-from specfuse_shared.stops import partial_stop
-from specfuse_shared.tokens import common_prefix, cut_candidate, whole_characters
+from specfuse_shared.fusion.repetition import is_stuck, repeats
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
+from specfuse_shared.text.codec import common_prefix, cut_candidate, whole_characters
+from specfuse_shared.text.stops import partial_stop
 
 
 @dataclass

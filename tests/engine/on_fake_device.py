@@ -19,13 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specfuse_shared import SamplingParams
-from specfuse_shared.attention import EAGER, GROUPED
-from specfuse_shared.context import Asking, Drafting, Feed, PackedContext, feed_together
-from specfuse_shared.graphs import Graphs
-from specfuse_shared.masks import plans_for
-from specfuse_shared.runner import ModelRunner
-from specfuse_shared.sampling import Sampler
-from specfuse_shared.tree import Branch
+from specfuse_shared.members.sequence import Asking, Drafting, Feed, PackedContext, feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.attention import EAGER, GROUPED
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.masks import plans_for
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
 from tests.engine.tiny import ARCHITECTURES
 
 RULES = (

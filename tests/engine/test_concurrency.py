@@ -17,10 +17,10 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
 from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from specfuse_shared.local import LocalMember
+from specfuse_shared.members.local import LocalMember
 from specfuse_shared.policies import ExitDecision, never
-from specfuse_shared.registry import lease_engine
-from specfuse_shared.types import EnsembleResult
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.leases import lease_engine
 from tests.engine.comparing import answer_of, local_members, stalls_of_the_loop
 
 WORDS = ["the", "sea", "moon", "tide", "star", "ship", "wind", "night", "glass", "lens", "map", "door"]
@@ -249,7 +249,7 @@ def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:
 
 
 def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specfuse_shared.scheduler.SHARED_PREFILL_CHUNK", 32)
+    monkeypatch.setattr("specfuse_shared.serving.scheduler.SHARED_PREFILL_CHUNK", 32)
     config = replace(tiny_engine.config, reuse_prefixes=False)
     with EnsembleEngine(config) as engine:
         expected = engine.generate("moon " * 130, SamplingParams(max_tokens=12)).text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
-from specfuse_shared.scheduler import run_alone
-from specfuse_shared.tokens import common_prefix
+from specfuse_shared.serving.scheduler import run_alone
+from specfuse_shared.text.codec import common_prefix
 from tests.engine.comparing import local_members, open_session, with_settings
 
 

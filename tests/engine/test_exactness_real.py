@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
-from specfuse_shared.graphs import Graphs
-from specfuse_shared.jobs import run_stage
-from specfuse_shared.local import LocalMember
-from specfuse_shared.runner import ModelRunner
-from specfuse_shared.tree import Branch
+from specfuse_shared.members.jobs import run_stage
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.model_runner import ModelRunner
 from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
 PROMPTS = {

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, local
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.jobs import is_out_of_memory
-from specfuse_shared.types import EnsembleResult
+from specfuse_shared.members import local
+from specfuse_shared.members.jobs import is_out_of_memory
+from specfuse_shared.results import EnsembleResult
 from tests.engine.comparing import FAULT_ROW, local_members
 
 POISONED, NEIGHBOUR = "Tell me about the poisoned well.", "How do the tides follow the moon?"

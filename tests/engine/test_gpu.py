@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
-from specfuse_shared.context import Drafting, Feed, feed_together
-from specfuse_shared.graphs import Graphs
-from specfuse_shared.rows import new_context
-from specfuse_shared.runner import ModelRunner
-from specfuse_shared.sampling import Sampler
-from specfuse_shared.tree import Branch
+from specfuse_shared.members.branchwise import new_context
+from specfuse_shared.members.sequence import Drafting, Feed, feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
 from tests.engine.comparing import answer_of, assert_equals_naive, local_members, with_settings
 from tests.engine.test_concurrency import requests
 from tests.engine.test_exactness_architectures import MESSAGES, ROW_BY_ROW

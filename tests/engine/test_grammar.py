@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from jsonschema import validate
 
 from specfuse_shared import EnsembleEngine, FinishReason, Grammar, Message, SamplingParams
-from specfuse_shared.constraint import AnswerConstraint, MemberConstraint
 from specfuse_shared.errors import ConfigError, GrammarError, MissingExtraError, RequestError, UnfinishedValueError
-from specfuse_shared.local import LocalMember
-from specfuse_shared.prompts import PromptEncoder
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.runtime.sampler import masked
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.constraint import AnswerConstraint, MemberConstraint
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer
 
@@ -57,7 +58,7 @@ def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, c
     for _ in range(count):
         if constraint.finished:
             break
-        token = int(constraint.mask(torch.rand(size, generator=generator)).argmax())
+        token = int(masked(torch.rand(size, generator=generator), constraint.allowed()).argmax())
         if token in member.stop_ids:
             break
         constraint.advance(token)

@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
-from specfuse_shared.attention import GROUPED
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError
-from specfuse_shared.loading import LoadProgress, cache_folder, converted
-from specfuse_shared.local import LocalMember
-from specfuse_shared.masks import MaskPlan
-from specfuse_shared.probe import Attempt, _attempt, _small_windows, probe
+from specfuse_shared.loading.pretrained import LoadProgress, cache_folder, converted
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.probe import Attempt, _attempt, _small_windows, probe
+from specfuse_shared.runtime.attention import GROUPED
+from specfuse_shared.runtime.masks import MaskPlan
 from tests.engine.tiny import byte_level_tokenizer, save_model
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from specfuse_shared.devices import find_devices, planned_devices
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, PlacementError
-from specfuse_shared.local import LocalMember
-from specfuse_shared.packing import ANY_PRECISION, place
-from specfuse_shared.placement import Device, Plan, Resident, Split, Workload
-from specfuse_shared.planning import plan_ensemble
-from specfuse_shared.sizing import ModelSizes
+from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.placement.devices import find_devices, planned_devices
+from specfuse_shared.placement.packing import ANY_PRECISION, place
+from specfuse_shared.placement.plan import Device, Plan, Resident, Split, Workload
+from specfuse_shared.placement.sizing import ModelSizes
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 from tests.shapes import SHAPES, write_shape
 
@@ -407,7 +407,7 @@ def test_layers_wait_on_the_disk_where_that_was_asked_for(tiny: Path, monkeypatc
         expected = engine.generate("Where is the moon?", params).text
         need = plan_ensemble(engine.config).assignments[0].need
     small = replace(find_devices()[0], free=int(0.8 * need.total))
-    monkeypatch.setattr("specfuse_shared.planning.find_devices", lambda: (small,))
+    monkeypatch.setattr("specfuse_shared.loading.planning.find_devices", lambda: (small,))
     with EnsembleEngine(EnsembleConfig([config])) as engine, pytest.raises(PlacementError, match="offload=True"):
         engine.load()
     with EnsembleEngine(EnsembleConfig([replace(config, offload=True)])) as engine:

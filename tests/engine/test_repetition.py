@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specfuse_shared.repetition import ends_in_circle, is_stuck, repeats
+from specfuse_shared.fusion.repetition import ends_in_circle, is_stuck, repeats
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from html.parser import HTMLParser
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
-from specfuse_shared.formats import number
-from specfuse_shared.report import fragment, pieces_of
-from specfuse_shared.types import EnsembleResult, FinishReason, MemberExit
+from specfuse_shared.report.formats import number
+from specfuse_shared.report.html import fragment, pieces_of
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import FinishReason, MemberExit
 from tests.engine.explained import explained, rival_text, round_of, unverified
 
 TIDES = [("alpha", "The tides"), ("beta", " follow the Moon,"), ("alpha", " and the Sun.")]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from specfuse_shared.report import document, fragment
-from specfuse_shared.types import EnsembleResult, MemberExit
+from specfuse_shared.report.html import document, fragment
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import MemberExit
 from tests.engine.explained import explained, rival_text
 
 CHROMIUM = shutil.which("chromium")

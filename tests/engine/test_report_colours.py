@@ -10,7 +10,7 @@ import torch
 
 import specfuse_shared
 
-STYLE = (Path(specfuse_shared.__file__).parent / "templates" / "report.css").read_text("utf-8")
+STYLE = (Path(specfuse_shared.__file__).parent / "report" / "templates" / "report.css").read_text("utf-8")
 
 # Machado, Oliveira, Fernandes (2009), severity 1, on linear RGB
 SIGHT = {

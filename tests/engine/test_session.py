@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, PromptTooLongError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.fusion.repetition import repeats
+from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.policies import ExitDecision, Matrix
-from specfuse_shared.repetition import repeats
-from specfuse_shared.scheduler import run_alone
-from specfuse_shared.session import AnswerSession
-from specfuse_shared.types import EnsembleResult, FinishReason
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.scheduler import run_alone
+from specfuse_shared.types import FinishReason
 from tests.engine.comparing import answer_of, local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer, save_model
 

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specfuse_shared.attention import EAGER, GROUPED
-from specfuse_shared.context import Feed, PackedContext, feed_together
-from specfuse_shared.masks import plans_for
-from specfuse_shared.runner import ModelRunner
-from specfuse_shared.tree import Branch
+from specfuse_shared.runtime.attention import EAGER, GROUPED
+from specfuse_shared.members.sequence import Feed, PackedContext, feed_together
+from specfuse_shared.runtime.masks import plans_for
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.members.token_tree import Branch
 from tests.engine.tiny import ARCHITECTURES
 
 

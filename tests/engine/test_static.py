@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
-from specfuse_shared.cache import CachePool
-from specfuse_shared.context import Context, Drafting, Feed, feed_together
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.graphs import Graphs, NoWaiting
-from specfuse_shared.local import LocalMember
-from specfuse_shared.probe import probe
-from specfuse_shared.rows import new_context
-from specfuse_shared.runner import ModelRunner
-from specfuse_shared.sampling import Sampler
-from specfuse_shared.scoring import NotFiniteError
-from specfuse_shared.tree import Branch
+from specfuse_shared.members.branchwise import new_context
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.probe import probe
+from specfuse_shared.members.sequence import Context, Drafting, Feed, feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cuda_graphs import Graphs, NoWaiting
+from specfuse_shared.runtime.kv_cache import CachePool
+from specfuse_shared.runtime.logprobs import NotFiniteError
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
 from tests.engine.comparing import answer_of, local_members
 from tests.engine.test_concurrency import requests
 from tests.engine.tiny import byte_level_tokenizer, save_model
@@ -219,13 +220,13 @@ def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEn
         assert static is not None
         plain, refused = static.draft, []
 
-        def draft(drafts: list[tuple[Context, Drafting]]) -> None:
+        def draft(drafts: Sequence[DraftInput]) -> DraftRun:
             if len(drafts) > 1:
                 refused.append(len(drafts))
                 raise torch.OutOfMemoryError("injected: out of memory")
-            plain(drafts)  # type: ignore[arg-type]
+            return plain(drafts)
 
-        static.draft = draft  # type: ignore[method-assign, assignment]
+        static.draft = draft  # type: ignore[method-assign]
         found = engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
     assert [result.text for result in found] == expected  # type: ignore[union-attr]
     assert refused
@@ -245,7 +246,7 @@ def test_members_say_how_they_run(tiny_engine: EnsembleEngine, static_engine: En
 def test_a_model_whose_fixed_steps_are_off_runs_dynamically(
     member: LocalMember, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.steps.StaticStep.advance", lambda step: None)
+    monkeypatch.setattr("specfuse_shared.runtime.static_batch.StaticStep.advance", lambda step: None)
     with caplog.at_level(logging.WARNING):
         way = probe(member.runner.model, "tiny", "static")
     assert way.graphs is None

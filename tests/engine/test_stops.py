@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specfuse_shared.stops import StopHold, find_stop, partial_stop
+from specfuse_shared.text.stops import StopHold, find_stop, partial_stop
 
 
 @given(

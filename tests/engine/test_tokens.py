@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specfuse_shared.tokens import Codec, Encoding, common_prefix, cut_candidate, whole_characters
+from specfuse_shared.text.codec import Codec, Encoding, common_prefix, cut_candidate, whole_characters
 
 LATIN = [
     "the",

@@ -10,11 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specfuse_shared import EnsembleEngine, Grammar, Message, SamplingParams, Tool, ToolCall
-from specfuse_shared.constraint import AnswerConstraint
 from specfuse_shared.errors import ConfigError, GrammarError, RequestError, UnfinishedValueError
-from specfuse_shared.prompts import PromptEncoder
-from specfuse_shared.tokens import Codec
-from specfuse_shared.tools import CALL_CLOSE, CALL_OPEN, CallDelta, CallReader, TextDelta, call_text, read_calls
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.codec import Codec
+from specfuse_shared.text.constraint import AnswerConstraint
+from specfuse_shared.text.tool_calls import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    CallDelta,
+    CallReader,
+    TextDelta,
+    call_text,
+    read_calls,
+)
 from tests.engine.comparing import local_members
 from tests.engine.tiny import CHAT_TEMPLATE, byte_level_tokenizer
 

@@ -96,14 +96,14 @@ def test_every_package_is_marked_as_typed(wheel: Path, package: str) -> None:
 
 def test_the_wheel_declares_its_extras_command_and_licence(metadata: Distribution) -> None:
     assert set(metadata.metadata.get_all("Provides-Extra") or []) == set(EXTRAS)
-    assert [(e.name, e.value) for e in metadata.entry_points] == [("specfuse-llm", "specfuse_shared.cli:main")]
+    assert [(e.name, e.value) for e in metadata.entry_points] == [("specfuse-llm", "specfuse_shared.cli.commands:main")]
     assert metadata.metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in (metadata.read_text("licenses/LICENSE") or "")
 
 
 def test_the_engine_and_its_command_work_without_any_extra(metadata: Distribution, unpacked: Path) -> None:
     code = (
-        "import specfuse_shared, specfuse_shared.cli, sys\n"
+        "import specfuse_shared, specfuse_shared.cli.commands, sys\n"
         "for name in specfuse_shared.__all__: getattr(specfuse_shared, name)\n"
         "print(specfuse_shared.__file__, 'langchain_core' in sys.modules, 'llama_index' in sys.modules)"
     )

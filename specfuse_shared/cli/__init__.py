@@ -1,0 +1,1 @@
+"""The command `specfuse-llm` and what it shows in a terminal."""

@@ -1,0 +1,72 @@
+"""What `specfuse-llm doctor` finds out: versions, devices, and each member as it loaded or why it did not; or the plan
+of where members would go."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import transformers
+
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.placement.devices import find_devices, planned_devices
+from specfuse_shared.placement.plan import Device, Plan
+from specfuse_shared.serving.engine import EnsembleEngine
+from specfuse_shared.types import MemberReport
+
+OnProgress = Callable[[LoadProgress], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """The findings; `problems` has one line for each member that cannot be used."""
+
+    versions: Mapping[str, str]
+    devices: tuple[Device, ...]
+    members: tuple[MemberReport, ...]
+    problems: tuple[str, ...]
+
+
+def examine(config: EnsembleConfig, on_progress: OnProgress = None) -> Checkup:
+    """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
+    try:
+        return Checkup(_versions(), find_devices(), _load(config, on_progress), ())
+    except MemberLoadError as error:
+        members, problems = _one_by_one(config, on_progress)
+        return Checkup(_versions(), find_devices(), members, problems or (str(error),))
+
+
+def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
+    """Where the members would go, here or on the devices described; nothing is loaded."""
+    there = planned_devices(devices) if devices else None
+    return plan_ensemble(config, there, answers=answers, context=context)
+
+
+def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
+    good: list[MemberReport] = []
+    bad: list[str] = []
+    for member in config.member_configs:
+        try:
+            good += _load(replace(config, members=[member], reference=None), on_progress)
+        except MemberLoadError as error:
+            bad.append(str(error))
+    return tuple(good), tuple(bad)
+
+
+def _load(config: EnsembleConfig, on_progress: OnProgress) -> tuple[MemberReport, ...]:
+    with EnsembleEngine(config) as engine:
+        engine.load(on_progress)
+        return engine.describe()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+    }

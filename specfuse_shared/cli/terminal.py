@@ -1,0 +1,281 @@
+"""What a person sees: the answer in its members' colours, tables of members and rounds, a spinner while loading.
+
+Knows events and results, no engine and no model. Text of models and names of files are shown as text: neither rich
+markup nor terminal control sequences in them have any effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.placement.plan import Plan, memory
+from specfuse_shared.report.formats import UNKNOWN, number
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import MemberExit, MemberReport, RoundRecord
+
+if TYPE_CHECKING:
+    from specfuse_shared.cli.doctor import Checkup
+    from specfuse_shared.loading.pretrained import LoadProgress
+
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
+PIPE_WIDTH = 120
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+Palette = Mapping[str, str]
+
+
+def stdout() -> Console:
+    return _console(stderr=False)
+
+
+def stderr() -> Console:
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def visible(text: str) -> str:
+    """Text with every control character but newline and tab written out, so that a terminal obeys none."""
+    return text.translate(CONTROLS)
+
+
+def quoted(text: str) -> str:
+    """Text as one line in quotes, its spaces and line ends to be seen."""
+    return visible(json.dumps(text, ensure_ascii=False))
+
+
+def palette(members: Sequence[str]) -> Palette:
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(members)}
+
+
+@contextmanager
+def loading(console: Console) -> Iterator[Callable[[LoadProgress], None] | None]:
+    """A spinner that names the member being loaded; None where nobody watches."""
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("loading") as status:
+
+        def show(progress: LoadProgress) -> None:
+            line = f"{progress.index}/{progress.total} {progress.member}: {progress.stage}"
+            status.update(Text(visible(line)))
+
+        yield show
+
+
+# ── ask ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_answer(events: Iterable[Event], out: Console, notes: Console) -> EnsembleResult:
+    """Write the answer as it comes, the legend before and the exits after it. `out` ends with a line end."""
+    colours: Palette = {}
+    author, last = "", "\n"
+    exits: list[MemberExit] = []
+    warnings: list[str] = []
+    result: EnsembleResult | None = None
+    try:
+        for event in events:
+            if isinstance(event, StartEvent):
+                colours = palette(event.members)
+                notes.print(_legend(colours))
+            elif isinstance(event, SegmentEvent):
+                author = event.record.winner if event.record else author
+                last = event.text[-1:] or last
+                _write(out, event.text, colours.get(author))
+            elif isinstance(event, ExitEvent):
+                exits.append(event.exit)
+            elif isinstance(event, WarningEvent):
+                warnings.append(event.message)
+            elif isinstance(event, FinishEvent):
+                result = event.result
+    finally:
+        if last != "\n":
+            _write(out, "\n", None)
+    for warning in warnings:
+        notes.print(Text(visible(warning), style="yellow"))
+    for leaving in exits:
+        notes.print(_exit_line(leaving), style="dim")
+    assert result is not None
+    return result
+
+
+def _write(out: Console, text: str, colour: str | None) -> None:
+    """To a terminal visibly and in colour, elsewhere exactly; at once in both."""
+    if out.is_terminal:
+        out.out(visible(text), style=colour, end="", highlight=False)
+    else:
+        out.file.write(text)
+    out.file.flush()
+
+
+def _legend(colours: Palette) -> Text:
+    return Text("  ").join(Text(f"● {visible(name)}", style=colour) for name, colour in colours.items())
+
+
+def _exit_line(leaving: MemberExit) -> str:
+    whys = {"context": "its context is full", "fault": "it failed"}
+    why = whys.get(leaving.reason, f"retention {number(leaving.retention)}")
+    return visible(f"{leaving.member} left after round {leaving.round} ({why})")
+
+
+def show_summary(result: EnsembleResult, notes: Console) -> None:
+    """Who contributed what, how fast, and why it ended."""
+    table = Table("member", box=None, pad_edge=False, header_style="dim")
+    for heading in ("segments won", "mean score", "weight", "exit round"):
+        table.add_column(heading, justify="right")
+    colours = palette(result.members)
+    for row in result.summary():
+        exit_round = UNKNOWN if row.exit_round is None else str(row.exit_round)
+        won, score, weight = str(row.segments_won), number(row.mean_score), number(row.weight)
+        table.add_row(Text(visible(row.member), style=colours[row.member]), won, score, weight, exit_round)
+    notes.print()
+    notes.print(table)
+    notes.print(_speed_line(result), style="dim")
+
+
+def _speed_line(result: EnsembleResult) -> str:
+    tokens, seconds = result.usage.completion_tokens, result.total_seconds
+    parts = [
+        f"first segment {_seconds(result.first_segment_seconds)}",
+        f"{tokens / seconds if seconds else 0:.1f} tokens/s ({tokens} in {_seconds(seconds)})",
+        f"finished: {result.finish_reason}",
+    ]
+    if result.stop_sequence is not None:
+        parts[-1] += f" at {quoted(result.stop_sequence)}"
+    return " · ".join(parts)
+
+
+def show_rounds(result: EnsembleResult, out: Console) -> None:
+    """The ledger of every round: candidates, each verifier's scores, the winner, weights, exits, timings."""
+    colours = palette(result.members)
+    for record in result.rounds:
+        out.print()
+        out.print(Text(_round_line(record), style="bold"))
+        out.print(_candidates(record, colours))
+        for line in _round_notes(record):
+            out.print(Text(line, style="dim"))
+
+
+def _round_line(record: RoundRecord) -> str:
+    timing = record.timing
+    stages = f"draft {_seconds(timing.draft)}, verify {_seconds(timing.verify)}, commit {_seconds(timing.commit)}"
+    return f"round {record.index} · {stages}" + ("" if record.verified else " · not verified")
+
+
+def _candidates(record: RoundRecord, colours: Palette) -> Table:
+    verifiers = list(dict.fromkeys(name for candidate in record.candidates for name in candidate.scores))
+    table = Table("", "drafted by", "candidate", box=None, pad_edge=False, header_style="dim")
+    table.columns[2].ratio = 1
+    table.columns[2].overflow = "fold"
+    for name in verifiers:
+        table.add_column(Text(visible(name)), justify="right")
+    table.add_column("score", justify="right")
+    for candidate in record.candidates:
+        won = record.winner in candidate.drafters
+        names = Text(", ").join(Text(visible(name), style=colours.get(name, "")) for name in candidate.drafters)
+        marks = " (ends)" * candidate.ends + " (repeats)" * candidate.repeats
+        text = Text(quoted(candidate.text) + marks, style="bold" if won else "")
+        scores = [number(candidate.scores.get(name)) for name in verifiers]
+        table.add_row("→" if won else "", names, text, *scores, number(candidate.score))
+    return table
+
+
+def _round_notes(record: RoundRecord) -> Iterator[str]:
+    if record.weights:
+        yield "weights: " + _pairs(record.weights)
+    if record.retention:
+        yield "retention: " + _pairs(record.retention)
+    yield from map(_exit_line, record.exits)
+
+
+# ── doctor ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def show_checkup(checkup: Checkup, out: Console) -> None:
+    """Versions, devices and a column for each member."""
+    for name, version in checkup.versions.items():
+        out.print(f"{name} {version}")
+    for device in checkup.devices:
+        out.print(f"device {device.name}: {visible(device.title)}, {memory(device.total)}, {memory(device.free)} free")
+    if not checkup.members:
+        return
+    table = Table("", box=None, pad_edge=False, header_style="bold")
+    rows = [_properties(report) for report in checkup.members]
+    for report in checkup.members:
+        table.add_column(Text(visible(report.name)), overflow="fold")
+    for key in rows[0]:
+        table.add_row(Text(key, style="dim"), *(Text(visible(row[key])) for row in rows))
+    out.print()
+    out.print(table)
+
+
+def _properties(report: MemberReport) -> dict[str, str]:
+    return {
+        "model": report.model,
+        "architecture": report.architecture,
+        "device": report.device,
+        "dtype": report.dtype,
+        "quantization": report.quantization or UNKNOWN,
+        "parameters": f"{report.parameters / 1e6:,.1f} M",
+        "memory": memory(report.memory_bytes),
+        "context": UNKNOWN if report.context is None else f"{report.context:,} tokens",
+        "template": report.template,
+        "attention": report.attention,
+        "verification": report.verification,
+        "probe error": f"{report.probe_error:.1e}",
+        "graphs": report.graphs,
+        "stop tokens": ", ".join(map(str, report.stop_token_ids)),
+        "load": _seconds(report.load_seconds),
+    }
+
+
+def show_members(reports: Iterable[MemberReport], out: Console) -> None:
+    """One line a member (`--verbose`)."""
+    for report in reports:
+        facts = _properties(report)
+        chosen = ("architecture", "parameters", "device", "dtype", "verification", "load")
+        out.print(Text(visible(f"{report.name}: " + ", ".join(facts[key] for key in chosen))))
+
+
+def show_plan(plan: Plan, out: Console) -> None:
+    """Where each member would go and what it would take there; what is used and free of each device."""
+    members = Table("member", "device", "weights as", box=None, pad_edge=False, header_style="dim")
+    for heading in ("weights", "caches", "logits", "with 10 %"):
+        members.add_column(heading, justify="right")
+    for a in plan.assignments:
+        parts = "\n".join(f"{d} {memory(n)}" for d, n in a.memory.items()) if len(a.memory) > 1 else a.place
+        form = a.number_format if a.quantization is None else f"{a.quantization} ({a.number_format})"
+        sizes = (a.need.weights, a.need.caches, a.need.logits, a.need.total)
+        place = Text(parts) if a.memory else Text("no room", style="red")
+        members.add_row(Text(visible(a.member)), place, form, *map(memory, sizes))
+    devices = Table("device", "", box=None, pad_edge=False, header_style="dim")
+    for heading in ("free", "planned", "left"):
+        devices.add_column(heading, justify="right")
+    for d in plan.devices:
+        used = plan.used(d.name)
+        devices.add_row(d.name, Text(visible(d.title)), memory(d.free), memory(used), memory(d.free - used))
+    out.print(members)
+    out.print()
+    out.print(devices)
+    load = plan.workload
+    out.print(f"room for {load.answers} × {load.context:,} tokens of context; nothing was loaded", style="dim")
+
+
+def _pairs(numbers: Mapping[str, float]) -> str:
+    return visible(", ".join(f"{name} {number(value)}" for name, value in numbers.items()))
+
+
+def _seconds(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f} s"

@@ -1,0 +1,1 @@
+"""The method: rounds of draft, verify, select, commit, learn. Text and numbers; knows no tensor."""

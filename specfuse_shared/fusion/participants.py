@@ -1,0 +1,133 @@
+"""Who takes part in one answer: every member's side of it, who is still active, what each is worth, who left and why.
+
+Members without room refuse a prompt before any model runs, and leave once their context is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specfuse_shared.config import EnsembleConfig, SamplingParams
+from specfuse_shared.errors import PromptTooLongError
+from specfuse_shared.members.base import Member, MemberSession
+from specfuse_shared.policies import normalised
+from specfuse_shared.types import MemberExit, MemberUsage, Message, Usage
+
+_ROOM_PER_TOKEN = 8
+"""A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
+
+
+@dataclass(slots=True)
+class Side:
+    """A member's part in an answer."""
+
+    member: Member
+    session: MemberSession
+    weight: float
+    total: float = 0.0
+    drafted: int = 0
+    alone: int | None = None
+    """Tokens of the whole answer, where the member ended it by decoding alone."""
+
+
+class Participants:
+    """The sides of all `members`, by name; the names of those that are `active`, in the members' order.
+
+    Raises `RequestError` on construction, before any model runs, if the request cannot be served.
+    """
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        members: Sequence[Member],
+        messages: Sequence[Message],
+        params: SamplingParams,
+        seed: int,
+    ) -> None:
+        self._segment = config.longest_segment
+        prompts = [member.encode_prompt(messages, params.offered_tools) for member in members]
+        for member, prompt in zip(members, prompts, strict=True):
+            self._check_room(member, len(prompt), len(members))
+        weights = normalised([member.weight for member in members])
+        self.sides = {
+            m.name: Side(m, m.open(p, params, seed), w) for m, p, w in zip(members, prompts, weights, strict=True)
+        }
+        self.active = [member.name for member in members]
+        self.reference = self.sides[config.reference_name]
+        self._exits: list[MemberExit] = []
+
+    def __getitem__(self, name: str) -> Side:
+        return self.sides[name]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the active members; they sum to 1."""
+        return {name: self.sides[name].weight for name in self.active}
+
+    @property
+    def prompt_tokens(self) -> Mapping[str, int]:
+        """Prompt length of each member."""
+        return {name: side.session.prompt_tokens for name, side in self.sides.items()}
+
+    def drop(
+        self,
+        names: Sequence[str],
+        round_index: int,
+        reason: Literal["retention", "context", "fault"],
+        retention: Mapping[str, float] | None = None,
+    ) -> None:
+        """Members leave in round `round_index` and free their caches; those who stay share their weight."""
+        for name in names:
+            self.sides[name].session.release(remember=reason == "retention")
+            self.active.remove(name)
+            kept = retention[name] if retention else None
+            self._exits.append(MemberExit(name, round_index, reason, kept))
+        if self.active:
+            for name, weight in zip(self.active, normalised(list(self.weights.values())), strict=True):
+                self.sides[name].weight = weight
+
+    def drop_full(self, round_index: int) -> None:
+        """Members without room for another round leave, so that the others can go on."""
+        self.drop([name for name in self.active if self._is_full(self.sides[name])], round_index, "context")
+
+    @property
+    def exits(self) -> tuple[MemberExit, ...]:
+        """Exits that no round has told of yet."""
+        return tuple(self._exits)
+
+    def take_exits(self) -> list[MemberExit]:
+        """`exits`, which the caller will tell of."""
+        exits, self._exits = self._exits, []
+        return exits
+
+    def release(self, remember: bool) -> None:
+        """Free every cache. Safe to call twice."""
+        for side in self.sides.values():
+            side.session.release(remember=remember)
+
+    def usage(self, text: str) -> Usage:
+        """What each member read, drafted and was fed for the answer `text`."""
+
+        def usage(side: Side) -> MemberUsage:
+            answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
+            return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, answer)
+
+        members = {name: usage(side) for name, side in self.sides.items()}
+        reference = self.reference.member.name
+        return Usage(self.reference.session.prompt_tokens, members[reference].answer, reference, members)
+
+    def _is_full(self, side: Side) -> bool:
+        limit = side.member.context_limit
+        used = side.session.prompt_tokens + side.session.answer_tokens
+        return limit is not None and used + self._room(len(self.active)) > limit
+
+    def _room(self, members: int) -> int:
+        """Free tokens that a round needs in every context."""
+        return self._segment * (_ROOM_PER_TOKEN if members > 1 else 1)
+
+    def _check_room(self, member: Member, count: int, members: int) -> None:
+        room, limit = self._room(members), member.context_limit
+        if limit is not None and count + room > limit:
+            raise PromptTooLongError(member.name, limit, count, room)

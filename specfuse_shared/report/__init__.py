@@ -1,0 +1,1 @@
+"""A result explained as one HTML file."""

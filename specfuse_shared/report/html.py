@@ -1,0 +1,267 @@
+"""An answer explained in HTML: who wrote what against which rivals, weights, retention, exits and time.
+
+`document` is a file of its own, `fragment` the same inside another page, its style held under one class. Neither needs
+a network or JavaScript. Knows results, no engine; what is drawn is computed here, how it looks is in `templates/`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from specfuse_shared.report.formats import UNKNOWN, number
+from specfuse_shared.types import AnswerRecord, Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord
+
+COLOURS, LINES = 6, 5
+"""Member colours and underline styles in `report.css`; coprime, so that 30 members look different."""
+STAGES = ("draft", "verify", "commit")
+TICKS = 10
+ENDS = {
+    FinishReason.STOP: "the answer was complete",
+    FinishReason.LENGTH: "max_tokens or context reached",
+    FinishReason.REPETITION: "it could only say the same again",
+}
+
+
+def document(result: AnswerRecord, title: str | None = None) -> str:
+    """The report as a whole HTML file. `title`: its heading, usually the question."""
+    return _environment().get_template("document.html").render(view(result), title=title)
+
+
+def fragment(result: AnswerRecord) -> str:
+    """The report as an element to put into another page."""
+    return _environment().get_template("fragment.html").render(view(result), title=None)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("specfuse_shared.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"exact": exact, "marked": marked, "number": number, "seconds": seconds}
+    return environment
+
+
+# ── text and numbers ─────────────────────────────────────────────────────────────────────────────
+
+
+def exact(text: str) -> Markup:
+    """Text that a browser reads back character by character; HTML cannot hold NUL, which becomes U+FFFD."""
+    return escape(text.replace("\0", "\ufffd")).replace("\r", Markup("&#13;"))
+
+
+def marked(text: str) -> Markup:
+    """The same, with a place for a mark before every line end."""
+    return exact(text).replace("\n", Markup('<i class="eol"></i>\n'))
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.0f} ms"
+
+
+# ── what the templates show ──────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member as it is marked everywhere: its number, colour and line; and its part in the answer."""
+
+    name: str
+    number: int
+    css: str
+    won: int = 0
+    score: float | None = None
+    weight: float | None = None
+    usage: MemberUsage | None = None
+    left: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of the answer and the round that wrote it, the `number`th; None and 0 where no round is known."""
+
+    text: str
+    round: RoundRecord | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A round: its candidates, the winner first, in the eyes of its `verifiers`. `cut`: text that was not released."""
+
+    number: int
+    record: RoundRecord
+    verdict: str
+    candidates: Sequence[Candidate]
+    verifiers: Sequence[str]
+    cut: str
+    exits: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A part of a column; `start` and `size` are shares of the chart's height."""
+
+    css: str
+    start: float
+    size: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A column of bars for each round. `ticks`: rounds that are named under it; `top`: what its height means."""
+
+    title: str
+    note: str
+    columns: Sequence[tuple[str, Sequence[Bar]]]
+    ticks: Sequence[int]
+    top: str
+    middle: str
+
+
+def view(result: AnswerRecord) -> dict[str, Any]:
+    """Everything that the templates show."""
+    members = _members(result)
+    pieces = list(pieces_of(result.text, result.rounds))
+    times = _times(result)
+    return {
+        "result": result,
+        "members": members,
+        "pieces": pieces,
+        "cards": [_card(piece, piece.round) for piece in pieces if piece.round],
+        "charts": list(_charts(result, members)),
+        "times": times,
+        "time_bars": _bars(times, {stage: stage for stage in times}, sum(times.values()) or 1.0),
+        "finish": _finish(result),
+        "group": "specfuse-" + sha256(repr(result).encode("utf-8", "replace")).hexdigest()[:12],
+    }
+
+
+def pieces_of(text: str, rounds: Sequence[RoundRecord]) -> Iterator[Piece]:
+    """The answer cut at the rounds' offsets; the pieces joined are exactly `text`, every round has one (maybe "")."""
+    at = 0
+    for i, record in enumerate(rounds, 1):
+        start, end = (min(max(at, offset), len(text)) for offset in (record.start, record.end))
+        if start > at:
+            yield Piece(text[at:start])
+        yield Piece(text[start:end], record, i)
+        at = max(start, end)
+    if at < len(text):
+        yield Piece(text[at:])
+
+
+def _members(result: AnswerRecord) -> dict[str, Member]:
+    members = {}
+    for i, row in enumerate(result.summary()):
+        members[row.member] = Member(
+            name=row.member,
+            number=i + 1,
+            css=f"m{i % COLOURS} l{i % LINES}",
+            won=row.segments_won,
+            score=row.mean_score,
+            weight=row.weight,
+            usage=result.usage.members.get(row.member),
+            left=next((_left(e) for r in result.rounds for e in r.exits if e.member == row.member), None),
+        )
+    return members
+
+
+def _left(leaving: MemberExit) -> str:
+    if leaving.reason == "retention":
+        return f"left after round {leaving.round}: retention {number(leaving.retention)}"
+    why = {"context": "its context was full", "fault": "it failed"}[leaving.reason]
+    return f"left in round {leaving.round}: {why}"
+
+
+def _finish(result: AnswerRecord) -> str:
+    if result.stop_sequence is not None:
+        return f"at the stop string {json.dumps(result.stop_sequence, ensure_ascii=False)}"
+    return ENDS[result.finish_reason]
+
+
+def _card(piece: Piece, record: RoundRecord) -> Card:
+    ranked = sorted(record.candidates, key=lambda c: (record.winner not in c.drafters, -(c.score or 0.0)))
+    return Card(
+        number=piece.number,
+        record=record,
+        verdict=_verdict(record),
+        candidates=ranked,
+        verifiers=list(dict.fromkeys(name for c in record.candidates for name in c.scores)),
+        cut=record.text[len(piece.text) :],
+        exits=[f"{e.member} {_left(e)}" for e in record.exits],
+    )
+
+
+def _verdict(record: RoundRecord) -> str:
+    """Who judged the candidates, or why nobody had to."""
+    if record.verified:
+        return f"{len(record.candidates)} candidates, judged by {len(record.active)} members"
+    if len(record.active) == 1:
+        return "written alone, nothing to judge"
+    drafters = {name for c in record.candidates for name in c.drafters}
+    if len(record.candidates) == 1 and drafters == set(record.active):
+        dictated = record.candidates[0].tokens == 0
+        return "dictated by the grammar" if dictated else f"all {len(record.active)} members agreed, nothing to judge"
+    return "the only candidate, nothing to judge"
+
+
+# ── charts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _charts(result: AnswerRecord, members: Mapping[str, Member]) -> Iterator[Chart]:
+    def shares(of: Callable[[RoundRecord], Mapping[str, float]]) -> list[tuple[str, Sequence[Bar]]]:
+        css = {name: member.css for name, member in members.items()}
+        return [_column(r.index, {n: of(r)[n] for n in members if n in of(r)}, css, 1.0, number) for r in result.rounds]
+
+    ticks = _ticks(len(result.rounds))
+    if len(members) > 1 and any(r.weights for r in result.rounds):
+        note = "how much each member’s judgement counts"
+        yield Chart("Weights", note, shares(lambda r: r.weights), ticks, "1", "½")
+    if any(r.retention for r in result.rounds):
+        note = "who earns the right to go on; set after a verified round"
+        yield Chart("Retention", note, shares(lambda r: r.retention), ticks, "1", "½")
+    top = max((r.timing.total for r in result.rounds), default=0.0)
+    if top > 0:
+        spent = [(r.index, {s: getattr(r.timing, s) for s in STAGES}) for r in result.rounds]
+        columns = [_column(i, times, {s: s for s in STAGES}, top, seconds) for i, times in spent]
+        yield Chart("Time", "seconds of each round, by stage", columns, ticks, seconds(top), seconds(top / 2))
+
+
+def _column(
+    index: int, parts: Mapping[str, float], css: Mapping[str, str], top: float, shown: Callable[[float], str]
+) -> tuple[str, Sequence[Bar]]:
+    """What a round's column says, and its bars from the bottom up."""
+    told = ", ".join(f"{name} {shown(part)}" for name, part in parts.items())
+    return f"Round {index}: {told or UNKNOWN}", _bars(parts, css, top)
+
+
+def _bars(parts: Mapping[str, float], css: Mapping[str, str], top: float) -> list[Bar]:
+    starts = itertools.accumulate(parts.values(), initial=0.0)
+    return [Bar(css[name], start / top, part / top) for (name, part), start in zip(parts.items(), starts, strict=False)]
+
+
+def _ticks(rounds: int) -> list[int]:
+    """Rounds to name under a chart: every one, second, fifth, tenth, … so that there are few."""
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, rounds) if rounds <= s * TICKS)
+    return [i for i in range(1, rounds + 1) if i % step == 0]
+
+
+def _times(result: AnswerRecord) -> dict[str, float]:
+    """Where the time went: stage → seconds, in the order in which a stage first runs."""
+    spent = {"prefill": result.prefill_seconds}
+    spent |= {stage: sum(getattr(r.timing, stage) for r in result.rounds) for stage in STAGES}
+    return {**spent, "other": max(0.0, result.total_seconds - sum(spent.values()))}

@@ -1,0 +1,303 @@
+"""Attention of many answers in one forward: which slot a query may see, and a fast kernel call for each block.
+
+The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. Symbols: T tokens fed,
+B answers of a group, Q queries of an answer, K slots, position = place in the token sequence (≠ slot once a tree
+is cached).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.masks import MaskPlan, additive
+from specfuse_shared.runtime.transfer import upload
+
+GROUPED, EAGER = "specfuse_grouped_sdpa", "specfuse_eager"
+_MOST_FOLDED_QUERIES = 128
+_LONG = {"cpu": 4}
+_DEFAULT_LONG = 64
+"""From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
+cost little on a CPU, and padding little on a GPU."""
+_MOST_INDEXED = 16
+"""Longer segments are written to their row by themselves."""
+_SHORT, _OWN_CALL, _COPIED = range(3)
+"""Sizes of segments: those that share a kernel call, and those that only share the writing, or not even that."""
+
+Kernel = Callable[..., tuple[torch.Tensor, Any]]
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one answer feeds: tokens behind the used slots of its cache row.
+
+    `visible` (Q, K): the slots each query sees, itself among them; None: every slot up to itself. `positions`
+    (K): the place of each slot; None: slots are places. `wanted`: how many of the last tokens' logits are needed.
+    """
+
+    row: CacheRow
+    ids: Sequence[int]
+    visible: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    wanted: int = 0
+
+    @property
+    def slots(self) -> int:
+        """K: slots in use once these tokens are cached."""
+        return self.row.used + len(self.ids)
+
+    def slot_positions(self) -> torch.Tensor:
+        return torch.arange(self.slots) if self.positions is None else self.positions
+
+    def seen(self) -> torch.Tensor:
+        if self.visible is not None:
+            return self.visible
+        slots = torch.arange(self.slots)
+        return slots[None, :] <= slots[self.row.used :, None]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Answers that share a kernel call: rows `start` … `stop` of a block, each padded to `queries` queries."""
+
+    block: CacheBlock
+    start: int
+    stop: int
+    queries: int
+    slots: int
+    tokens: slice
+    """The fed tokens of the group."""
+    masks: dict[str, torch.Tensor | None]
+    padding: torch.Tensor | None = None
+    """(B · Q) which of the group's tokens each padded query is; None: nothing is padded."""
+    padded: torch.Tensor | None = None
+    """Which padded query each token is."""
+
+
+class Batch(Cache):
+    """One forward over the segments of many answers; passes for the model's cache and tells attention where to look.
+
+    There is room in the rows for what the segments feed. Tokens are fed in the order of `segments`, which is such that
+    those of a kernel call lie in a row: slices cost a fraction of what indices do. `order`: which of the given segments
+    each of them is.
+    """
+
+    def __init__(self, segments: Sequence[Segment], plan: MaskPlan, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(layers=[])
+        self._plan, self._device, self._dtype = plan, device, dtype
+        long = _LONG.get(device.type, _DEFAULT_LONG)
+        self._written: list[tuple[CacheBlock, Any, slice]] = []
+        self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
+        blocks = list(dict.fromkeys(id(s.row.block) for s in segments))
+        places = [(blocks.index(id(s.row.block)), _size_class(s, long), s.row.index) for s in segments]
+        self.order = sorted(range(len(segments)), key=places.__getitem__)
+        self.segments = [segments[n] for n in self.order]
+        self.groups: list[_Group] = []
+        start = 0
+        for (_, size), found in groupby(self.order, key=lambda n: places[n][:2]):
+            start = self._add([segments[n] for n in found], size, start)
+        self._length = max(s.row.used for s in segments)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new keys and values (1, H, T, D) into the rows; attention reads them from there."""
+        for block, (row, slots), tokens in self._written:
+            layer = block.layer(layer_idx, key_states, value_states)
+            for cached, new in zip(layer, (key_states, value_states), strict=True):
+                fresh = new[0, :, tokens]
+                if isinstance(slots, slice):
+                    cached[row, :, slots] = fresh
+                else:
+                    cached[self._near(row, new), :, self._near(slots, new)] = fresh.transpose(0, 1)
+        return key_states, value_states
+
+    def attend(
+        self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention output (1, T, H, D) of one layer."""
+        kind, parts = self._plan.kinds[marker.shape[-1] - 1], []
+        for group in self.groups:
+            keys, values = (t[group.start : group.stop, :, : group.slots] for t in group.block.layers[module.layer_idx])
+            own = query[0, :, group.tokens]
+            if group.padding is not None:
+                own = own.index_select(1, self._near(group.padding, query))
+            own = own.reshape(len(own), -1, group.queries, own.shape[-1]).transpose(0, 1)
+            mask = group.masks[kind]
+            found = kernel(module, own, keys, values, None if mask is None else self._near(mask, query), **kwargs)[0]
+            found = found.flatten(0, 1)
+            parts.append(found if group.padded is None else found.index_select(0, self._near(group.padded, query)))
+        return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
+
+    def _add(self, segments: Sequence[Segment], size: int, start: int) -> int:
+        """Plan for segments of one block and size whose tokens begin at `start`; where they end."""
+        counts = [len(s.ids) for s in segments]
+        ends = list(accumulate(counts, initial=start))
+        tokens = [slice(*pair) for pair in pairwise(ends)]
+        block = segments[0].row.block
+        if size == _COPIED or len(segments) == 1:
+            for segment, own in zip(segments, tokens, strict=True):
+                self._written.append((block, (segment.row.index, slice(segment.row.used, segment.slots)), own))
+        else:
+            rows = [s.row.index for s in segments for _ in s.ids]
+            slots = [slot for s in segments for slot in range(s.row.used, s.slots)]
+            self._written.append((block, (self._tensor(rows), self._tensor(slots)), slice(start, ends[-1])))
+        if size == _SHORT:
+            self.groups.append(self._group(segments, slice(start, ends[-1])))
+        else:
+            self.groups += [self._group([s], own) for s, own in zip(segments, tokens, strict=True)]
+        return ends[-1]
+
+    def _group(self, found: Sequence[Segment], tokens: slice) -> _Group:
+        start, stop = found[0].row.index, found[-1].row.index + 1
+        queries, slots = max(len(s.ids) for s in found), max(s.slots for s in found)
+        group = _Group(found[0].row.block, start, stop, queries, slots, tokens, self._masks(found, queries, slots))
+        padded = [(s.row.index - start) * queries + n for s in found for n in range(len(s.ids))]
+        if len(padded) < (stop - start) * queries:
+            padding = [0] * ((stop - start) * queries)
+            for token, at in enumerate(padded):
+                padding[at] = token
+            group.padding, group.padded = self._tensor(padding), self._tensor(padded)
+        return group
+
+    def _masks(self, found: Sequence[Segment], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
+        """Additive masks (B, 1, Q, K) by kind, in the model's dtype, because eager attention misreads boolean ones."""
+        first, rows = found[0], found[-1].row.index + 1 - found[0].row.index
+        fresh = len(found) == 1 and first.visible is None and first.row.used == 0
+        masks: dict[str, torch.Tensor | None] = {}
+        parts = [(s.row.index - first.row.index, s, s.seen(), s.slot_positions()) for s in found]
+        for kind in self._plan.kinds:
+            if fresh and queries > 1 and self._plan.is_plain(kind, slots):
+                masks[kind] = None
+                continue
+            visible = torch.zeros(rows, queries, slots, dtype=torch.bool)
+            # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
+            visible[:, :, 0] = True
+            for row, segment, seen, at in parts:
+                query_at = at[len(at) - len(segment.ids) :]
+                visible[row, : len(segment.ids), : segment.slots] = self._plan.restrict(kind, seen, query_at, at)
+            masks[kind] = upload(additive(visible, self._dtype), self._device)[:, None]
+        return masks
+
+    def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+        """`tensor` on the device of a layer: those of a split model copy it once a forward."""
+        if tensor.device == layer.device:
+            return tensor
+        key = id(tensor), layer.device
+        if key not in self._copies:
+            self._copies[key] = tensor.to(layer.device)
+        return self._copies[key]
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return upload(values, self._device)
+
+
+class Attending(Protocol):
+    """A forward whose attention looks into cache rows."""
+
+    def attend(
+        self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention output (1, T, H, D) of one layer for queries (1, H, T, D)."""
+        ...
+
+
+def _size_class(segment: Segment, long: int) -> int:
+    if len(segment.ids) < long:
+        return _SHORT
+    return _OWN_CALL if len(segment.ids) <= _MOST_INDEXED else _COPIED
+
+
+class _Running(threading.local):
+    batch: Attending | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(batch: Attending) -> Iterator[None]:
+    """While this lasts, attention of models called in this thread belongs to `batch`."""
+    _running.batch = batch
+    try:
+        yield
+    finally:
+        _running.batch = None
+
+
+def grouped_kernel(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled dot-product attention that never copies keys and values for grouped-query heads.
+
+    Folds the G query heads of a key head into the query dimension: (B, H, Q, D) → (B, H/G, G·Q, D). Long queries
+    (prefill) and plain causal calls go to the library's own function.
+    """
+    batch, heads, queries, _ = query.shape
+    groups = heads // key.shape[1]
+    if attention_mask is None or groups == 1 or queries > _MOST_FOLDED_QUERIES or attention_mask.shape[1] != 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    out = scaled_dot_product_attention(
+        query.reshape(batch, key.shape[1], groups * queries, query.shape[-1]),
+        key,
+        value,
+        attn_mask=attention_mask if queries == 1 else attention_mask.repeat(1, 1, groups, 1),
+        scale=scaling,
+    )
+    return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def eager_kernel(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """The model's own plain attention (soft caps, attention sinks), which always wants a mask."""
+    if attention_mask is None:
+        queries = query.shape[2]
+        hidden = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
+        attention_mask = query.new_zeros(1, 1, queries, queries).masked_fill_(hidden, torch.finfo(query.dtype).min)
+    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    found: tuple[torch.Tensor, Any] = own(module, query, key, value, attention_mask, **kwargs)
+    return found
+
+
+def _in_batches(kernel: Kernel) -> Kernel:
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        if (batch := _running.batch) is None:
+            return kernel(module, query, key, value, attention_mask, **kwargs)
+        return batch.attend(kernel, module, query, attention_mask, **kwargs), None
+
+    return attention
+
+
+AttentionInterface.register(GROUPED, _in_batches(grouped_kernel))
+AttentionInterface.register(EAGER, _in_batches(eager_kernel))
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+AttentionMaskInterface.register(EAGER, eager_mask)

@@ -1,0 +1,113 @@
+"""Log-probabilities of tokens from logits that lie on a device: sent together, however many are asked for."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from specfuse_shared.runtime.transfer import Download, upload
+
+_ROWS_A_KERNEL = 64
+
+
+class NotFiniteError(ArithmeticError):
+    """The model's logits are not numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("its logits are not finite numbers (overflow in half precision, or broken weights)")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Tokens in a row: `nodes` whose logits speak of each, and of any of `stops` next; one token more if there are."""
+
+    nodes: Sequence[int]
+    tokens: Sequence[int]
+    stops: Sequence[int]
+
+
+class Judgement:
+    """Log-probabilities of lines, on their way from the device; `logits` (V) of a node."""
+
+    def __init__(self, lines: Sequence[Line], logits: Callable[[int], torch.Tensor]) -> None:
+        self._lines = lines
+        self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))
+        self._sent: Download | None = None
+        if self._nodes:
+            asked = [pair for line in lines for pair in zip(line.nodes, line.tokens, strict=False)]
+            found = [_log_masses([logits(n) for n in self._nodes])]
+            if asked:
+                found.append(_picked([logits(n) for n, _ in asked], [token for _, token in asked]))
+            found += [_log_mass_of(logits(line.nodes[-1]), line.stops) for line in lines if line.stops]
+            self._sent = Download(torch.cat(found))
+
+    def read(self) -> list[list[float]]:
+        """Natural log p of the tokens of each line, and of its end; waits for the device. Raises `NotFiniteError`."""
+        if self._sent is None:
+            return [[] for _ in self._lines]
+        numbers = iter(self._sent.read())
+        mass = {node: next(numbers) for node in self._nodes}
+        if not all(map(math.isfinite, mass.values())):
+            raise NotFiniteError
+        judged = [
+            [next(numbers) - mass[n] for n, _ in zip(line.nodes, line.tokens, strict=False)] for line in self._lines
+        ]
+        for line, logprobs in zip(self._lines, judged, strict=True):
+            logprobs += [next(numbers) - mass[line.nodes[-1]]] if line.stops else []
+        return judged
+
+
+def _log_masses(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """log Σ exp of each of the rows (V), in float32."""
+    if rows[0].device.type == "cpu":
+        return torch.stack([_log_mass(row) for row in rows])
+    return torch.cat([torch.stack(some).float().logsumexp(-1) for some in _in_blocks(rows)])
+
+
+def _log_mass(row: torch.Tensor) -> torch.Tensor:
+    """log Σ exp of a row (V) on the processor, in float32.
+
+    Row by row and in the same memory, because blocks of float32 copies would not fit a cache, and pages of new memory
+    cost more than the sum.
+    """
+    scores = _scratch.of(len(row)).copy_(row)
+    most = scores.amax()
+    return scores.sub_(most).exp_().sum().log_().add_(most)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread, for the last size that was asked for."""
+
+    def __init__(self) -> None:
+        self._row = torch.empty(0)
+
+    def of(self, size: int) -> torch.Tensor:
+        if len(self._row) != size:
+            self._row = torch.empty(size)
+        return self._row
+
+
+_scratch = _Scratch()
+
+
+def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+    """What each of the rows (V) says of its token, in float32."""
+    if rows[0].device.type == "cpu":
+        return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)]).float()
+    places = torch.split(upload(tokens, rows[0].device)[:, None], _ROWS_A_KERNEL)
+    found = [torch.stack(some).gather(1, at) for some, at in zip(_in_blocks(rows), places, strict=True)]
+    return torch.cat(found)[:, 0].float()
+
+
+def _log_mass_of(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """log Σ exp of the logits of some tokens in a row (V), in float32; (1)."""
+    return row.index_select(0, upload(tokens, row.device)).float().logsumexp(0, keepdim=True)
+
+
+def _in_blocks(rows: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    return [list(rows[n : n + _ROWS_A_KERNEL]) for n in range(0, len(rows), _ROWS_A_KERNEL)]

@@ -1,0 +1,134 @@
+"""Forward passes of one causal language model: a batch of segments, a plain step. No text, no policy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from specfuse_shared.runtime.attention import Batch, Segment, running
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.kv_cache import CachePool, Layer
+from specfuse_shared.runtime.masks import MaskPlan
+from specfuse_shared.runtime.prefix_cache import PrefixCache
+from specfuse_shared.runtime.static_runner import StaticRunner
+from specfuse_shared.runtime.transfer import upload
+
+
+class ModelForward:
+    """A model's own call, over tokens in a row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.can_skip_logits = "logits_to_keep" in parameters
+        self.cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._takes_positions = "position_ids" in parameters
+
+    def __call__(self, ids: torch.Tensor, cache: Any, at: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
+        """Logits (Q, V) of tokens `ids` (Q) at positions `at` (Q)."""
+        inputs = {"input_ids": ids[None], self.cache_argument: cache}
+        if self._takes_positions:
+            inputs["position_ids"] = at[None]
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        return torch.as_tensor(self.model(**inputs, use_cache=True, **options).logits[0])
+
+
+class ModelRunner:
+    """Runs `model` (a causal LM in eval mode); `pool` holds the caches of all its answers, `prefixes` what
+    earlier ones left.
+
+    `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
+    (Mamba), so `append` feeds them in turn. `slots`: what a slot of its cache is, where that is known. `graphs`: run
+    steps of fixed shape, and capture them as these can.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: MaskPlan | None = None,
+        one_by_one: bool = False,
+        slots: Mapping[int, Layer] | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.model, self.plan, self._one_by_one = model, plan, one_by_one
+        self.device, self.dtype = _home(model), model.dtype
+        self.pool, self.prefixes = CachePool(self.device, slots), PrefixCache()
+        self._forward = ModelForward(model)
+        self.static: StaticRunner | None = None
+        if plan is not None and graphs is not None:
+            self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
+            self.pool.keeps_empty = graphs.reason is None
+
+    def keep_last(self, count: int) -> dict[str, int]:
+        """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""
+        return {"logits_to_keep": count} if self._forward.can_skip_logits else {}
+
+    def step(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """Feed every segment in one forward; logits (wanted, V) of each. Their rows then hold the new tokens."""
+        assert self.plan is not None, "a model without a mask plan runs row by row"
+        for segment in segments:
+            segment.row.reserve(segment.slots)
+        if self.static is not None and self.static.fits(segments):
+            found = self.static.step(segments)
+        else:
+            found = self._packed(segments, self.plan)
+        for segment in segments:
+            segment.row.used = segment.slots
+        return found
+
+    def _packed(self, segments: Sequence[Segment], plan: MaskPlan) -> list[torch.Tensor]:
+        batch = Batch(segments, plan, self.device, self.dtype)
+        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
+        ids = [token for s in batch.segments for token in s.ids]
+        wanted: list[int] = []
+        ends = 0
+        for segment in batch.segments:
+            ends += len(segment.ids)
+            wanted += range(ends - segment.wanted, ends)
+        skip: dict[str, Any] = {}
+        if self._forward.can_skip_logits and len(wanted) < len(ids):
+            skip = {"logits_to_keep": upload(wanted, self.device)}
+        with running(batch):
+            markers = plan.markers(self.device, self.dtype)
+            logits = self._forward(upload(ids, self.device), batch, upload(at, self.device), markers, **skip)
+        if len(logits) > len(wanted):
+            logits = logits.index_select(0, upload(wanted, self.device))
+        found = dict(zip(batch.order, torch.split(logits, [s.wanted for s in batch.segments]), strict=True))
+        return [found[n] for n in range(len(segments))]
+
+    def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
+        """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
+        at = torch.arange(start, start + len(ids), device=self.device)
+        tokens, size = upload(ids, self.device), 1 if self._one_by_one else len(ids)
+        pieces = zip(torch.split(tokens, size), torch.split(at, size), strict=True)
+        return torch.cat([self._forward(piece, cache, place, None) for piece, place in pieces])
+
+    def plain(self, ids: Sequence[int]) -> torch.Tensor:
+        """The model's own forward over a whole sequence, without a cache; logits (Q, V)."""
+        out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
+        return torch.as_tensor(out.logits[0])
+
+    def new_cache(self, ids: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        """Feed a prompt into the cache that the model makes for itself; logits (V) after it, and that cache."""
+        inputs = torch.tensor([list(ids)], device=self.device)
+        out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
+        return out.logits[0, -1], out[self._forward.cache_argument]
+
+    def give_back(self) -> None:
+        """Free what only saves time: remembered prefixes, empty blocks, captured steps."""
+        self.prefixes.shrink()
+        self.pool.reclaim()
+        if self.static is not None:
+            self.static.drop()
+
+
+def _home(model: Any) -> torch.device:
+    """Where a model takes its input and gives its logits: its device, or the main one of several."""
+    places = dict.fromkeys(getattr(model, "hf_device_map", {}).values())
+    if len(places) < 2:
+        return torch.device(model.device)
+    return torch.device(next((place for place in places if place not in ("cpu", "disk")), "cpu"))

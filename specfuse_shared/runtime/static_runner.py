@@ -1,0 +1,170 @@
+"""Static execution: verifications and drafts as steps of fixed shape, which CUDA graphs replay.
+
+A verification is one step. A draft is many, and what is chosen after one is copied into the next on the device: the
+host waits once, for all tokens of all answers. Tokens behind an end of turn are computed and dropped there.
+
+Symbols: B answers, T tokens of a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specfuse_shared.runtime.attention import Segment, running
+from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.kv_cache import CacheRow
+from specfuse_shared.runtime.logprobs import NotFiniteError
+from specfuse_shared.runtime.masks import MaskPlan
+from specfuse_shared.runtime.sampler import NOT_FINITE, Choice, Sampler
+from specfuse_shared.runtime.static_batch import StaticStep, shapes_of
+from specfuse_shared.runtime.transfer import Download
+
+MOST_TOKENS = 256
+"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded."""
+_MOST_STEPS = 64
+
+Forward = Callable[..., torch.Tensor]
+"""(ids (T), cache, positions (T), masks) → logits (T, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """`count` tokens to choose and feed behind what `row` holds, whose last logits (V) are given.
+
+    `history`: the ids before the draft, if the sampler asks for them; `blocked` (N): ids that it must not choose.
+    """
+
+    row: CacheRow
+    logits: torch.Tensor
+    history: Sequence[int]
+    sampler: Sampler
+    blocked: torch.Tensor | None
+    count: int
+
+
+class DraftRun:
+    """Tokens of many drafts (those `chosen` at a time: B) and the logits `behind` them (B, V), on the device."""
+
+    def __init__(self, chosen: Sequence[torch.Tensor], behind: Sequence[torch.Tensor]) -> None:
+        self._behind, self._sent = behind, Download(torch.stack(list(chosen)))
+        self._rows: list[list[int]] | None = None
+
+    def tokens(self, column: int, count: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """The first `count` tokens of a draft up to the end of its turn, and whether that came.
+
+        The first to ask waits for the device. Raises `NotFiniteError` if a token before the end is none.
+        """
+        if self._rows is None:
+            self._rows = self._sent.read()
+        ids: list[int] = []
+        for row in self._rows[:count]:
+            if row[column] == NOT_FINITE:
+                raise NotFiniteError
+            if row[column] in stop_ids:
+                return ids, True
+            ids.append(row[column])
+        return ids, False
+
+    def logits(self, column: int, count: int) -> list[torch.Tensor]:
+        """Logits (V) behind each of the first `count` tokens of a draft."""
+        return [rows[column] for rows in self._behind[:count]]
+
+
+class StaticRunner:
+    """Runs the steps of one model: `forward` is its own call, `graphs` captures what it can."""
+
+    def __init__(
+        self, forward: Forward, plan: MaskPlan, device: torch.device, dtype: torch.dtype, graphs: Graphs
+    ) -> None:
+        self._forward, self._plan, self._device, self._dtype, self.graphs = forward, plan, device, dtype, graphs
+        self._markers = plan.markers(device, dtype)
+        self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
+        self._logits: torch.Tensor | None = None
+
+    def fits(self, segments: Sequence[Segment]) -> bool:
+        """Whether segments, for which room is reserved, are worth a step of fixed shape: no prompts, not many."""
+        if any(s.visible is None for s in segments):
+            return False
+        return sum(shape.tokens for shape in shapes_of([(s.row, len(s.ids)) for s in segments])) <= MOST_TOKENS
+
+    def step(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        """Feed every segment in one step; logits (wanted, V) of each."""
+        step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
+        wanted = step.fill(segments)
+        return list(torch.split(self._run(step).index_select(0, wanted), [s.wanted for s in segments]))
+
+    def draft(self, drafts: Sequence[DraftInput]) -> DraftRun:
+        """Choose and feed the tokens of many drafts, as often as the longest one wants; waits for nothing.
+
+        Rows then hold at most what was wanted: the caller knows better once it has read the tokens.
+        """
+        longest = max(draft.count for draft in drafts)
+        rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
+        choose = Choice([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
+        chosen, behind = [choose(logits, 0)], list[torch.Tensor]()
+        if longest > 1:
+            for row in rows:
+                row.reserve(row.used + longest)
+            step = self._step([(row, 1) for row in rows], tree=False)
+            at = step.begin(rows)
+            for ahead in range(1, longest):
+                step.ids.index_copy_(0, at, chosen[-1].clamp(min=0))
+                behind.append(self._run(step).index_select(0, at))
+                chosen.append(choose(behind[-1], ahead))
+                step.advance()
+        for draft in drafts:
+            draft.row.used += draft.count - 1
+        return DraftRun(chosen, behind)
+
+    def drop(self) -> None:
+        """Give the memory of captured steps back."""
+        self._keep([])
+
+    def _run(self, step: StaticStep) -> torch.Tensor:
+        """Logits (T, V) of the step, until the next one runs."""
+        if step.replay is not None:
+            step.replay()
+        else:
+            self._feed(step)
+        assert step.logits is not None
+        if step.replay is None:
+            step.replay = self.graphs.capture(lambda: self._feed(step), step.logits)
+        return step.logits
+
+    def _feed(self, step: StaticStep) -> None:
+        """The step itself, from its buffers to its logits."""
+        step.make_masks()
+        with running(step):
+            logits = self._forward(step.ids, step, step.positions, self._markers)
+        if step.logits is None:
+            step.logits = self._output(step.tokens, logits)
+        step.logits.copy_(logits)
+
+    def _output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for logits (T, V), the same for all steps of usual size."""
+        if tokens > MOST_TOKENS:
+            return torch.empty_like(like)
+        if self._logits is None:
+            self._logits = like.new_empty(MOST_TOKENS, like.shape[-1])
+        return self._logits[:tokens]
+
+    def _step(self, wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
+        """The step of the smallest shape that holds so many tokens of these rows."""
+        shapes = shapes_of(wanted)
+        key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
+        step = self._steps.get(key)
+        if step is None or not step.is_valid:
+            self._keep([k for k, known in self._steps.items() if known.is_valid][1 - _MOST_STEPS :])
+            step = self._steps[key] = StaticStep(shapes, self._plan, self._device, self._dtype, tree)
+        self._steps.move_to_end(key)
+        return step
+
+    def _keep(self, keys: Sequence[tuple[object, ...]]) -> None:
+        """Forget all other steps, but none that still runs."""
+        if len(keys) < len(self._steps):
+            self.graphs.wait()
+            self._steps = OrderedDict((key, self._steps[key]) for key in keys)

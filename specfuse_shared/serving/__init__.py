@@ -1,0 +1,1 @@
+"""Many answers at once: engine, scheduler, admission, leases, metrics."""

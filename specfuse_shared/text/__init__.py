@@ -1,0 +1,1 @@
+"""Text and ids: encodings, chat templates, tool calls, stop strings, grammars. Knows no tensor."""

@@ -1,0 +1,290 @@
+"""From a conversation to one member's prompt ids.
+
+Each member renders the conversation with its own chat template. Roles that the template does not know are
+normalised, step by step, until it renders every message. Text from users, documents and tools is data: where it
+holds one of the member's control strings, that stretch is encoded as plain text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from specfuse_shared.errors import MemberLoadError, RequestError
+from specfuse_shared.text.codec import Codec
+from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, call_text, plain_description
+from specfuse_shared.types import Message, Tool
+
+PLAIN_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}{{ message.content }}
+{%- elif message.role == 'user' -%}### User:
+{{ message.content }}
+{%- else -%}### Assistant:
+{{ message.content }}
+{%- endif -%}{{ '\\n\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}### Assistant:
+{% endif -%}
+"""
+"""For base models without a chat template: system text, then "### User:" and "### Assistant:" turns."""
+
+PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### Assistant:")
+"""A base model ends its turn by opening the next one; its draft is cut there."""
+
+Turn = dict[str, Any]
+
+
+class PromptEncoder:
+    """Renders conversations for one member and encodes them safely.
+
+    `template`: Jinja source given by the user, else the tokenizer's own, else `PLAIN_TEMPLATE`.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, Any], member: str) -> None:
+        self.tokenizer, self._options, self._member = tokenizer, dict(options), member
+        own = getattr(tokenizer, "chat_template", None)
+        if isinstance(own, dict):
+            own = own.get("default")
+        self.template: str = template or own or PLAIN_TEMPLATE
+        self.kind: Literal["given", "own", "plain"] = "given" if template else "own" if own else "plain"
+        self.control_ids = control_ids(tokenizer, self.template)
+        self.codec = Codec(tokenizer, self.control_ids)
+        added = tokenizer.added_tokens_decoder
+        self._control = _alternation([str(added[i]) for i in self.control_ids if i in added])
+        if self.kind != "plain":
+            self._check_template()
+
+    def encode(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Prompt ids of the conversation, ready for the assistant's answer. Raises `RequestError`.
+
+        `tools` are described as the template does it; where it has no place for them, in the system text.
+        """
+        if not messages:
+            raise RequestError("the conversation is empty: give at least one message")
+        guard = _Guard(self._has_control, self._control)
+        rendered = self._with_tools([guard.turn(m) for m in messages], [guard.tool(t) for t in tools])
+        ids: list[int] = []
+        for piece, is_text in guard.split(rendered):
+            ids += self.codec.encode(piece) if is_text else self._parse(piece)
+        if not ids:
+            raise RequestError(f"the chat template of member {self._member!r} rendered nothing")
+        return ids
+
+    def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The conversation as the template writes it."""
+        rendered = self.tokenizer.apply_chat_template(
+            list(turns),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            chat_template=self.template,
+            **self._options,
+        )
+        return str(rendered)
+
+    def turn_end(self) -> int | None:
+        """The control token that the template writes behind a finished assistant turn, if it writes one."""
+        probe = "specfuse-turn-end"
+        turns = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": probe}]
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                turns, tokenize=False, chat_template=self.template, **self._options
+            )
+        except Exception:  # a template may refuse to render a finished turn; then it has no marker to offer
+            return None
+        after = self._parse(str(rendered).rpartition(probe)[2].lstrip())
+        return after[0] if after and after[0] in self.control_ids else None
+
+    def _with_tools(self, turns: list[Turn], tools: list[dict[str, Any]]) -> str:
+        """Render; tools stand where the template puts them, or else in the system text."""
+        if not tools:
+            return self._normalised(turns)
+        if "tools" in self.template and self._shows(turns, tools):
+            native = self._normalised(turns, tools)
+            # all members write one answer: one whose template teaches another syntax is told the common one
+            return native if CALL_OPEN in native else self._normalised(_told(turns, CALL_SYNTAX), tools)
+        return self._normalised(_told(turns, plain_description([tool["function"] for tool in tools])))
+
+    def _shows(self, turns: list[Turn], tools: list[dict[str, Any]]) -> bool:
+        try:
+            native = self._normalised(turns, tools)
+        except RequestError:
+            return False
+        return native != self._normalised(turns) and all(tool["function"]["name"] in native for tool in tools)
+
+    def _normalised(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Render; where the template refuses or drops a message, normalise one step further and try again."""
+        problem = ""
+        for step in (_as_given, _merge_system, _tools_as_text, _alternate, _fold_system):
+            turns = step(turns)
+            try:
+                rendered, lost = self.render(turns, tools), self._lost(turns, tools)
+            except Exception as error:  # Jinja raises whatever a template's author chose
+                problem = str(error)
+                continue
+            if lost is None:
+                return rendered
+            problem = f"it drops {lost['content'][:40]!r}"
+        raise RequestError(f"the chat template of member {self._member!r} cannot render this conversation: {problem}")
+
+    def _lost(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> Turn | None:
+        """A turn whose text or calls the template leaves out, found by markers in their place."""
+        marked = [_marked(turn, f"specfuse-{number}-") for number, turn in enumerate(turns)]
+        rendered = self.render([turn for turn, _ in marked], tools)
+        return next((t for t, (_, marks) in zip(turns, marked, strict=True) for m in marks if m not in rendered), None)
+
+    def _parse(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def _has_control(self, text: str) -> bool:
+        return any(i in self.control_ids for i in self._parse(text))
+
+    def _check_template(self) -> None:
+        try:
+            self._normalised([{"role": "user", "content": "probe"}])
+        except RequestError as error:
+            raise MemberLoadError(f"{error}; give a working one with MemberConfig(chat_template=…)") from error
+
+
+class _Guard:
+    """Replaces control strings inside message text by sentinels before rendering, and restores them as text."""
+
+    def __init__(self, has_control: Callable[[str], bool], control: re.Pattern[str] | None) -> None:
+        nonce = secrets.token_hex(4)
+        self._has_control, self._control = has_control, control
+        self._mark = f"\ue000{nonce}:%d\ue001"
+        self._pattern = re.compile(f"\ue000{nonce}:(\\d+)\ue001")
+        self._texts: list[str] = []
+
+    def turn(self, message: Message) -> Turn:
+        turn: Turn = {"role": message.role, "content": self.protect(message.content)}
+        if message.name:
+            turn["name"] = self.protect(message.name)
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": self.protect(call.id or ""),
+                    "function": {"name": self.protect(call.name), "arguments": self._protect_all(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            turn["tool_call_id"] = self.protect(message.tool_call_id)
+        return turn
+
+    def tool(self, tool: Tool) -> dict[str, Any]:
+        function: dict[str, Any] = self._protect_all(tool.as_function()["function"])
+        return {"type": "function", "function": function}
+
+    def protect(self, text: str) -> str:
+        """`text` with every control string replaced; all of it where the tokenizer still finds one."""
+        if not self._has_control(text):
+            return text
+        replaced = self._control.sub(lambda m: self._sentinel(m.group()), text) if self._control else text
+        return self._sentinel(text) if self._has_control(self._pattern.sub(" ", replaced)) else replaced
+
+    def split(self, rendered: str) -> list[tuple[str, bool]]:
+        """The rendered prompt as (piece, is plain text)."""
+        parts = self._pattern.split(rendered)
+        return [(self._texts[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(parts)]
+
+    def _sentinel(self, text: str) -> str:
+        self._texts.append(text)
+        return self._mark % (len(self._texts) - 1)
+
+    def _protect_all(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.protect(value)
+        if isinstance(value, Mapping):
+            return {self.protect(str(k)): self._protect_all(v) for k, v in value.items()}
+        return [self._protect_all(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def control_ids(tokenizer: Any, template: str) -> frozenset[int]:
+    """Ids that text must never become: special tokens, and added tokens that the chat template writes itself."""
+    ids = set(tokenizer.all_special_ids)
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        content = str(token).strip()
+        if token.special or (len(content) > 1 and content in template):
+            ids.add(token_id)
+    return frozenset(ids)
+
+
+# ── steps of normalisation, each applied on top of the ones before ──────────────────────────────────
+
+
+def _as_given(turns: list[Turn]) -> list[Turn]:
+    return turns
+
+
+def _told(turns: list[Turn], text: str) -> list[Turn]:
+    """The conversation with a further system text."""
+    return _merge_system([*turns, {"role": "system", "content": text}])
+
+
+def _merge_system(turns: list[Turn]) -> list[Turn]:
+    """All system messages as one, in front."""
+    system = [t["content"] for t in turns if t["role"] == "system"]
+    rest = [t for t in turns if t["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *rest] if system else rest
+
+
+def _tools_as_text(turns: list[Turn]) -> list[Turn]:
+    """Tool calls as text of the assistant, tool results as text of the user."""
+
+    def plain(turn: Turn) -> Turn:
+        if turn["role"] == "tool":
+            name = turn.get("name") or "tool"
+            return {"role": "user", "content": f"Result of {name}:\n{turn['content']}"}
+        calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in turn.get("tool_calls", ())]
+        return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
+
+    return [plain(t) for t in turns]
+
+
+def _alternate(turns: list[Turn]) -> list[Turn]:
+    """Neighbours of one role as one message; a conversation that starts with the assistant gets an empty question."""
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and merged[-1]["role"] == turn["role"]:
+            merged[-1] = {"role": turn["role"], "content": f"{merged[-1]['content']}\n\n{turn['content']}"}
+        else:
+            merged.append(turn)
+    start = 1 if merged[0]["role"] == "system" else 0
+    if len(merged) == start or merged[start]["role"] == "assistant":
+        merged.insert(start, {"role": "user", "content": "(the conversation so far)" if len(merged) > start else ""})
+    return merged
+
+
+def _fold_system(turns: list[Turn]) -> list[Turn]:
+    """The system text in front of the first user message."""
+    if turns[0]["role"] != "system":
+        return turns
+    system, first, *rest = turns
+    return [{"role": "user", "content": f"{system['content']}\n\n{first['content']}".strip()}, *rest]
+
+
+def _marked(turn: Turn, mark: str) -> tuple[Turn, list[str]]:
+    """The turn with markers for its text and the names of its calls, and these markers."""
+    marks, marked = [], dict(turn)
+    if turn["content"].strip():
+        marked["content"] = f"{mark}text"
+        marks.append(marked["content"])
+    if "tool_calls" in turn:
+        names = [f"{mark}call-{number}-" for number in range(len(turn["tool_calls"]))]
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": name}}
+            for call, name in zip(turn["tool_calls"], names, strict=True)
+        ]
+        marks += names
+    return marked, marks
+
+
+def _alternation(strings: Sequence[str]) -> re.Pattern[str] | None:
+    longest_first = sorted((s for s in strings if s.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

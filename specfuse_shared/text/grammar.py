@@ -1,0 +1,143 @@
+"""What an answer may look like: a JSON schema, a regular expression, a choice of strings, or a Lark grammar.
+
+A `Grammar` is plain data, checked when it is made. `specfuse_shared.text.constraint` holds answers to it; the grammars
+themselves are llguidance's (https://github.com/guidance-ai/llguidance), which the "grammar" extra brings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from specfuse_shared.errors import GrammarError, MissingExtraError
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write a value, so that members agree on all but its content and none wanders off in white space."""
+
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that answers must belong to; made by the class methods below.
+
+    `source` is the schema as JSON, the expression, the strings as JSON, or the Lark text. Raises `GrammarError`
+    if it is malformed, or if a strict schema asks for what no grammar can promise.
+    """
+
+    kind: Kind
+    source: str
+    strict: bool = True
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str, *, strict: bool = True) -> Self:
+        """JSON values of a schema, written on one line; properties come in the schema's order.
+
+        Objects hold only the properties that the schema names, unless it says otherwise. A keyword that cannot
+        be enforced (`not`, `uniqueItems`, `contains`, …) is refused if `strict`, else ignored.
+        """
+        if not isinstance(schema, (str, Mapping)):
+            raise GrammarError(f"a JSON schema is a mapping or JSON text, not {type(schema).__name__}")
+        return cls("json_schema", schema if isinstance(schema, str) else _dumps(schema), strict)
+
+    @classmethod
+    def json(cls) -> Self:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Texts that match the whole expression (syntax of Rust's regex crate, without look-around)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> Self:
+        """One of these strings."""
+        if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
+            raise GrammarError("a choice needs a list of non-empty strings")
+        return cls("choice", _dumps(list(options)))
+
+    @classmethod
+    def lark(cls, source: str) -> Self:
+        """A context-free grammar in llguidance's dialect of Lark; its first rule is `start`."""
+        return cls("lark", source)
+
+    def __post_init__(self) -> None:
+        failed, messages = guidance().LLMatcher.validate_grammar_with_warnings(self.compiled)
+        if failed:
+            raise GrammarError(f"this {self.kind} grammar cannot be used: {messages[0].strip()}")
+
+    @property
+    def compiled(self) -> str:
+        """The grammar as llguidance takes it."""
+        return _dumps({"grammars": [self._part()]})
+
+    def _part(self) -> dict[str, Any]:
+        matcher = guidance().LLMatcher
+        if self.kind == "json_schema":
+            return {"json_schema": styled(self.source, self.strict)}
+        if self.kind == "regex":
+            return dict(json.loads(matcher.grammar_from_regex(self.source))["grammars"][0])
+        if self.kind == "choice":
+            return {"lark_grammar": "start: " + " | ".join(_dumps(o) for o in json.loads(self.source))}
+        return {"lark_grammar": self.source}
+
+    def as_rule(self) -> str:
+        """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
+        if self.kind == "json_schema":
+            return f"%json {_dumps(styled(self.source, self.strict))}"
+        if self.kind == "choice":
+            return " | ".join(_dumps(o) for o in json.loads(self.source))
+        if self.kind == "regex":
+            return str(self._part()["lark_grammar"]).removeprefix("start:").strip()
+        raise GrammarError("a Lark grammar cannot be combined with tools: give a schema, a choice or an expression")
+
+
+def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:
+    """The schema with closed objects and the one way in which its values are written."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+    except json.JSONDecodeError as error:
+        raise GrammarError(f"the schema is no JSON: {error}") from error
+    if not isinstance(parsed, Mapping):
+        raise GrammarError(f"a JSON schema is an object, not {_dumps(parsed)[:40]}")
+    plain = dict(parsed) if '"allOf"' in _dumps(parsed) else _closed(parsed)
+    return {**plain, "x-guidance": {**JSON_STYLE, "lenient": not strict, "coerce_one_of": not strict}}
+
+
+def guidance() -> Any:
+    """The grammar library. Raises `MissingExtraError` without the extra."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError("A grammar, tool calls or structured output", "grammar") from error
+    return llguidance
+
+
+def _closed(schema: Any) -> Any:
+    """Objects that name their properties have no others; parts of an `allOf` would then exclude each other."""
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for key in _SCHEMA_MAPS:
+        if isinstance(closed.get(key), Mapping):
+            closed[key] = {name: _closed(part) for name, part in closed[key].items()}
+    for key in _SCHEMA_LISTS:
+        if isinstance(closed.get(key), list):
+            closed[key] = [_closed(part) for part in closed[key]]
+    for key in ("items", "additionalProperties"):
+        if key in closed:
+            closed[key] = _closed(closed[key])
+    if "properties" in closed and not any(key in closed for key in _OPEN):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,192 @@
+"""Tool calls as text: how a call is written, which grammar holds it, and how it is read back while it streams.
+
+A call is `<tool_call>{"name": "…", "arguments": {…}}</tool_call>`; several stand on lines of their own, text may come
+before the first. One form for all members, since they write one shared answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specfuse_shared.errors import UnfinishedValueError
+from specfuse_shared.text.grammar import Grammar, styled
+from specfuse_shared.text.stops import partial_stop
+from specfuse_shared.types import Tool, ToolCall
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
+_TAIL = "}" + CALL_CLOSE
+
+CALL_SYNTAX = (
+    'To call a tool, write exactly <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call> with the name of '
+    "the tool and a JSON object of its arguments. Text that calls no tool is the answer to the user."
+)
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call as an answer writes it."""
+    return f"{CALL_OPEN}{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}{CALL_CLOSE}"
+
+
+def plain_description(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Tools for a member whose chat template has no place for them: one JSON object a line, then the call syntax."""
+    lines = [json.dumps(function, ensure_ascii=False) for function in functions]
+    return "\n".join(["You can use these tools:", *lines, CALL_SYNTAX])
+
+
+def offered_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
+    """The tools that a choice leaves: all of them, none, or the named one."""
+    if choice in ("auto", "any"):
+        return tuple(tools)
+    return tuple(tool for tool in tools if tool.name == choice)
+
+
+def call_grammar(tools: Sequence[Tool], choice: str, parallel: bool, otherwise: Grammar | None) -> Grammar:
+    """Answers that call these tools. With "auto" they may also be text, or what `otherwise` describes.
+
+    `parallel`: several calls may follow one another. Raises `GrammarError` for a schema that cannot be enforced.
+    """
+    offered = offered_tools(tools, choice)
+    names = [f"call_{number}" for number in range(len(offered))]
+    rules = [
+        f"{name}: {_quoted(_head(tool))} %json {_schema(tool)} {_quoted(_TAIL)}"
+        for name, tool in zip(names, offered, strict=True)
+    ]
+    rules.append(f"call: {' | '.join(names)}")
+    calls = "first" + (f" ({_quoted(chr(10) + CALL_OPEN)} call)*" if parallel else "")
+    if choice != "auto":
+        rules += [f"start: {calls}", f"first: {_quoted(CALL_OPEN)} call"]
+    elif otherwise is not None:
+        rules += [f"start: {calls} | value", f"first: {_quoted(CALL_OPEN)} call", f"value: {otherwise.as_rule()}"]
+    else:
+        # the lazy rule ends at the first tag, so that from there on only a call is valid
+        rules += [f"start: {calls} | TEXT", "first: before call", f"before[lazy]: /(?s:.*){CALL_OPEN}/"]
+        rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){CALL_OPEN}(?s:.*)/")
+    return Grammar.lark("\n".join(rules))
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text of the answer outside of calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of call number `index` (from 0). `id` and `name` come with its first piece, where `arguments` is ""."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+class CallReader:
+    """Reads text and calls from a streamed answer. No character of a call is ever given out as text.
+
+    `calls` are those that are complete; their arguments are the parsed JSON.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[ToolCall] = []
+        self._state: Literal["text", "between", "head", "arguments"] = "text"
+        self._buffer, self._arguments, self._name, self._id = "", "", "", ""
+
+    def feed(self, text: str) -> list[TextDelta | CallDelta]:
+        """Take new text of the answer; give out what is certain."""
+        self._buffer += text
+        return [part for part in self._parts() if part != TextDelta("")]
+
+    def finish(self, *, cut: bool = False) -> list[TextDelta | CallDelta]:
+        """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call.
+
+        `cut`: `max_tokens` ended the answer, so the beginning of a tag is a call that found no room.
+        """
+        begun = cut and self._state == "text" and len(self._buffer) > len(CALL_OPEN) // 2
+        if begun or self._state in ("head", "arguments"):
+            raise UnfinishedValueError("the answer ended inside a tool call", member="", text=self._buffer)
+        rest, self._buffer = self._buffer, ""
+        return [TextDelta(rest)] if rest and self._state == "text" else []
+
+    def _parts(self) -> Iterator[TextDelta | CallDelta]:
+        while True:
+            before = self._state
+            if before in ("text", "between"):
+                yield from self._read_text()
+            elif before == "head":
+                yield from self._read_head()
+            else:
+                yield from self._read_arguments()
+            if self._state == before:
+                return
+
+    def _read_text(self) -> Iterator[TextDelta]:
+        text, opened, rest = self._buffer.partition(CALL_OPEN)
+        if opened:
+            self._buffer = rest
+        else:
+            size = len(text) - partial_stop(text, (CALL_OPEN,))
+            text, self._buffer = text[:size], text[size:]
+        if self._state == "text":
+            yield TextDelta(text)
+        if opened:
+            self._state = "head"
+
+    def _read_head(self) -> Iterator[CallDelta]:
+        if head := _HEAD.match(self._buffer):
+            self._buffer = self._buffer[head.end() :]
+            self._name, self._id, self._arguments = json.loads(head[1]), f"call_{secrets.token_hex(8)}", ""
+            self._state = "arguments"
+            yield CallDelta(len(self.calls), "", self._id, self._name)
+
+    def _read_arguments(self) -> Iterator[CallDelta]:
+        index = len(self.calls)
+        while (at := self._buffer.find(_TAIL)) >= 0:
+            arguments = _parsed(self._arguments + self._buffer[:at])
+            size = at if arguments is not None else at + 1  # a tail inside of a string ends nothing
+            yield CallDelta(index, self._take(size))
+            if arguments is not None:
+                self._buffer = self._buffer[len(_TAIL) :]
+                self.calls.append(ToolCall(self._name, arguments, self._id))
+                self._state = "between"
+                return
+        if size := len(self._buffer) - partial_stop(self._buffer, (_TAIL,)):
+            yield CallDelta(index, self._take(size))
+
+    def _take(self, size: int) -> str:
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._arguments += taken
+        return taken
+
+
+def read_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Text and calls of a whole answer. Raises `UnfinishedValueError` if it ends inside a call."""
+    reader = CallReader()
+    parts = [*reader.feed(text), *reader.finish()]
+    return "".join(p.text for p in parts if isinstance(p, TextDelta)), tuple(reader.calls)
+
+
+def _parsed(arguments: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(arguments)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _head(tool: Tool) -> str:
+    return f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+
+
+def _schema(tool: Tool) -> str:
+    return json.dumps(styled({**tool.parameters, "type": "object"}, tool.strict), ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
