@@ -20,7 +20,7 @@ _ROOM_PER_TOKEN = 8
 
 
 @dataclass(slots=True)
-class Side:
+class Participant:
     """A member's part in an answer."""
 
     member: Member
@@ -52,13 +52,14 @@ class Participants:
             self._check_room(member, len(prompt), len(members))
         weights = normalised([member.weight for member in members])
         self.sides = {
-            m.name: Side(m, m.open(p, params, seed), w) for m, p, w in zip(members, prompts, weights, strict=True)
+            m.name: Participant(m, m.open(p, params, seed), w)
+            for m, p, w in zip(members, prompts, weights, strict=True)
         }
         self.active = [member.name for member in members]
         self.reference = self.sides[config.reference_name]
         self._exits: list[MemberExit] = []
 
-    def __getitem__(self, name: str) -> Side:
+    def __getitem__(self, name: str) -> Participant:
         return self.sides[name]
 
     @property
@@ -110,7 +111,7 @@ class Participants:
     def usage(self, text: str) -> Usage:
         """What each member read, drafted and was fed for the answer `text`."""
 
-        def usage(side: Side) -> MemberUsage:
+        def usage(side: Participant) -> MemberUsage:
             answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
             return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, answer)
 
@@ -118,7 +119,7 @@ class Participants:
         reference = self.reference.member.name
         return Usage(self.reference.session.prompt_tokens, members[reference].answer, reference, members)
 
-    def _is_full(self, side: Side) -> bool:
+    def _is_full(self, side: Participant) -> bool:
         limit = side.member.context_limit
         used = side.session.prompt_tokens + side.session.answer_tokens
         return limit is not None and used + self._room(len(self.active)) > limit

@@ -35,7 +35,7 @@ Work = Generator[Jobs, Outcomes | None, None]
 
 
 @dataclass(slots=True)
-class _Choice:
+class DistinctCandidate:
     """A distinct candidate: the text that would be added, what is scored for it, and who drafted it."""
 
     text: str
@@ -174,18 +174,18 @@ class AnswerSession:
         )
         self._publish(record, winner.stop, reason)
 
-    def _draft(self) -> Generator[Jobs, Outcomes, list[_Choice]]:
+    def _draft(self) -> Generator[Jobs, Outcomes, list[DistinctCandidate]]:
         """Every active member's candidate; equal ones count once.
 
         What the grammar dictates is every member's draft, and no model has to run for it.
         """
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
-            return [_Choice(forced, forced, False, None, list(self._active), 0, over)]
+            return [DistinctCandidate(forced, forced, False, None, list(self._active), 0, over)]
         limit = self._config.segment_limit(self._next)
         jobs = {name: self.participants[name].session.draft(limit, self._next) for name in self._active}
         drafts: dict[str, Draft] = yield from self._all("draft", jobs)
-        choices: list[_Choice] = []
+        choices: list[DistinctCandidate] = []
         for name, draft in drafts.items():
             self.participants[name].drafted += draft.tokens
             choice = self._choice(name, draft)
@@ -196,18 +196,20 @@ class AnswerSession:
                 choices.append(choice)
         return choices
 
-    def _choice(self, name: str, draft: Draft) -> _Choice:
+    def _choice(self, name: str, draft: Draft) -> DistinctCandidate:
         """A draft that completes a stop string ends there; it is scored with the string, without an end of turn."""
         match, known = self._answer.find_stop(draft.text), len(self.text)
         text = draft.text[: max(0, match.start - known)] if match else draft.text
         if self._constraint is not None and not (match and self._constraint.accepts(text)):
             admitted = self._constraint.admit(draft.text, draft.ends)
-            return _Choice(admitted.text, admitted.text, admitted.ends, None, [name], draft.tokens, admitted.reason)
+            return DistinctCandidate(
+                admitted.text, admitted.text, admitted.ends, None, [name], draft.tokens, admitted.reason
+            )
         if match is None:
-            return _Choice(text, text, draft.ends, None, [name], draft.tokens)
-        return _Choice(text, draft.text[: match.end - known], False, match, [name], draft.tokens)
+            return DistinctCandidate(text, text, draft.ends, None, [name], draft.tokens)
+        return DistinctCandidate(text, draft.text[: match.end - known], False, match, [name], draft.tokens)
 
-    def _verify(self, choices: list[_Choice]) -> Work:
+    def _verify(self, choices: list[DistinctCandidate]) -> Work:
         questions = [Question(c.scored, c.ends) for c in choices]
         jobs = {name: self.participants[name].session.verify(questions) for name in self._active}
         judged: dict[str, list[Verdict]] = yield from self._all("verify", jobs)
@@ -222,7 +224,7 @@ class AnswerSession:
             choice.repeats = self._config.repetition_guard and repeats(self.text, choice.text)
             choice.score = 0.0 if choice.repeats else score
 
-    def _unstuck(self, winner: _Choice) -> tuple[str, FinishReason | None]:
+    def _unstuck(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer; nothing more, where all that is left is a circle.
 
         A single member is never cut short: alone, it answers as it always does.
@@ -232,7 +234,7 @@ class AnswerSession:
             return "", FinishReason.REPETITION
         return winner.text, winner.reason
 
-    def _learn(self, choices: list[_Choice]) -> dict[str, float]:
+    def _learn(self, choices: list[DistinctCandidate]) -> dict[str, float]:
         """Update the verifiers' weights, then let members go; everyone's retention."""
         self._verified_rounds += 1
         own = {name: next((c for c in choices if name in c.drafters), None) for name in self._active}

@@ -12,7 +12,7 @@ from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.loading.pretrained import OnStage, converted, explained, gguf_file, known_conversion
 from specfuse_shared.placement.devices import find_devices
 from specfuse_shared.placement.packing import ANY_PRECISION, place
-from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, Plan, Resident, Workload
+from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, MemberSpec, Plan, Workload
 from specfuse_shared.placement.sizing import ModelSizes
 
 _MOST_QUANTISED = 1.9
@@ -41,12 +41,12 @@ def plan_ensemble(
     if answers < 1 or context < 1:
         raise ConfigError(f"a plan is for at least 1 answer and 1 token of context, not {answers} and {context}")
     members = config.member_configs
-    residents = [_resident(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in members]
+    specs = [_spec(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in members]
     workload = Workload(answers, context, config.longest_segment * len(members))
-    return place(residents, devices or find_devices(), workload)
+    return place(specs, devices or find_devices(), workload)
 
 
-def _resident(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: OnStage) -> Resident:
+def _spec(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: OnStage) -> MemberSpec:
     on_stage("reading the configuration")
     with explained(config):
         file = gguf_file(config, fetch=convert)
@@ -58,7 +58,7 @@ def _resident(config: MemberConfig, cache_dir: str | None, convert: bool, on_sta
         raise MemberLoadError(f"member {config.label!r}: its weights are quantised already: leave quantization unset")
     fixed = sizes.quantised or config.adapter is not None  # adapters are merged into whole numbers
     chosen = None if config.quantization == "auto" else config.quantization
-    return Resident(
+    return MemberSpec(
         name=config.label,
         sizes=sizes,
         stored=stored,

@@ -17,9 +17,9 @@ from specfuse_shared.text.codec import Codec
 from specfuse_shared.types import MemberReport, Message, Tool
 
 if TYPE_CHECKING:
-    from specfuse_shared.members.sequence import Feed
+    from specfuse_shared.members.sequence import ForwardRequest
 
-Stage: TypeAlias = "Generator[Feed, None, Any]"
+Stage: TypeAlias = "Generator[ForwardRequest, None, Any]"
 """A stage of one member of one answer: yields feeds, returns its result."""
 
 

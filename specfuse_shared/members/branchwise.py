@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.members.sequence import Context, Feed, PackedContext
+from specfuse_shared.members.sequence import ForwardRequest, SequenceState, TreeSequence
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.model_runner import ModelRunner
 
 
-def new_context(runner: ModelRunner) -> Context:
+def new_sequence(runner: ModelRunner) -> SequenceState:
     """A context for one answer, of the kind that the model supports."""
-    return PackedContext(runner) if runner.plan else RowContext(runner)
+    return TreeSequence(runner) if runner.plan else BranchwiseSequence(runner)
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Snapshot:
         return _Snapshot(copy.deepcopy(self.cache), self.length, self.nodes)
 
 
-class RowContext(Context):
+class BranchwiseSequence(SequenceState):
     """One snapshot of the prompt, one of the previous trunk and one of the trunk; branches run on copies."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -44,16 +44,16 @@ class RowContext(Context):
         super().__init__(runner)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self.prompt, self.unread = tuple(prompt), len(prompt)
+        self.prompt, self.prompt_remaining = tuple(prompt), len(prompt)
 
     def release(self, remember: bool = False) -> None:
         self._snapshots, self._end = [], None
         self._forget_tree()
 
-    def feed_alone(self, feed: Feed) -> None:
+    def feed_alone(self, feed: ForwardRequest) -> None:
         if feed.prompt:
             self._end = self._read_prompt()
-            self.unread = 0
+            self.prompt_remaining = 0
         else:
             self._feed([self._path(branch) for branch in feed.branches])
 

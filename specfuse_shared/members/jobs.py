@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specfuse_shared.members.base import Stage
-from specfuse_shared.members.sequence import Feed, feed_together
+from specfuse_shared.members.sequence import ForwardRequest, feed_together
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Job:
     """A stage of one member of one request, and the feed that it waits for."""
 
     stage: Stage
-    feed: Feed | None = None
+    feed: ForwardRequest | None = None
     outcome: Any = None
     done: bool = False
 
@@ -69,7 +69,7 @@ def feed_all(jobs: Sequence[Job], is_last_try: bool = False) -> None:
                 feed_all(jobs[start : start + size])
         elif is_out_of_memory(error) and not is_last_try:
             assert jobs[0].feed is not None
-            jobs[0].feed.context.runner.give_back()
+            jobs[0].feed.context.runner.free_reclaimable()
             feed_all(jobs, is_last_try=True)
         else:
             jobs[0].fail(error)

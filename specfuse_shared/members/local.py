@@ -14,11 +14,11 @@ from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import OnStage, load_pretrained, prepared
 from specfuse_shared.members.base import CacheUse, Draft, Question, Stage, Verdict
-from specfuse_shared.members.branchwise import new_context
+from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.probe import probe
-from specfuse_shared.members.sequence import PREFILL_CHUNK, Asking, Drafting, Feed
+from specfuse_shared.members.sequence import PREFILL_CHUNK, DraftRequest, ForwardRequest, LogprobRequest
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.placement.plan import Assignment, Need
+from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.sampler import Sampler, masked
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS, PromptEncoder
@@ -63,7 +63,7 @@ class LocalMember:
         self.runner = way.runner(model)
         self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
         special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
-        self.unsayable = torch.tensor(special, dtype=torch.long, device=self.runner.device)
+        self.banned_token_ids = torch.tensor(special, dtype=torch.long, device=self.runner.device)
         text = model.config.get_text_config(decoder=True)
         limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
         self.context_limit: int | None = min((n for n in limits if n), default=None)
@@ -121,7 +121,7 @@ class LocalSession:
         self._member, self._codec = member, member.codec
         self._prompt = tuple(prompt)
         self.prompt_tokens = len(self._prompt)
-        self.context = new_context(member.runner)
+        self.context = new_sequence(member.runner)
         self.encoding = Encoding()
         self._text = ""
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
@@ -142,17 +142,17 @@ class LocalSession:
     def prefill(self) -> Stage:
         if not self.context.prompt:
             self.context.begin(self._prompt)
-        while self.context.unread:
-            yield Feed(self.context, prompt=min(self.context.unread, PREFILL_CHUNK))
+        while self.context.prompt_remaining:
+            yield ForwardRequest(self.context, prompt=min(self.context.prompt_remaining, PREFILL_CHUNK))
 
     def draft(self, limit: int, round_index: int) -> Stage:
         self._sampler.start(round_index)
         if self._constraint is not None:
             self._constraint.start()
-        ids, ended = yield from self._decode([], limit, self._member.unsayable)
+        ids, ended = yield from self._decode([], limit, self._member.banned_token_ids)
         text = self._codec.text_after(self.context.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
-            ids, ended = yield from self._decode(ids, 1, self._member.unsayable)
+            ids, ended = yield from self._decode(ids, 1, self._member.banned_token_ids)
             text = self._codec.text_after(self.context.answer, ids)
         text, turn_over = self._cut_turn(text)
         if ended or turn_over:
@@ -163,10 +163,10 @@ class LocalSession:
 
     def verify(self, questions: Sequence[Question]) -> Stage:
         branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
-        asking = Asking(
+        asking = LogprobRequest(
             [(b, self._member.stop_ids if q.ends else ()) for q, b in zip(questions, branches, strict=True)]
         )
-        yield Feed(self.context, tuple(branches), asking=asking)
+        yield ForwardRequest(self.context, tuple(branches), asking=asking)
         judged = self.context.judge(asking)
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         return [Verdict(tuple(logprobs), tuple(own)) for logprobs, own in zip(judged, sizes, strict=True)]
@@ -174,7 +174,7 @@ class LocalSession:
     def commit(self, text: str) -> Stage:
         encoding = self._codec.extend(self.encoding, text)
         branch = self._branch(encoding)
-        yield Feed(self.context, (branch,))
+        yield ForwardRequest(self.context, (branch,))
         self.context.commit(branch)
         self._text, self.encoding = self._text + text, encoding
         if self._constraint is not None:
@@ -184,16 +184,16 @@ class LocalSession:
         self._sampler.start(round_index)
         ids, ended = yield from self._decode([], limit, None)
         read = self.context.answer[: len(self.context.answer) - self._unread]
-        unread = [*self.context.answer[len(read) :], *ids]
-        text = self._codec.text_after(read, unread)
+        pending = [*self.context.answer[len(read) :], *ids]
+        text = self._codec.text_after(read, pending)
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :])
         if not (ended or turn_over):
             branch = Branch(len(self.context.answer), tuple(ids))
-            yield Feed(self.context, (branch,))
+            yield ForwardRequest(self.context, (branch,))
             self.context.commit(branch)
             fresh = fresh[: len(fresh) - partial_stop(fresh, self._turn_ends)]
             self._shown += len(fresh)
-            self._unread = len(unread)
+            self._unread = len(pending)
             if self._shown == len(text):
                 self._unread = self._shown = 0
         self._text += fresh
@@ -204,20 +204,20 @@ class LocalSession:
 
     def _decode(
         self, ids: list[int], count: int, blocked: torch.Tensor | None
-    ) -> Generator[Feed, None, tuple[list[int], bool]]:
+    ) -> Generator[ForwardRequest, None, tuple[list[int], bool]]:
         """Sample `count` more tokens behind the committed answer and `ids`; True if the turn ended."""
         base, ids, constraint = len(self.context.answer), list(ids), self._constraint
         if constraint is None and self.context.drafts_ahead:
-            draft = Drafting(Branch(base, tuple(ids)), count, self._sampler, blocked)
-            yield Feed(self.context, (draft.branch,))
-            yield Feed(self.context, draft=draft)
+            draft = DraftRequest(Branch(base, tuple(ids)), count, self._sampler, blocked)
+            yield ForwardRequest(self.context, (draft.branch,))
+            yield ForwardRequest(self.context, draft=draft)
             more, ended = self.context.drafted(draft, self._member.stop_ids)
             return ids + more, ended
         for _ in range(count):
             if constraint is not None and constraint.finished:
                 return ids, True
             branch = Branch(base, tuple(ids))
-            yield Feed(self.context, (branch,))
+            yield ForwardRequest(self.context, (branch,))
             logits = self.context.logits(branch)
             if constraint is not None:
                 logits = masked(logits, constraint.allowed())
@@ -245,7 +245,7 @@ def _place_of(model: Any, name: str) -> Assignment:
     """The place of a whole model that is in memory."""
     device, size = str(model.device), weight_bytes(model)
     number_format = str(model.dtype).removeprefix("torch.")
-    return Assignment(name, number_format, None, Need(size, 0, 0), {"": device}, {device: size}, {device: 1.0})
+    return Assignment(name, number_format, None, MemoryNeed(size, 0, 0), {"": device}, {device: size}, {device: 1.0})
 
 
 def _stop_ids(model: object, tokenizer: object, prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ import torch
 
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import UnsupportedModelError
-from specfuse_shared.members.branchwise import new_context
-from specfuse_shared.members.sequence import Context, Drafting, Feed, feed_together
+from specfuse_shared.members.branchwise import new_sequence
+from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, SequenceState, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
@@ -145,18 +145,18 @@ def _measure(runner: ModelRunner) -> float:
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
     prompt, first = ids[:_PROMPT], tuple(ids[_PROMPT : _PROMPT + _FIRST])
     second, third = tuple(ids[-2 * _SECOND : -_SECOND]), tuple(ids[-_SECOND:])
-    neighbour, context = new_context(runner), new_context(runner)
+    neighbour, context = new_sequence(runner), new_sequence(runner)
     neighbour.prefill(third)
     context.prefill(prompt)
     for size in range(1, _FIRST):
         context.extend([Branch(0, first[:size])])
     branches, beside = (Branch(0, first), Branch(0, second)), Branch(0, first)
-    feed_together([Feed(context, branches), Feed(neighbour, (beside,))])
+    feed_together([ForwardRequest(context, branches), ForwardRequest(neighbour, (beside,))])
     deltas = [_deltas(runner, context, b) for b in branches]
     deltas.append(_deltas(runner, neighbour, beside))
     context.commit(branches[1])
     later = (Branch(len(second), third), Branch(len(second) - 2, third[:3]))
-    feed_together([Feed(neighbour, (Branch(0, second),)), Feed(context, later)])
+    feed_together([ForwardRequest(neighbour, (Branch(0, second),)), ForwardRequest(context, later)])
     deltas += [_deltas(runner, context, b) for b in later]
     if context.drafts_ahead:
         context.commit(later[0])
@@ -167,12 +167,12 @@ def _measure(runner: ModelRunner) -> float:
     return float(torch.cat(deltas).mean())
 
 
-def _draft_deltas(runner: ModelRunner, contexts: Sequence[Context]) -> list[torch.Tensor]:
+def _draft_deltas(runner: ModelRunner, contexts: Sequence[SequenceState]) -> list[torch.Tensor]:
     drafts = [
-        Drafting(Branch(len(context.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
+        DraftRequest(Branch(len(context.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
         for n, context in enumerate(contexts)
     ]
-    feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
     deltas = []
     for context, draft in zip(contexts, drafts, strict=True):
         ids, _ = context.drafted(draft, ())
@@ -180,7 +180,7 @@ def _draft_deltas(runner: ModelRunner, contexts: Sequence[Context]) -> list[torc
     return deltas
 
 
-def _deltas(runner: ModelRunner, context: Context, branch: Branch) -> torch.Tensor:
+def _deltas(runner: ModelRunner, context: SequenceState, branch: Branch) -> torch.Tensor:
     kept = [*context.prompt, *context.answer[: branch.base]]
     whole = torch.tensor([*kept, *branch.tokens])
     plain = runner.plain(whole.tolist()).float().log_softmax(-1).cpu()

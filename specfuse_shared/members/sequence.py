@@ -1,7 +1,7 @@
 """A member's cached context of one answer: a committed trunk, and the tree of tokens tried in this round.
 
-`Context` is what a member needs of a model: read the prompt, make the next-token logits known along branches, keep
-the winner. `PackedContext` does it with one forward for any number of branches and of answers (`feed_together`).
+`SequenceState` is what a member needs of a model: read the prompt, make the next-token logits known along branches,
+keep the winner. `TreeSequence` does it with one forward for any number of branches and of answers (`feed_together`).
 It knows ids, not text.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
-from specfuse_shared.runtime.attention import Segment
+from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.logprobs import Judgement, Line
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -26,7 +26,7 @@ _TREE_ROOM = 64
 
 
 @dataclass(slots=True, eq=False)
-class Drafting:
+class DraftRequest:
     """`count` tokens to choose and feed behind a known `branch` in one go, without the host in between.
 
     `run`: where they are once that was fed, in column `column`.
@@ -41,7 +41,7 @@ class Drafting:
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class LogprobRequest:
     """Branches to judge once they are fed, and the stop ids of those that end; `found`: the answer on its way."""
 
     questions: Sequence[tuple[Branch, Sequence[int]]]
@@ -49,31 +49,31 @@ class Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class ForwardRequest:
     """What a context wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
 
     `asking`: what it wants to know of the branches.
     """
 
-    context: Context
+    context: SequenceState
     branches: tuple[Branch, ...] = ()
     prompt: int = 0
-    draft: Drafting | None = None
-    asking: Asking | None = None
+    draft: DraftRequest | None = None
+    asking: LogprobRequest | None = None
 
 
-class Context(ABC):
+class SequenceState(ABC):
     """The state of one answer in one model.
 
-    `prompt` is frozen, and `unread` counts its tokens that are not in the cache yet; `answer` are the committed
-    answer ids; the cache always holds exactly `prompt + answer` between rounds. `fed` counts the tokens that went
-    through the model after the prompt.
+    `prompt` is frozen, and `prompt_remaining` counts its tokens that are not in the cache yet; `answer` are the
+    committed answer ids; the cache always holds exactly `prompt + answer` between rounds. `fed` counts the tokens that
+    went through the model after the prompt.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.prompt: tuple[int, ...] = ()
-        self.unread = 0
+        self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()
         self.fed = 0
         self._end: torch.Tensor | None = None
@@ -87,17 +87,17 @@ class Context(ABC):
     def prefill(self, prompt: Sequence[int]) -> None:
         """Feed a whole prompt, once."""
         self.begin(prompt)
-        while self.unread:
-            feed_together([Feed(self, prompt=min(self.unread, PREFILL_CHUNK))])
+        while self.prompt_remaining:
+            feed_together([ForwardRequest(self, prompt=min(self.prompt_remaining, PREFILL_CHUNK))])
 
     def extend(self, branches: Sequence[Branch]) -> None:
         """Make the next-token logits known after every token of each branch, feeding only what is new."""
-        feed_together([Feed(self, tuple(branches))])
+        feed_together([ForwardRequest(self, tuple(branches))])
 
-    def needs(self, feed: Feed) -> bool:
+    def needs(self, feed: ForwardRequest) -> bool:
         """Whether the feed holds anything that the model has not seen."""
         if feed.prompt:
-            return self.unread > 0
+            return self.prompt_remaining > 0
         if feed.draft is not None:
             return True
         return any(node not in self._rows for branch in feed.branches for node in self._path(branch))
@@ -109,9 +109,9 @@ class Context(ABC):
 
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
         """`judge` of one branch."""
-        return self.judge(Asking([(branch, stop_ids)]))[0]
+        return self.judge(LogprobRequest([(branch, stop_ids)]))[0]
 
-    def judge(self, asking: Asking) -> list[list[float]]:
+    def judge(self, asking: LogprobRequest) -> list[list[float]]:
         """Natural log p of each token of each branch given all before it; waits for the device once.
 
         With stop ids, one more entry: log p that any of them comes next (the member's end of turn).
@@ -121,7 +121,7 @@ class Context(ABC):
         assert asking.found is not None
         return asking.found.read()
 
-    def ask(self, asking: Asking) -> None:
+    def ask(self, asking: LogprobRequest) -> None:
         """Let the device find out, without waiting for it."""
         lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in asking.questions]
         asking.found = Judgement(lines, self._logits_row)
@@ -131,7 +131,7 @@ class Context(ABC):
         """Whether it takes feeds that draft; else tokens are chosen one by one."""
         return False
 
-    def drafted(self, draft: Drafting, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+    def drafted(self, draft: DraftRequest, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class Context(ABC):
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for later prompts that begin the same way. Safe to call twice."""
 
-    def feed_alone(self, feed: Feed) -> None:
+    def feed_alone(self, feed: ForwardRequest) -> None:
         """Run a feed of a context that cannot share a forward."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class Context(ABC):
         self._rows: dict[int, torch.Tensor] = {}
 
 
-class PackedContext(Context):
+class TreeSequence(SequenceState):
     """All branches behind one cached trunk, in one forward, each token seeing the trunk and its own ancestors."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -198,23 +198,23 @@ class PackedContext(Context):
     def begin(self, prompt: Sequence[int]) -> None:
         self.prompt = tuple(prompt)
         self._row = self.runner.pool.row(len(prompt) + _TREE_ROOM)
-        self.unread = len(prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+        self.prompt_remaining = len(prompt) - self.runner.prefixes.fill(self._row, self.prompt)
 
     def release(self, remember: bool = False) -> None:
         if self._row is not None:
-            if remember and not self.unread:
+            if remember and not self.prompt_remaining:
                 self.runner.prefixes.store(self._row, self.prompt + self.answer)
             self._row.free()
         self._row, self._end = None, None
         self._forget_tree()
 
-    def job(self, feed: Feed) -> tuple[Segment, list[int]] | None:
+    def job(self, feed: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
         """The segment to feed and its nodes (none for a piece of the prompt); None if all is known already."""
         assert self._row is not None, "the context was released"
         if feed.prompt:
-            start = len(self.prompt) - self.unread
+            start = len(self.prompt) - self.prompt_remaining
             ids = self.prompt[start : start + feed.prompt]
-            return Segment(self._row, ids, wanted=int(len(ids) == self.unread)), []
+            return ForwardInput(self._row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
         paths = [self._path(branch) for branch in feed.branches]
         nodes = sorted({node for path in paths for node in path if node not in self._rows})
         if not nodes:
@@ -223,7 +223,7 @@ class PackedContext(Context):
             self._tree.nodes[node].slot = slot
         visible, positions = self._visible(nodes)
         tokens = [self._tree.nodes[n].token for n in nodes]
-        return Segment(self._row, tokens, visible, positions, wanted=len(nodes)), nodes
+        return ForwardInput(self._row, tokens, visible, positions, wanted=len(nodes)), nodes
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
         """Logits (nodes, V) of a fed job; those of a prompt's last token become the trunk's end."""
@@ -231,22 +231,22 @@ class PackedContext(Context):
             self._take(nodes, list(rows))
             return
         assert self._row is not None
-        self.unread = len(self.prompt) - self._row.used
-        if not self.unread:
+        self.prompt_remaining = len(self.prompt) - self._row.used
+        if not self.prompt_remaining:
             self._end = rows[-1]
 
     @property
     def drafts_ahead(self) -> bool:
         return self.runner.static is not None
 
-    def draft_input(self, draft: Drafting) -> DraftInput:
+    def draft_input(self, draft: DraftRequest) -> DraftInput:
         """What the runner needs to go on from the draft's branch."""
         assert self._row is not None, "the context was released"
         assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
         history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
         return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
 
-    def drafted(self, draft: Drafting, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+    def drafted(self, draft: DraftRequest, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
         assert draft.run is not None, "the draft was not fed"
         assert self._row is not None, "the context was released"
         ids, ended = draft.run.tokens(draft.column, draft.count, stop_ids)
@@ -287,13 +287,13 @@ class PackedContext(Context):
         self._fed_nodes: list[int] = []
 
 
-def feed_together(feeds: Sequence[Feed]) -> None:
+def feed_together(feeds: Sequence[ForwardRequest]) -> None:
     """Run what contexts of one model ask for: packed ones in one forward, drafts in one run of forwards, others one
     after another."""
-    jobs: list[tuple[PackedContext, Segment, list[int]]] = []
-    drafts: list[tuple[PackedContext, Drafting]] = []
+    jobs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
+    drafts: list[tuple[TreeSequence, DraftRequest]] = []
     for feed in feeds:
-        if not isinstance(feed.context, PackedContext):
+        if not isinstance(feed.context, TreeSequence):
             feed.context.feed_alone(feed)
         elif feed.draft is not None:
             drafts.append((feed.context, feed.draft))

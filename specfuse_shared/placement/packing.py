@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from specfuse_shared.errors import PlacementError
-from specfuse_shared.placement.plan import RESERVE, Assignment, Device, Need, Plan, Resident, Workload
+from specfuse_shared.placement.plan import RESERVE, Assignment, Device, MemberSpec, MemoryNeed, Plan, Workload
 
 DISK = "disk"
 ANY_PRECISION = (None, "8bit", "4bit")
@@ -24,12 +24,12 @@ Precisions = tuple[str | None, ...]
 """The quantisation of each member."""
 
 
-def place(residents: Sequence[Resident], devices: Sequence[Device], workload: Workload | None = None) -> Plan:
+def place(specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload | None = None) -> Plan:
     """A place for every member, or a plan without one for some, which says what would help.
 
     Raises `PlacementError` for a device that is not there.
     """
-    planner = _Planner(residents, devices, workload or Workload())
+    planner = _Planner(specs, devices, workload or Workload())
     if (found := planner.any()) is not None:
         return planner.plan(found)
     return replace(planner.plan(planner.as_far_as_it_goes()), advice=tuple(_advice(planner)))
@@ -41,7 +41,7 @@ class _Attempt:
 
     room: dict[str, int]
     placed: dict[str, Assignment] = field(default_factory=dict)
-    outside: list[tuple[Resident, str | None]] = field(default_factory=list)
+    outside: list[tuple[MemberSpec, str | None]] = field(default_factory=list)
     tenants: Counter[str] = field(default_factory=Counter)
 
     def put(self, assignment: Assignment) -> None:
@@ -53,11 +53,11 @@ class _Attempt:
 
 
 class _Planner:
-    def __init__(self, residents: Sequence[Resident], devices: Sequence[Device], workload: Workload) -> None:
-        self.residents, self.devices, self.workload = tuple(residents), tuple(devices), workload
-        self._choices = {r.name: candidates(r, self.devices) for r in self.residents}
-        self._needs: dict[tuple[str, str, str | None], Need] = {}
-        self._depth = max(len(r.quantizations) for r in self.residents)
+    def __init__(self, specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload) -> None:
+        self.specs, self.devices, self.workload = tuple(specs), tuple(devices), workload
+        self._choices = {r.name: candidates(r, self.devices) for r in self.specs}
+        self._needs: dict[tuple[str, str, str | None], MemoryNeed] = {}
+        self._depth = max(len(r.quantizations) for r in self.specs)
 
     def any(self) -> _Attempt | None:
         """Every member in a place, if there is a way."""
@@ -84,15 +84,15 @@ class _Planner:
     def plan(self, attempt: _Attempt) -> Plan:
         """Members in their own order; those that were left outside have an empty place."""
         found = dict(attempt.placed)
-        for resident, quantization in attempt.outside:
-            device = self._choices[resident.name][0]
-            found.setdefault(resident.name, self._assignment(resident, device, quantization))
-        return Plan(self.devices, self.workload, tuple(found[r.name] for r in self.residents))
+        for spec, quantization in attempt.outside:
+            device = self._choices[spec.name][0]
+            found.setdefault(spec.name, self._assignment(spec, device, quantization))
+        return Plan(self.devices, self.workload, tuple(found[r.name] for r in self.specs))
 
     # ── precisions ───────────────────────────────────────────────────────────────────────────────
 
     def _at(self, level: int) -> Precisions:
-        return tuple(r.quantizations[min(level, len(r.quantizations) - 1)] for r in self.residents)
+        return tuple(r.quantizations[min(level, len(r.quantizations) - 1)] for r in self.specs)
 
     def _ladder(self) -> Iterator[Precisions]:
         """Precisions, the widest first: as few members as possible one step down, those that lose the least."""
@@ -105,9 +105,9 @@ class _Planner:
                     yield tuple(narrow[n] if n in down else wide[n] for n in range(len(wide)))
 
     def _lost(self, number: int, wide: str | None, narrow: str | None) -> int:
-        resident = self.residents[number]
-        device = self._choices[resident.name][0]
-        return self._need(resident, device, wide).weights - self._need(resident, device, narrow).weights
+        spec = self.specs[number]
+        device = self._choices[spec.name][0]
+        return self._need(spec, device, wide).weights - self._need(spec, device, narrow).weights
 
     # ── whole members ────────────────────────────────────────────────────────────────────────────
 
@@ -122,100 +122,100 @@ class _Planner:
         """Chosen devices first, then the largest member; onto the roomiest device or into the tightest gap."""
         attempt = _Attempt({d.name: d.free for d in self.devices})
 
-        def order(entry: tuple[Resident, str | None]) -> tuple[bool, int]:
-            resident, quantization = entry
-            largest = max(self._need(resident, d, quantization).total for d in self._choices[resident.name])
-            return resident.device == "auto", -largest
+        def order(entry: tuple[MemberSpec, str | None]) -> tuple[bool, int]:
+            spec, quantization = entry
+            largest = max(self._need(spec, d, quantization).total for d in self._choices[spec.name])
+            return spec.device == "auto", -largest
 
-        for resident, quantization in sorted(zip(self.residents, precisions, strict=True), key=order):
-            device = self._best(attempt, resident, quantization, roomiest)
+        for spec, quantization in sorted(zip(self.specs, precisions, strict=True), key=order):
+            device = self._best(attempt, spec, quantization, roomiest)
             if device is None:
-                attempt.outside.append((resident, quantization))
+                attempt.outside.append((spec, quantization))
             else:
-                whole = self._assignment(resident, device, quantization)
+                whole = self._assignment(spec, device, quantization)
                 memory, caches = {device.name: whole.need.total}, {device.name: 1.0}
                 attempt.put(replace(whole, modules={"": device.name}, memory=memory, caches=caches))
         return attempt
 
-    def _best(self, attempt: _Attempt, resident: Resident, quantization: str | None, roomiest: bool) -> Device | None:
+    def _best(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None, roomiest: bool) -> Device | None:
         ranked = []
-        for index, device in enumerate(self._choices[resident.name]):
-            left = attempt.room[device.name] - self._need(resident, device, quantization).total
+        for index, device in enumerate(self._choices[spec.name]):
+            left = attempt.room[device.name] - self._need(spec, device, quantization).total
             rank = (attempt.tenants[device.name], -left) if roomiest else (0, left)
             if left >= 0:
                 ranked.append((rank, index))
-        return self._choices[resident.name][min(ranked)[1]] if ranked else None
+        return self._choices[spec.name][min(ranked)[1]] if ranked else None
 
     # ── members in parts ─────────────────────────────────────────────────────────────────────────
 
     def _put(
         self,
         attempt: _Attempt,
-        resident: Resident,
+        spec: MemberSpec,
         quantization: str | None,
-        ways: Sequence[Callable[[_Attempt, Resident, str | None], Assignment | None]],
+        ways: Sequence[Callable[[_Attempt, MemberSpec, str | None], Assignment | None]],
     ) -> bool:
-        found = next(filter(None, (way(attempt, resident, quantization) for way in ways)), None)
+        found = next(filter(None, (way(attempt, spec, quantization) for way in ways)), None)
         if found is not None:
             attempt.put(found)
         return found is not None
 
-    def _split(self, attempt: _Attempt, resident: Resident, quantization: str | None) -> Assignment | None:
+    def _split(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None) -> Assignment | None:
         """Over as few devices of one kind as possible, the roomiest; caches go along with the layers."""
-        for kind in dict.fromkeys(d.kind for d in self._choices[resident.name]):
-            same = [d for d in self._choices[resident.name] if d.kind == kind]
+        for kind in dict.fromkeys(d.kind for d in self._choices[spec.name]):
+            same = [d for d in self._choices[spec.name] if d.kind == kind]
             same.sort(key=lambda d: -attempt.room[d.name])
             for count in range(2, len(same) + 1):
                 chosen = [d for d in same[:count] if attempt.room[d.name] > 0]
-                assignment = self._assignment(resident, same[0], quantization)
+                assignment = self._assignment(spec, same[0], quantization)
                 need = assignment.need
                 part = need.weights / (need.weights + need.caches + need.logits) / RESERVE
                 room = {d.name: int(attempt.room[d.name] * part) for d in chosen}
-                split = resident.sizes.split(room, assignment.number_format, quantization)
+                split = spec.sizes.split(room, assignment.number_format, quantization)
                 if split is not None:
                     memory = {name: int(share * need.total) for name, share in split.shares.items()}
                     return replace(assignment, modules=split.modules, memory=memory, caches=split.shares)
         return None
 
-    def _offloaded(self, attempt: _Attempt, resident: Resident, quantization: str | None) -> Assignment | None:
+    def _offloaded(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None) -> Assignment | None:
         """One device computes and holds the caches; layers beyond it wait in main memory, the rest on the disk."""
-        if not resident.offload or quantization is not None:
+        if not spec.offload or quantization is not None:
             return None
-        main = max(self._choices[resident.name], key=lambda d: attempt.room[d.name])
-        assignment = self._assignment(resident, main, quantization)
+        main = max(self._choices[spec.name], key=lambda d: attempt.room[d.name])
+        assignment = self._assignment(spec, main, quantization)
         need = assignment.need
         beside = need.caches + need.logits
         room = {main.name: attempt.room[main.name] / RESERVE - beside}
         if main.kind != "cpu":
             room |= {d.name: attempt.room[d.name] / RESERVE for d in self.devices if d.kind == "cpu"}
         whole = {name: int(left) for name, left in room.items() if left > 0}
-        split = resident.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
+        split = spec.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
         if split is None or main.name not in split.shares:
             return None
         amounts = {n: share * need.weights + (beside if n == main.name else 0) for n, share in split.shares.items()}
         memory = {name: int(RESERVE * amount) for name, amount in amounts.items()}
         return replace(assignment, modules=split.modules, memory=memory, caches={main.name: 1.0})
 
-    def _assignment(self, resident: Resident, device: Device, quantization: str | None) -> Assignment:
-        need = self._need(resident, device, quantization)
-        return Assignment(resident.name, resident.number_format(device), quantization, need)
+    def _assignment(self, spec: MemberSpec, device: Device, quantization: str | None) -> Assignment:
+        need = self._need(spec, device, quantization)
+        return Assignment(spec.name, spec.number_format(device), quantization, need)
 
-    def _need(self, resident: Resident, device: Device, quantization: str | None) -> Need:
-        key = resident.name, resident.number_format(device), quantization
+    def _need(self, spec: MemberSpec, device: Device, quantization: str | None) -> MemoryNeed:
+        key = spec.name, spec.number_format(device), quantization
         if key not in self._needs:
-            self._needs[key] = resident.need(device, quantization, self.workload)
+            self._needs[key] = spec.need(device, quantization, self.workload)
         return self._needs[key]
 
 
-def candidates(resident: Resident, devices: Sequence[Device]) -> tuple[Device, ...]:
+def candidates(spec: MemberSpec, devices: Sequence[Device]) -> tuple[Device, ...]:
     """The devices that a member may be put on: the accelerators, else the processor; or those it names."""
-    if resident.device == "auto":
+    if spec.device == "auto":
         return tuple(d for d in devices if d.kind != "cpu") or tuple(devices)
-    wanted = resident.device.removesuffix(":0") if resident.device in ("cpu:0", "mps:0") else resident.device
+    wanted = spec.device.removesuffix(":0") if spec.device in ("cpu:0", "mps:0") else spec.device
     found = tuple(d for d in devices if wanted in (d.name, d.kind))
     if not found:
         there = ", ".join(d.name for d in devices)
-        raise PlacementError(f"member {resident.name!r}: there is no device {resident.device!r}; there are {there}")
+        raise PlacementError(f"member {spec.name!r}: there is no device {spec.device!r}; there are {there}")
     return found
 
 
@@ -224,28 +224,28 @@ def candidates(resident: Resident, devices: Sequence[Device]) -> tuple[Device, .
 
 def _advice(planner: _Planner) -> Iterator[str]:
     """What would let every member be placed; each was tried."""
-    residents, workload = planner.residents, planner.workload
+    specs, workload = planner.specs, planner.workload
 
-    def fits(chosen: Sequence[Resident], workload: Workload = workload) -> bool:
+    def fits(chosen: Sequence[MemberSpec], workload: Workload = workload) -> bool:
         return _Planner(chosen, planner.devices, workload).whole() is not None
 
-    def most(chosen: Sequence[Resident]) -> list[Resident]:
+    def most(chosen: Sequence[MemberSpec]) -> list[MemberSpec]:
         """The larger ones, without which the rest fits."""
         by_size = sorted(chosen, key=lambda r: -r.sizes.weights("bfloat16", None))
         return next((by_size[:n] for n in range(1, len(by_size)) if fits(by_size[n:])), by_size)
 
-    if fits([replace(r, dtype="bfloat16") if r.dtype in ("auto", "float32") else r for r in residents]):
+    if fits([replace(r, dtype="bfloat16") if r.dtype in ("auto", "float32") else r for r in specs]):
         yield 'dtype="bfloat16"'
-    quantised = [r if r.fixed else replace(r, quantizations=ANY_PRECISION) for r in residents]
+    quantised = [r if r.fixed else replace(r, quantizations=ANY_PRECISION) for r in specs]
     if fits(quantised):
         yield 'quantization="auto", which takes the widest precision that fits'
-    if fits(residents, replace(workload, context=_SHORT_CONTEXT)):
+    if fits(specs, replace(workload, context=_SHORT_CONTEXT)):
         yield f"max_context={_SHORT_CONTEXT}, a shorter context"
-    without, fewer = most(residents), most(quantised)
+    without, fewer = most(specs), most(quantised)
     how = ' with quantization="auto"' if len(fewer) < len(without) else ""
-    if len(gone := fewer if how else without) < len(residents):
+    if len(gone := fewer if how else without) < len(specs):
         yield f"leaving out {', '.join(r.name for r in gone)}{how}"
-    offloading = [replace(r, offload=True) for r in residents]
-    if offloading != list(residents) and _Planner(offloading, planner.devices, workload).in_parts():
+    offloading = [replace(r, offload=True) for r in specs]
+    if offloading != list(specs) and _Planner(offloading, planner.devices, workload).in_parts():
         yield "offload=True, which keeps layers in main memory or on the disk and is very slow"
     yield "smaller models or more memory"

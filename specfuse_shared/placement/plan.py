@@ -8,7 +8,7 @@ What a member needs on a device, in bytes:
     B  answers at once                   (`Workload.answers`)
     C  context of each, tokens           (`Workload.context`, or the member's own limit)
     K  keys and values of one token, over all layers; windows count as whole layers, as in the engine's caches
-    T  tokens whose logits a round keeps (`Workload.drafted` · B: every candidate of every member)
+    T  tokens whose logits a round keeps (`Workload.draft_tokens` · B: every candidate of every member)
     V  vocabulary; logits are compared in 4 bytes each
     1.1  for activations, the allocator's gaps and what nobody counts
 """
@@ -42,15 +42,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a plan makes room for: `answers` at once, `context` tokens each, `drafted` tokens in a round of one."""
+    """What a plan makes room for: `answers` at once, `context` tokens each, `draft_tokens` in a round of one."""
 
     answers: int = ANSWERS
     context: int = CONTEXT
-    drafted: int = 10
+    draft_tokens: int = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes that a member needs, without the reserve; `total` is with it."""
 
     weights: int
@@ -87,7 +87,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class MemberSpec:
     """A member that wants a place.
 
     `quantizations`: those that it allows, the widest first; None is none. `fixed`: it cannot be
@@ -104,15 +104,15 @@ class Resident:
     max_context: int | None = None
     fixed: bool = False
 
-    def need(self, device: Device, quantization: str | None, workload: Workload) -> Need:
+    def need(self, device: Device, quantization: str | None, workload: Workload) -> MemoryNeed:
         """What this member needs on a device."""
         number_format, sizes = self.number_format(device), self.sizes
         limits = [n for n in (self.max_context or workload.context, sizes.context) if n]
         cached = workload.answers * min(limits) * sizes.kv_values
-        return Need(
+        return MemoryNeed(
             weights=sizes.weights(number_format, quantization),
             caches=cached * VALUE_BYTES[number_format],
-            logits=workload.answers * workload.drafted * sizes.vocabulary * LOGIT_BYTES,
+            logits=workload.answers * workload.draft_tokens * sizes.vocabulary * LOGIT_BYTES,
         )
 
     def number_format(self, device: Device) -> str:
@@ -142,7 +142,7 @@ class Assignment:
     member: str
     number_format: str
     quantization: str | None
-    need: Need
+    need: MemoryNeed
     modules: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     caches: Mapping[str, float] = field(default_factory=dict)

@@ -40,7 +40,7 @@ Kernel = Callable[..., tuple[torch.Tensor, Any]]
 
 
 @dataclass(slots=True)
-class Segment:
+class ForwardInput:
     """What one answer feeds: tokens behind the used slots of its cache row.
 
     `visible` (Q, K): the slots each query sees, itself among them; None: every slot up to itself. `positions`
@@ -94,7 +94,9 @@ class Batch(Cache):
     each of them is.
     """
 
-    def __init__(self, segments: Sequence[Segment], plan: MaskPlan, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, segments: Sequence[ForwardInput], plan: MaskPlan, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__(layers=[])
         self._plan, self._device, self._dtype = plan, device, dtype
         long = _LONG.get(device.type, _DEFAULT_LONG)
@@ -144,7 +146,7 @@ class Batch(Cache):
             parts.append(found if group.padded is None else found.index_select(0, self._near(group.padded, query)))
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
-    def _add(self, segments: Sequence[Segment], size: int, start: int) -> int:
+    def _add(self, segments: Sequence[ForwardInput], size: int, start: int) -> int:
         """Plan for segments of one block and size whose tokens begin at `start`; where they end."""
         counts = [len(s.ids) for s in segments]
         ends = list(accumulate(counts, initial=start))
@@ -163,7 +165,7 @@ class Batch(Cache):
             self.groups += [self._group([s], own) for s, own in zip(segments, tokens, strict=True)]
         return ends[-1]
 
-    def _group(self, found: Sequence[Segment], tokens: slice) -> _Group:
+    def _group(self, found: Sequence[ForwardInput], tokens: slice) -> _Group:
         start, stop = found[0].row.index, found[-1].row.index + 1
         queries, slots = max(len(s.ids) for s in found), max(s.slots for s in found)
         group = _Group(found[0].row.block, start, stop, queries, slots, tokens, self._masks(found, queries, slots))
@@ -175,7 +177,7 @@ class Batch(Cache):
             group.padding, group.padded = self._tensor(padding), self._tensor(padded)
         return group
 
-    def _masks(self, found: Sequence[Segment], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
+    def _masks(self, found: Sequence[ForwardInput], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
         """Additive masks (B, 1, Q, K) by kind, in the model's dtype, because eager attention misreads boolean ones."""
         first, rows = found[0], found[-1].row.index + 1 - found[0].row.index
         fresh = len(found) == 1 and first.visible is None and first.row.used == 0
@@ -217,7 +219,7 @@ class Attending(Protocol):
         ...
 
 
-def _size_class(segment: Segment, long: int) -> int:
+def _size_class(segment: ForwardInput, long: int) -> int:
     if len(segment.ids) < long:
         return _SHORT
     return _OWN_CALL if len(segment.ids) <= _MOST_INDEXED else _COPIED

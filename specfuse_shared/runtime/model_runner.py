@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.runtime.attention import Batch, Segment, running
+from specfuse_shared.runtime.attention import Batch, ForwardInput, running
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import CachePool, Layer
 from specfuse_shared.runtime.masks import MaskPlan
@@ -67,7 +67,7 @@ class ModelRunner:
         """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""
         return {"logits_to_keep": count} if self._forward.can_skip_logits else {}
 
-    def step(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment in one forward; logits (wanted, V) of each. Their rows then hold the new tokens."""
         assert self.plan is not None, "a model without a mask plan runs row by row"
         for segment in segments:
@@ -80,7 +80,7 @@ class ModelRunner:
             segment.row.used = segment.slots
         return found
 
-    def _packed(self, segments: Sequence[Segment], plan: MaskPlan) -> list[torch.Tensor]:
+    def _packed(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
         batch = Batch(segments, plan, self.device, self.dtype)
         at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
         ids = [token for s in batch.segments for token in s.ids]
@@ -118,7 +118,7 @@ class ModelRunner:
         out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
         return out.logits[0, -1], out[self._forward.cache_argument]
 
-    def give_back(self) -> None:
+    def free_reclaimable(self) -> None:
         """Free what only saves time: remembered prefixes, empty blocks, captured steps."""
         self.prefixes.shrink()
         self.pool.reclaim()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from specfuse_shared.runtime.attention import Kernel, Segment
+from specfuse_shared.runtime.attention import ForwardInput, Kernel
 from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
@@ -102,7 +102,7 @@ class StaticStep(Cache):
     def part_of(self, row: CacheRow) -> _Part:
         return next(part for part in self.parts if part.shape.block is row.block)
 
-    def fill(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
         """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
         inputs = self._inert()
         seen = [torch.zeros_like(part.visible, device="cpu") for part in self.parts if part.visible is not None]

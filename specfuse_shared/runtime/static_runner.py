@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specfuse_shared.runtime.attention import Segment, running
+from specfuse_shared.runtime.attention import ForwardInput, running
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
@@ -85,13 +85,13 @@ class StaticRunner:
         self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
         self._logits: torch.Tensor | None = None
 
-    def fits(self, segments: Sequence[Segment]) -> bool:
+    def fits(self, segments: Sequence[ForwardInput]) -> bool:
         """Whether segments, for which room is reserved, are worth a step of fixed shape: no prompts, not many."""
         if any(s.visible is None for s in segments):
             return False
         return sum(shape.tokens for shape in shapes_of([(s.row, len(s.ids)) for s in segments])) <= MOST_TOKENS
 
-    def step(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment in one step; logits (wanted, V) of each."""
         step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
         wanted = step.fill(segments)

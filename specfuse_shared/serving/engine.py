@@ -219,7 +219,7 @@ class EnsembleEngine:
         span = AnswerSpan(self.config.names, settings)
 
         def tell(item: Event | Exception) -> None:
-            span.saw(item)
+            span.observe(item)
             deliver(item)
 
         request = Request(session, tell, deadline)

@@ -97,7 +97,7 @@ class Metrics:
             self._forward_seconds[member] += seconds  # type: ignore[assignment]
             self._now.batch_size.add(batch)
 
-    def saw(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Count what an event tells."""
         with self._lock:
             if isinstance(event, SegmentEvent) and event.record is not None:

@@ -1,6 +1,6 @@
 """Many answers at once: one worker runs every member's stages of all running answers in shared forwards.
 
-Answers join and leave between two forwards. A stage asks for feeds (`specfuse_shared.members.sequence.Feed`);
+Answers join and leave between two forwards. A stage asks for feeds (`specfuse_shared.members.sequence.ForwardRequest`);
 a step of a member runs the feeds of all its answers together: some draft, some verify, some still read their prompt. A
 feed that fails in company is run alone, so that one poisoned request fails alone. Members step at the same time where
 they can (`specfuse_shared.members.lanes`); the answers themselves go on in the worker alone.
@@ -36,7 +36,7 @@ from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.jobs import Job, feed_all, run_stage, within
 from specfuse_shared.members.lanes import Lanes
-from specfuse_shared.members.sequence import PREFILL_CHUNK, Feed
+from specfuse_shared.members.sequence import PREFILL_CHUNK, ForwardRequest
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.metrics import Metrics
 
@@ -46,7 +46,7 @@ SHARED_PREFILL_CHUNK = 256
 """Prompt tokens a step while other answers run, so that they keep streaming; a step that drafts ahead takes more."""
 
 Deliver = Callable[[Event | Exception], None]
-Wanted = Callable[[Feed], bool]
+Wanted = Callable[[ForwardRequest], bool]
 
 
 @dataclass(eq=False)
@@ -264,7 +264,7 @@ class Scheduler:
 
     def _deliver(self, request: Request) -> None:
         for event in _taken(request.session):
-            self._metrics.saw(event)
+            self._metrics.observe(event)
             self._send(request, event)
 
     def _finish(self, request: Request) -> None:

@@ -34,7 +34,7 @@ class AnswerSpan:
                 },
             )
 
-    def saw(self, item: Event | Exception) -> None:
+    def observe(self, item: Event | Exception) -> None:
         """Record an event; the last one ends the span."""
         span = self._span
         if span is None:

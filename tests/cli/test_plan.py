@@ -58,7 +58,11 @@ def test_more_answers_and_longer_context_take_more(five: list[str], capsys: pyte
     assert after["weights"] == before["weights"]
     assert after["caches"] == 16 * before["caches"]
     assert after["logits"] == 8 * before["logits"]
-    assert planned[1]["workload"] == {"answers": 8, "context": 8192, "drafted": planned[0]["workload"]["drafted"]}
+    assert planned[1]["workload"] == {
+        "answers": 8,
+        "context": 8192,
+        "draft_tokens": planned[0]["workload"]["draft_tokens"],
+    }
 
 
 def test_json_is_the_whole_plan(five: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ class NaiveMember:
         start, ids, text = self.codec.encode(answer), [], ""
         self.sampler.start(round_index)
         while len(ids) < limit or (not whole_characters(text) and len(ids) < limit + 8):
-            logits = self.logits(start + ids)[-1].index_fill(0, self.m.unsayable, float("-inf"))
+            logits = self.logits(start + ids)[-1].index_fill(0, self.m.banned_token_ids, float("-inf"))
             token = self.sampler.pick(logits, self.prompt + start + ids)
             if token in self.stop_ids:
                 return whole_characters(self.cut_turn(text)), True

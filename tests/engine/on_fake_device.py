@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specfuse_shared import SamplingParams
-from specfuse_shared.members.sequence import Asking, Drafting, Feed, PackedContext, feed_together
+from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, LogprobRequest, TreeSequence, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.cuda_graphs import Graphs
@@ -60,21 +60,21 @@ def model_on(device: torch.device, kind: str) -> torch.nn.Module:
 def run(kind: str, device: torch.device) -> None:
     model = model_on(device, kind)
     runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
-    contexts = [PackedContext(runner) for _ in RULES]
+    contexts = [TreeSequence(runner) for _ in RULES]
     for n, context in enumerate(contexts):
         context.begin(list(range(20 + n)))
-    feed_together([Feed(context, prompt=99) for context in contexts])
+    feed_together([ForwardRequest(context, prompt=99) for context in contexts])
     blocked = torch.zeros(3, dtype=torch.long, device=device)
-    drafts = [Drafting(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
-    feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    drafts = [DraftRequest(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
+    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
     must_wait(lambda: contexts[0].drafted(drafts[0], ()))
     for context, draft in zip(contexts, drafts, strict=True):
         assert draft.run is not None
         draft.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
         context.drafted(draft, ())
-    asking = [Asking([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in contexts]
+    asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in contexts]
     branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
-    feed_together([Feed(c, branches, asking=asked) for c, asked in zip(contexts, asking, strict=True)])
+    feed_together([ForwardRequest(c, branches, asking=asked) for c, asked in zip(contexts, asking, strict=True)])
     for context, asked in zip(contexts, asking, strict=True):
         must_wait(lambda context=context, asked=asked: context.judge(asked))  # type: ignore[misc]
         context.commit(Branch(0, (1, 2, 3)))

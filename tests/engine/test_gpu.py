@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
-from specfuse_shared.members.branchwise import new_context
-from specfuse_shared.members.sequence import Drafting, Feed, feed_together
+from specfuse_shared.members.branchwise import new_sequence
+from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -74,11 +74,11 @@ def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: Ensem
 
 
 def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], list[float]]:
-    contexts = [new_context(runner) for _ in range(3)]
+    contexts = [new_sequence(runner) for _ in range(3)]
     for n, context in enumerate(contexts):
         context.prefill(list(range(20, 60 + 50 * n)))
-    drafts = [Drafting(Branch(0, ()), 8, Sampler(params, n, "m", runner.device)) for n in range(3)]
-    feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    drafts = [DraftRequest(Branch(0, ()), 8, Sampler(params, n, "m", runner.device)) for n in range(3)]
+    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
     ids, logprobs = [], []
     for context, draft in zip(contexts, drafts, strict=True):
         own, _ = context.drafted(draft, ())
@@ -109,13 +109,13 @@ def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params:
 def test_nothing_waits_for_the_device_until_the_tokens_are_read(engine: EnsembleEngine) -> None:
     runner = local_members(engine)[0].runner
     drafted(runner, SAMPLED)
-    context = new_context(runner)
+    context = new_sequence(runner)
     context.prefill(list(range(20, 60)))
     blocked = torch.tensor([3, 4], device="cuda")
-    draft = Drafting(Branch(0, ()), 8, Sampler(SAMPLED, 1, "m", runner.device), blocked)
+    draft = DraftRequest(Branch(0, ()), 8, Sampler(SAMPLED, 1, "m", runner.device), blocked)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        feed_together([Feed(context, draft=draft)])
+        feed_together([ForwardRequest(context, draft=draft)])
         with pytest.raises(RuntimeError, match="synchroniz"):
             context.drafted(draft, ())
     finally:
@@ -123,7 +123,7 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(engine: Ensemble
     ids, _ = context.drafted(draft, ())
     torch.cuda.set_sync_debug_mode("error")
     try:
-        feed_together([Feed(context, (Branch(0, tuple(ids)), Branch(0, (30, 31, 32)), Branch(0, (30, 40))))])
+        feed_together([ForwardRequest(context, (Branch(0, tuple(ids)), Branch(0, (30, 31, 32)), Branch(0, (30, 40))))])
         context.commit(Branch(0, (30, 40)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
     with EnsembleEngine(engine.config) as other:
         for member in local_members(other):
             member.runner.model.register_forward_hook(wait)
-            member.runner.give_back()
+            member.runner.free_reclaimable()
         with caplog.at_level(logging.WARNING):
             assert other.generate(MESSAGES, GREEDY).text == expected
         assert all(report.graphs.startswith("eager: ") for report in other.describe())

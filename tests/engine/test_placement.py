@@ -18,13 +18,13 @@ from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.packing import ANY_PRECISION, place
-from specfuse_shared.placement.plan import Device, Plan, Resident, Split, Workload
+from specfuse_shared.placement.plan import Device, MemberSpec, Plan, Split, Workload
 from specfuse_shared.placement.sizing import ModelSizes
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 from tests.shapes import SHAPES, write_shape
 
 FIVE = tuple(SHAPES)
-ROUND = Workload(drafted=EnsembleConfig(FIVE).longest_segment * len(FIVE))
+ROUND = Workload(draft_tokens=EnsembleConfig(FIVE).longest_segment * len(FIVE))
 LINEAR = 6_979_321_856
 """Weights of the linear layers of Llama-3-8B, without its output layer."""
 
@@ -37,12 +37,12 @@ def shape_sizes(name: str) -> ModelSizes:
     return ModelSizes(AutoConfig.for_model(kind, **shape))
 
 
-def five(**settings: Any) -> list[Resident]:
-    return [Resident(name, shape_sizes(name), "bfloat16", **settings) for name in FIVE]
+def five(**settings: Any) -> list[MemberSpec]:
+    return [MemberSpec(name, shape_sizes(name), "bfloat16", **settings) for name in FIVE]
 
 
-def on(devices: str, residents: list[Resident]) -> Plan:
-    plan = place(residents, planned_devices(devices), ROUND)
+def on(devices: str, specs: list[MemberSpec]) -> Plan:
+    plan = place(specs, planned_devices(devices), ROUND)
     for device in plan.devices:
         assert plan.used(device.name) <= device.free
     return plan
@@ -61,7 +61,7 @@ def places(plan: Plan) -> dict[str, str]:
 
 def test_the_budget_is_weights_caches_logits_and_ten_percent() -> None:
     device = planned_devices("80GB")[0]
-    need = five()[0].need(device, None, Workload(answers=3, context=1000, drafted=50))
+    need = five()[0].need(device, None, Workload(answers=3, context=1000, draft_tokens=50))
     assert need.weights == pytest.approx(2 * 8_030_261_248, rel=1e-6)
     assert need.caches == 3 * 1000 * (2 * 32 * 8 * 128 * 2)
     assert need.logits == 3 * 50 * 128_256 * 4
@@ -153,7 +153,7 @@ def test_the_number_format_goes_by_what_the_device_has(
     dtype: str, stored: str | None, kind: str, bf16: bool, expected: str
 ) -> None:
     device = Device(kind, kind, 1, 1, bf16)
-    assert Resident("m", Even(1), stored, dtype).number_format(device) == expected
+    assert MemberSpec("m", Even(1), stored, dtype).number_format(device) == expected
 
 
 # ── five members of 7 to 9 B ─────────────────────────────────────────────────────────────────────
@@ -262,8 +262,8 @@ def cards(*sizes: int, kind: str = "cuda") -> list[Device]:
 
 
 def placed(sizes: list[int], devices: list[Device], **settings: Any) -> list[str]:
-    residents = [Resident(str(n), Even(size), **settings) for n, size in enumerate(sizes)]
-    return list(places(place(residents, devices)).values())
+    specs = [MemberSpec(str(n), Even(size), **settings) for n, size in enumerate(sizes)]
+    return list(places(place(specs, devices)).values())
 
 
 def test_members_spread_over_devices_that_are_free() -> None:
@@ -306,9 +306,9 @@ def test_a_member_is_split_over_devices_of_one_kind_only() -> None:
 def test_quantising_goes_before_splitting_and_no_further_than_needed() -> None:
     auto = {"quantizations": ANY_PRECISION}
     assert placed([100], cards(60, 60), **auto) == ["cuda:0"]
-    plan = place([Resident(str(n), Even(size), **auto) for n, size in enumerate([40, 60, 80])], cards(176))
+    plan = place([MemberSpec(str(n), Even(size), **auto) for n, size in enumerate([40, 60, 80])], cards(176))
     assert list(precisions(plan).values()) == ["8bit", None, None], "the one that loses the fewest bytes"
-    plan = place([Resident(str(n), Even(40), **auto) for n in range(3)], cards(60))
+    plan = place([MemberSpec(str(n), Even(40), **auto) for n in range(3)], cards(60))
     assert sorted(map(str, precisions(plan).values())) == ["4bit", "8bit", "8bit"]
 
 

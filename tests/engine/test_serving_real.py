@@ -60,15 +60,15 @@ def test_memory_is_back_after_two_hundred_cancellations(demo_engine: EnsembleEng
             for _ in range(times // 8):
                 await asyncio.gather(*(leave_early() for _ in range(8)))
 
-        def resident() -> int:
+        def spec() -> int:
             while engine.metrics().running:
                 time.sleep(0.05)
             gc.collect()
             return int(psutil.Process().memory_info().rss)
 
         asyncio.run(leave(16))
-        before = resident()
+        before = spec()
         asyncio.run(leave(200))
-        assert resident() < 1.05 * before
+        assert spec() < 1.05 * before
         assert engine.metrics().cache_bytes == 0
         assert answer_of(engine.generate(question, short)) == expected

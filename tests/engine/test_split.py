@@ -21,7 +21,7 @@ from torch.utils import backend_registration
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specfuse_shared.runtime.attention import EAGER, GROUPED
-from specfuse_shared.members.sequence import Feed, PackedContext, feed_together
+from specfuse_shared.members.sequence import ForwardRequest, TreeSequence, feed_together
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.members.token_tree import Branch
@@ -80,11 +80,11 @@ def run(kind, attention):
     model.hf_device_map = places
 
     runner = ModelRunner(model, plans_for(config)[0])
-    one, other = PackedContext(runner), PackedContext(runner)
+    one, other = TreeSequence(runner), TreeSequence(runner)
     one.prefill(range(20))
     other.prefill(range(50))
     branches = Branch(0, (1, 2, 3)), Branch(0, (1, 5))
-    feed_together([Feed(one, branches), Feed(other, branches[:1])])
+    feed_together([ForwardRequest(one, branches), ForwardRequest(other, branches[:1])])
     assert one.logits(branches[0]).device == runner.device == torch.device("accel:0")
     saved = one._row.save(20)
     one._row.keep(20, [20, 23])

@@ -14,10 +14,10 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.members.branchwise import new_context
+from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.probe import probe
-from specfuse_shared.members.sequence import Context, Drafting, Feed, feed_together
+from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, SequenceState, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs, NoWaiting
 from specfuse_shared.runtime.kv_cache import CachePool
@@ -58,13 +58,13 @@ def prompts(member: LocalMember) -> list[list[int]]:
     return [torch.randint(10, member.vocabulary_size, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def opened(runner: ModelRunner, prompt: list[int]) -> Context:
-    context = new_context(runner)
+def opened(runner: ModelRunner, prompt: list[int]) -> SequenceState:
+    context = new_sequence(runner)
     context.prefill(prompt)
     return context
 
 
-def one_by_one(context: Context, sampler: Sampler, count: int) -> list[int]:
+def one_by_one(context: SequenceState, sampler: Sampler, count: int) -> list[int]:
     """What the dynamic execution drafts."""
     ids: list[int] = []
     for _ in range(count):
@@ -74,12 +74,12 @@ def one_by_one(context: Context, sampler: Sampler, count: int) -> list[int]:
     return ids
 
 
-def drafts_of(contexts: list[Context], counts: list[int]) -> list[Drafting]:
+def drafts_of(contexts: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
     found = []
     for n, (context, count) in enumerate(zip(contexts, counts, strict=True)):
         sampler = Sampler(RULES[n % len(RULES)], n, "tiny", context.runner.device)
         sampler.start(3)
-        found.append(Drafting(Branch(0, ()), count, sampler))
+        found.append(DraftRequest(Branch(0, ()), count, sampler))
     return found
 
 
@@ -88,7 +88,7 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
     counts = [6, 9, 9, 1, 4, 9]
     contexts = [opened(runner, prompt) for prompt in prompts(member)]
     drafts, samplers = drafts_of(contexts, counts), [draft.sampler for draft in drafts_of(contexts, counts)]
-    feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
     plain = ModelRunner(runner.model, runner.plan)
     for context, draft, prompt in zip(contexts, drafts, prompts(member), strict=True):
         ids, ended = context.drafted(draft, ())
@@ -119,7 +119,7 @@ def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
     stop = next(token for token in whole[place:] if token not in whole[:place])
     context = opened(runner, prompt)
     [draft] = drafts_of([context], [9])
-    feed_together([Feed(context, draft=draft)])
+    feed_together([ForwardRequest(context, draft=draft)])
     ids, ended = context.drafted(draft, (0, stop))
     assert (ids, ended) == (whole[: whole.index(stop)], True)
     assert context._row.used == len(prompt) + len(ids)  # type: ignore[attr-defined]
@@ -128,14 +128,14 @@ def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
 
 @torch.inference_mode()
 def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMember, runner: ModelRunner) -> None:
-    def drafted(poisoned: int | None) -> tuple[list[Context], list[Drafting]]:
+    def drafted(poisoned: int | None) -> tuple[list[SequenceState], list[DraftRequest]]:
         contexts = [opened(runner, prompt) for prompt in prompts(member)[:3]]
         drafts = drafts_of(contexts, [5, 5, 5])
         if poisoned is not None:
             row = contexts[poisoned]._row  # type: ignore[attr-defined]
             for stack in row.block.stacks:
                 stack[:, row.index, :, : row.used] = float("nan")
-        feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+        feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
         return contexts, drafts
 
     (contexts, drafts), (healthy, expected) = drafted(poisoned=1), drafted(None)
@@ -151,14 +151,14 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
     runner.pool.keeps_empty = True
     for _ in range(3):
         contexts = [opened(runner, prompt) for _ in range(len(texts) + 1)]
-        drafts = [Drafting(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in contexts]
-        feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+        drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in contexts]
+        feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
         texts.append([context.drafted(draft, ())[0] for context, draft in zip(contexts, drafts, strict=True)])
         for context in contexts:
             context.release()
         assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
         if len(texts) == 2:
-            runner.give_back()
+            runner.free_reclaimable()
             assert runner.pool.memory_bytes == 0
     assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
 
@@ -274,7 +274,7 @@ def test_what_a_capture_could_not_survive_is_refused_before(member: LocalMember,
     contexts = [opened(runner, prompt) for prompt in prompts(member)]
     drafts = drafts_of(contexts, [4] * len(contexts))
     with NoWaiting(runner.device):
-        feed_together([Feed(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+        feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
     row = contexts[0].logits(Branch(0, ()))
     waiting: list[Callable[[], object]] = [
         lambda: row.max().item(),

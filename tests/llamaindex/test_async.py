@@ -114,14 +114,14 @@ async def test_langchain_and_llamaindex_answer_at_the_same_time(exact_engine: En
 
 @pytest.mark.slow
 async def test_equal_members_are_loaded_once_for_both_frameworks() -> None:
-    def resident() -> int:
+    def spec() -> int:
         return int(psutil.Process().memory_info().rss)
 
     chat = ChatSpecFuse(members="demo", max_tokens=8)
     chat.invoke("Hello")
-    loaded = resident()
+    loaded = spec()
     llm = SpecFuseLLM(members="demo", max_tokens=8)
     llm.complete("Hello")
     assert llm._resolve_engine() is chat._resolve_engine()
     weights = sum(report.memory_bytes for report in llm._resolve_engine().describe())
-    assert resident() - loaded < 0.1 * weights
+    assert spec() - loaded < 0.1 * weights
