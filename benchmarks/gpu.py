@@ -141,9 +141,9 @@ class Bench:
         """Seconds that the device needs to read what a decoded token needs."""
         model = member.runner.model
         tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        prompt_remaining = 0 if tied else model.get_input_embeddings().weight.nbytes
+        embeddings = 0 if tied else model.get_input_embeddings().weight.nbytes
         cache = (self.sizes.short + self.sizes.tokens // 2) * member.bytes_per_token
-        return (member.report.memory_bytes - prompt_remaining + cache) / self.bandwidth
+        return (member.report.memory_bytes - embeddings + cache) / self.bandwidth
 
     def _of_floor(self, member: LocalMember, step: float) -> Figure:
         floor = self.floor(member)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from specfuse_shared.loading.demo import ADAPTERS, demo_members
-from specfuse_shared.loading.pretrained import converted
+from specfuse_shared.loading.gguf import converted
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.types import Message
 

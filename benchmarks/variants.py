@@ -10,7 +10,7 @@ from typing import Any
 from weakened import noisy, shallow
 
 from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
-from specfuse_shared.loading.pretrained import cache_folder
+from specfuse_shared.loading.gguf import cache_folder
 
 WEAKENED = cache_folder() / "weakened"
 SMOL, GEMMA = demo_members(dtype="bfloat16")

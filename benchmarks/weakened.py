@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specfuse_shared import MemberConfig
-from specfuse_shared.loading.pretrained import converted
+from specfuse_shared.loading.gguf import converted
 
 
 def noisy(member: MemberConfig, noise: float, folder: Path) -> MemberConfig:

@@ -29,10 +29,12 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, schema_grammar, schema_request, to_choice, to_schema, to_tools
 from specfuse_shared.adapters import EnsembleSettings, Members, config_of, segment_record
-from specfuse_shared.config import EnsembleConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import Event, SegmentEvent
-from specfuse_shared.serving.engine import EnsembleEngine
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.serving.engine import CallOptions, EnsembleEngine
+from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import Message
 
 SEGMENT_EVENT = "specfuse_segment"
@@ -46,7 +48,7 @@ class _Request:
     messages: list[Message]
     params: SamplingParams
     answer: Answer
-    timeout: float | None
+    options: CallOptions
 
 
 class ChatSpecFuse(EnsembleSettings, BaseChatModel):
@@ -66,12 +68,8 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
     `UnfinishedValueError` says that `max_tokens` left no room. Text only; images and audio raise `RequestError`.
     """
 
-    timeout: float | None = None
-    """Seconds after which an answer ends with `RequestTimeoutError`."""
     presets: Mapping[str, Any] = Field(default_factory=dict)
     """Other ensembles by name, each as `members` or `config` take them; a call chooses one with `model="name"`."""
-    parallel_tool_calls: bool = False
-    """One answer may call several tools. Off, since small models repeat a call where they might."""
     segment_events: bool = False
     """Dispatch a custom event "specfuse_segment" for every verified segment."""
 
@@ -123,7 +121,7 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
-        events = request.engine.stream(request.messages, request.params, timeout=request.timeout)
+        events = request.engine.stream(request.messages, request.params, **request.options)
         with closing(cast("Generator[Event]", events)):
             for event in events:
                 if isinstance(event, SegmentEvent):
@@ -151,7 +149,7 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
-        events = request.engine.astream(request.messages, request.params, timeout=request.timeout)
+        events = request.engine.astream(request.messages, request.params, **request.options)
         async with aclosing(cast("AsyncGenerator[Event]", events)):
             async for event in events:
                 if isinstance(event, SegmentEvent):
@@ -218,11 +216,11 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of the reference member; loads the engine on first use."""
-        return self._reference_member().codec.encode(text)
+        return self._resolve_engine().tokenize(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
         """Tokens of the whole prompt in the reference member's chat template, tools included."""
-        return len(self._reference_member().encode_prompt(to_messages(messages), to_tools(tools or ())))
+        return self._resolve_engine().count_tokens(to_messages(messages), to_tools(tools or ()))
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
@@ -239,11 +237,13 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
             shown = isinstance(wanted, Mapping) and wanted.get("shown", True) is False
             told = schema_request(schema) if schema is not None and not shown else None
             conversation += [told] if told else []
-        given = {"tools": tools, "tool_choice": choice, "grammar": grammar}
-        params = self._sampling({**overrides, **given})
-        answer = Answer(model or self._model_name(), bool(params.offered_tools))
+        parallel = bool(overrides.pop("parallel_tool_calls"))
+        params = self._sampling({"grammar": grammar, **overrides})
+        use = ToolUse(tools, choice, parallel)
+        answer = Answer(model or self._model_name(), bool(use.offered))
+        called = CallOptions(tools=use.tools, tool_choice=choice, parallel_tool_calls=parallel, timeout=timeout)
         self._complete_profile()
-        return _Request(self._engine_of(model), conversation, params, answer, timeout)
+        return _Request(self._engine_of(model), conversation, params, answer, called)
 
     def _complete_profile(self) -> None:
         if self.profile is not None and (limit := self._context_limit()) is not None:

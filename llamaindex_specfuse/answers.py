@@ -14,7 +14,6 @@ from llama_index_instrumentation.span import active_span_id
 from llamaindex_specfuse.calling import call_block
 from llamaindex_specfuse.events import SpecFuseSegmentEvent
 from specfuse_shared.adapters import OnSegment, candidate_records, ledger, segment_record, usage_record
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
 from specfuse_shared.types import ToolCall
@@ -48,9 +47,9 @@ class Answer:
     Made in the body of an endpoint: there the call's span is still open, whose id every segment carries.
     """
 
-    def __init__(self, params: SamplingParams, on_segment: OnSegment | None) -> None:
+    def __init__(self, reads_calls: bool, on_segment: OnSegment | None) -> None:
         self._on_segment, self._text = on_segment, ""
-        self._reader = CallReader() if params.offered_tools else None
+        self._reader = CallReader() if reads_calls else None
         self._span, self._tags = active_span_id.get(), dict(active_instrument_tags.get())
 
     def piece(self, event: Event) -> Piece | None:

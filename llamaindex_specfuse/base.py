@@ -30,9 +30,11 @@ from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import StructuredPrediction
 from specfuse_shared.adapters import EnsembleSettings
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.events import Event
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.serving.engine import CallOptions
+from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import Message
 
 PROMPT_ROOM = 620
@@ -151,9 +153,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return [Message("user", render(messages))]
 
     def _token_ids(self, text: str) -> list[int]:
-        engine = self._resolve_engine().load()
-        reference = next(m for m in engine._members if m.name == engine.config.reference_name)
-        return reference.codec.encode(text)
+        return self._resolve_engine().tokenize(text)
 
     def _call_params(self, messages: Sequence[Message], overrides: dict[str, Any]) -> SamplingParams:
         params = self._sampling(overrides)
@@ -161,15 +161,26 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
-        params = self._call_params(messages, overrides)
-        events = self._resolve_engine().stream(messages, params)
-        return source(_fold(Answer(params, self.on_segment), events))
+        tools, options = _tool_use(overrides)
+        params = self._call_params(messages, options)
+        use = CallOptions(tools=tools.tools, tool_choice=tools.choice, parallel_tool_calls=tools.parallel)
+        events = self._resolve_engine().stream(messages, params, **use)
+        return source(_fold(Answer(bool(tools.offered), self.on_segment), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
-        params = self._call_params(messages, overrides)
-        events = self._resolve_engine().astream(messages, params)
-        return source(_afold(Answer(params, self.on_segment), events))
+        tools, options = _tool_use(overrides)
+        params = self._call_params(messages, options)
+        use = CallOptions(tools=tools.tools, tool_choice=tools.choice, parallel_tool_calls=tools.parallel)
+        events = self._resolve_engine().astream(messages, params, **use)
+        return source(_afold(Answer(bool(tools.offered), self.on_segment), events))
+
+
+def _tool_use(overrides: Mapping[str, Any]) -> tuple[ToolUse, dict[str, Any]]:
+    """The tools of a call, and its other settings."""
+    options = dict(overrides)
+    tools, choice = options.pop("tools", None), options.pop("tool_choice", None)
+    return ToolUse(tools or (), choice or "auto", bool(options.pop("parallel_tool_calls", False))), options
 
 
 def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import (
     ConfigError,
     EngineBusyError,
     EngineClosedError,
     GenerationError,
     GrammarError,
+    MemberFailedWarning,
     MemberLoadError,
     MissingExtraError,
     PlacementError,
@@ -38,17 +39,20 @@ from specfuse_shared.policies import (
     ScorePolicy,
 )
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,
     FinishReason,
     MemberExit,
+    MemberFault,
     MemberReport,
     MemberSummary,
     MemberUsage,
     Message,
     RoundRecord,
     RoundTiming,
+    TokenLogprob,
     Tool,
     ToolCall,
     Usage,
@@ -57,13 +61,14 @@ from specfuse_shared.types import (
 if TYPE_CHECKING:
     from specfuse_shared.loading.demo import demo_members
     from specfuse_shared.loading.pretrained import LoadProgress
-    from specfuse_shared.serving.engine import EnsembleEngine
-    from specfuse_shared.serving.leases import EngineLease, lease_engine
+    from specfuse_shared.serving.engine import CallOptions, EnsembleEngine
+    from specfuse_shared.serving.leases import EngineLease, close_idle_engines, lease_engine
     from specfuse_shared.serving.metrics import Histogram, MetricsSnapshot
     from specfuse_shared.serving.prometheus import prometheus_collector
 
 __all__ = [
     "AggregatePolicy",
+    "CallOptions",
     "Candidate",
     "ConfigError",
     "EngineBusyError",
@@ -88,6 +93,8 @@ __all__ = [
     "MeanProb",
     "MemberConfig",
     "MemberExit",
+    "MemberFailedWarning",
+    "MemberFault",
     "MemberLoadError",
     "MemberReport",
     "MemberSummary",
@@ -108,23 +115,27 @@ __all__ = [
     "SegmentEvent",
     "SpecFuseError",
     "StartEvent",
+    "TokenLogprob",
     "Tool",
     "ToolCall",
     "UnfinishedValueError",
     "UnsupportedModelError",
     "Usage",
     "WarningEvent",
+    "close_idle_engines",
     "demo_members",
     "lease_engine",
     "prometheus_collector",
 ]
 
 _NEEDS_TORCH = {
+    "CallOptions": "specfuse_shared.serving.engine",
     "EnsembleEngine": "specfuse_shared.serving.engine",
     "LoadProgress": "specfuse_shared.loading.pretrained",
     "EngineLease": "specfuse_shared.serving.leases",
     "Histogram": "specfuse_shared.serving.metrics",
     "MetricsSnapshot": "specfuse_shared.serving.metrics",
+    "close_idle_engines": "specfuse_shared.serving.leases",
     "demo_members": "specfuse_shared.loading.demo",
     "lease_engine": "specfuse_shared.serving.leases",
     "prometheus_collector": "specfuse_shared.serving.prometheus",

@@ -1,8 +1,7 @@
-"""What a user may set: members, the ensemble and the sampling of one request. Frozen, validated once."""
+"""What a user may set of members and of their ensemble. Frozen, validated once."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,9 +12,7 @@ from typing import Any, Self
 from specfuse_shared import policies
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
-from specfuse_shared.text.grammar import Grammar
-from specfuse_shared.text.tool_calls import call_grammar, offered_tools
-from specfuse_shared.types import Tool
+from specfuse_shared.validation import Settings, check, check_choice
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -66,22 +63,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Settings by name: the measured default (docs/experiments.md), and those of the two papers."""
 
 
-class _Config:
-    """Builds a config from a mapping and names unknown keys."""
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        for key in data:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise ConfigError(f"{cls.__name__} has no setting {key!r}: {hint}")
-        return cls(**data)
-
-
 @dataclass(frozen=True, slots=True)
-class MemberConfig(_Config):
+class MemberConfig(Settings):
     """One model of the ensemble.
 
     `model`: hub id, local folder, or GGUF file (a path, or a file inside a hub repository or folder with
@@ -117,22 +100,22 @@ class MemberConfig(_Config):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))
-        _require(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
+        check(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
         if self.adapter is not None:
             object.__setattr__(self, "adapter", str(self.adapter))
-            _require(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
-        _choice("MemberConfig.dtype", self.dtype, DTYPES)
+            check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
+        check_choice("MemberConfig.dtype", self.dtype, DTYPES)
         if self.quantization is not None:
-            _choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
-        _require(
+            check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
+        check(
             self.quantization in (None, "auto") or not (self.offload or self.adapter),
             "MemberConfig.offload and adapter need whole numbers: leave quantization at None or 'auto'",
         )
-        _require(
+        check(
             math.isfinite(self.weight) and self.weight > 0,
             f"MemberConfig.weight must be a positive number, not {self.weight!r}",
         )
-        _require(
+        check(
             self.max_context is None or self.max_context > 0,
             f"MemberConfig.max_context must be positive, not {self.max_context!r}",
         )
@@ -152,7 +135,7 @@ class MemberConfig(_Config):
 
 
 @dataclass(frozen=True, slots=True)
-class EnsembleConfig(_Config):
+class EnsembleConfig(Settings):
     """The ensemble: who answers, and how a round is decided.
 
     `segment_tokens`: most tokens (of its own) a member drafts a round (paper: 10); `first_segment_tokens`, if set,
@@ -203,41 +186,41 @@ class EnsembleConfig(_Config):
         if isinstance(self.members, (str, MemberConfig)):
             raise ConfigError("EnsembleConfig.members must be a list of members, not a single one")
         members = tuple(_as_member(m) for m in self.members)
-        _require(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
+        check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
         object.__setattr__(self, "members", _unique_names(members))
         for name in ("segment_tokens", "first_segment_tokens"):
             count = getattr(self, name)
             unset = count is None and name == "first_segment_tokens"
-            _require(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
-        _choice("EnsembleConfig.per", self.units, PER)
-        _require(
+            check(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
+        check_choice("EnsembleConfig.per", self.units, PER)
+        check(
             self.units in ("token", "byte") or self.score != "mean_prob",
             f'EnsembleConfig.per={self.per!r} goes with score="mean_logprob": with "mean_prob" use "token" or "byte"',
         )
         for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
             value = getattr(self, name)
             if not callable(value):
-                _choice(f"EnsembleConfig.{name}", value, tuple(choices))
-        _require(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
-        _require(
+                check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
+        check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
+        check(
             0 < self.exit_threshold <= 1,
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
         )
-        _choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
-        _choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
-        _require(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
-        _require(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
-        _require(
+        check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
+        check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
+        check(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
+        check(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
+        check(
             self.cache_bytes is None or self.cache_bytes > 0,
             f"EnsembleConfig.cache_bytes must be positive, not {self.cache_bytes!r}",
         )
         if self.reference is not None:
-            _choice("EnsembleConfig.reference", self.reference, self.names)
+            check_choice("EnsembleConfig.reference", self.reference, self.names)
 
     @classmethod
     def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
         """The settings of a paper or the default (`PRESETS`), each of which may be replaced."""
-        _choice("preset", name, tuple(PRESETS))
+        check_choice("preset", name, tuple(PRESETS))
         return cls.from_dict({**PRESETS[name], **settings, "members": members})
 
     def segment_limit(self, round_index: int) -> int:
@@ -287,86 +270,6 @@ class EnsembleConfig(_Config):
         return policies.RetentionExit(self.exit, self.exit_threshold)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams(_Config):
-    """How one request is drafted, and when it ends.
-
-    `temperature` 0 is greedy; then `top_p`, `top_k`, `min_p` and `seed` change nothing. `max_tokens` counts
-    tokens of the reference member. `stop`: strings that end the answer and never appear in it. The same `seed`
-    gives the same answer; without one, a sampled request picks its own and reports it.
-
-    `grammar` is what the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was
-    left. `tools` may be called as `tool_choice` says: "auto" (the ensemble decides), "any", "none" or a tool's name;
-    `parallel_tool_calls` allows several calls in one answer. With both, an answer is calls or a value.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    grammar: Grammar | None = None
-    tools: Sequence[Tool] = ()
-    tool_choice: str = "auto"
-    parallel_tool_calls: bool = True
-
-    def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stops)
-        _require(
-            all(isinstance(s, str) and s for s in stops),
-            "SamplingParams.stop must hold non-empty strings",
-        )
-        for name, low, high in (
-            ("max_tokens", 1, math.inf),
-            ("temperature", 0, 100),
-            ("top_p", 1e-6, 1),
-            ("top_k", 0, math.inf),
-            ("min_p", 0, 1),
-            ("repetition_penalty", 1e-3, 100),
-        ):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, (int, float)) and low <= value <= high,
-                f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
-            )
-        object.__setattr__(self, "tools", tuple(self.tools or ()))
-        self._check_tools()
-
-    def _check_tools(self) -> None:
-        _require(
-            self.grammar is None or isinstance(self.grammar, Grammar),
-            f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
-        )
-        _require(all(isinstance(t, Tool) for t in self.tools), "SamplingParams.tools must hold Tool objects")
-        names = [tool.name for tool in self.tools]
-        _require(len(set(names)) == len(names), f"SamplingParams.tools holds two tools of one name: {names}")
-        _choice("SamplingParams.tool_choice", self.tool_choice, ("auto", "none", *(["any"] if names else []), *names))
-        self.answer_grammar()  # a schema that cannot be enforced is refused here
-
-    @property
-    def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that `tool_choice` leaves."""
-        return offered_tools(self.tools, self.tool_choice)
-
-    def answer_grammar(self) -> Grammar | None:
-        """What the whole answer must be: the grammar, and the calls that it may make instead."""
-        if not self.offered_tools:
-            return self.grammar
-        return call_grammar(self.tools, self.tool_choice, self.parallel_tool_calls, self.grammar)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return tuple(self.stop)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-
 def _as_member(member: MemberConfig | str | Path) -> MemberConfig:
     if isinstance(member, MemberConfig):
         return member
@@ -379,7 +282,7 @@ def _unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]
     """Equal labels that were not chosen by the user get a number: the same model may appear twice."""
     chosen = [m.name for m in members if m.name]
     twice = sorted({name for name in chosen if chosen.count(name) > 1})
-    _require(not twice, f"two members are named {twice[:1]}: give each its own name")
+    check(not twice, f"two members are named {twice[:1]}: give each its own name")
     labels: list[str] = []
     for member in members:
         label, number = member.label, 2
@@ -393,13 +296,9 @@ def _renamed(member: MemberConfig, name: str) -> MemberConfig:
     return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})
 
 
-def _choice(what: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, choices))}"
-        raise ConfigError(f"{what} is {value!r}: {hint}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:
+    """A configuration, or one of these members with these settings. Raises `ConfigError`."""
+    if isinstance(config, EnsembleConfig):
+        check(not settings, f"settings {sorted(settings)} go with members; an EnsembleConfig has its own")
+        return config
+    return EnsembleConfig.from_dict({"members": config, **settings})

@@ -18,11 +18,17 @@ SpecFuseError
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 
 class SpecFuseError(Exception):
-    """Base class of everything this package raises on purpose."""
+    """Base class of everything this package raises on purpose.
+
+    Every error survives pickling: pools of processes lose the worker, and wait for ever, over one that does not.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(SpecFuseError, ValueError):
@@ -105,3 +111,15 @@ class EngineClosedError(SpecFuseError):
     def __init__(self, message: str = "this engine was closed: make a new one", *, text: str = "") -> None:
         super().__init__(message)
         self.text = text
+
+
+def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, Any]) -> SpecFuseError:
+    """An error as it was, whatever its constructor takes."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class MemberFailedWarning(RuntimeWarning):
+    """A member failed in a stage and left an answer, which went on with the others."""

@@ -32,12 +32,12 @@ from specfuse_shared.config import (
     SCORES,
     EnsembleConfig,
     MemberConfig,
-    SamplingParams,
 )
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.types import Message
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.events import SegmentEvent
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.text.stops import StopHold, StopMatch, find_stop
 from specfuse_shared.types import FinishReason, RoundRecord

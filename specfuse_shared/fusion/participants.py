@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specfuse_shared.config import EnsembleConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError
 from specfuse_shared.members.base import Member, MemberSession
 from specfuse_shared.policies import normalised
-from specfuse_shared.types import MemberExit, MemberUsage, Message, Usage
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.types import MemberExit, MemberUsage, Message, Tool, Usage
 
 _ROOM_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
@@ -44,10 +45,11 @@ class Participants:
         members: Sequence[Member],
         messages: Sequence[Message],
         params: SamplingParams,
+        tools: Sequence[Tool],
         seed: int,
     ) -> None:
         self._segment = config.longest_segment
-        prompts = [member.encode_prompt(messages, params.offered_tools) for member in members]
+        prompts = [member.encode_prompt(messages, tools) for member in members]
         for member, prompt in zip(members, prompts, strict=True):
             self._check_room(member, len(prompt), len(members))
         weights = normalised([member.weight for member in members])

@@ -12,10 +12,10 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specfuse_shared.config import EnsembleConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText
@@ -23,8 +23,10 @@ from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.members.base import Draft, Member, Question, Stage, Verdict
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.constraint import AnswerConstraint
 from specfuse_shared.text.stops import StopMatch
+from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import Candidate, FinishReason, Message, RoundRecord, RoundTiming, StageName
 
 Jobs = Mapping[str, Stage]
@@ -77,14 +79,21 @@ class AnswerSession:
     """
 
     def __init__(
-        self, config: EnsembleConfig, members: Sequence[Member], messages: Sequence[Message], params: SamplingParams
+        self,
+        config: EnsembleConfig,
+        members: Sequence[Member],
+        messages: Sequence[Message],
+        params: SamplingParams,
+        tools: ToolUse | None = None,
     ) -> None:
+        tools = tools or ToolUse()
+        params = replace(params, grammar=tools.grammar(params.grammar))
         self._config, self._params = config, params
         self._score, self._aggregate = config.score_policy(), config.aggregate_policy()
         self._feedback, self._exit = config.feedback_policy(), config.exit_policy()
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
-        self.participants = Participants(config, members, messages, params, self.seed or 0)
-        grammar, codec = params.answer_grammar(), self.participants.reference.member.codec
+        self.participants = Participants(config, members, messages, params, tools.offered, self.seed or 0)
+        grammar, codec = params.grammar, self.participants.reference.member.codec
         self._answer = AnswerText(params, codec)
         self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
         self._rounds: list[RoundRecord] = []

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError
-from specfuse_shared.loading.pretrained import cache_folder
+from specfuse_shared.loading.gguf import cache_folder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig
-from specfuse_shared.errors import ConfigError, MemberLoadError
-from specfuse_shared.loading.pretrained import OnStage, converted, explained, gguf_file, known_conversion
+from specfuse_shared.errors import ConfigError, MemberLoadError, SpecFuseError
+from specfuse_shared.loading.gguf import OnStage, converted, gguf_context, gguf_file, known_conversion
+from specfuse_shared.loading.pretrained import explained
 from specfuse_shared.placement.devices import find_devices
 from specfuse_shared.placement.packing import ANY_PRECISION, place
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, MemberSpec, Plan, Workload
@@ -86,3 +88,35 @@ def _settings(
     settings = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=config.trust_remote_code)
     stored = settings.dtype or settings.get_text_config(decoder=True).dtype
     return settings, None if stored is None else str(stored).removeprefix("torch.")
+
+
+def stated_context(config: EnsembleConfig) -> int | None:
+    """Tokens that the smallest member's context holds, as far as its configuration is on this machine.
+
+    Reads no weights and asks no hub; None where no member says it.
+    """
+    stated = [limit for member in config.member_configs if (limit := _stated_context(member))]
+    return min(stated, default=None)
+
+
+def _stated_context(config: MemberConfig) -> int | None:
+    with suppress(SpecFuseError, OSError, ValueError):
+        file = gguf_file(config, fetch=False)
+        known = (
+            _configured_context(config.model, config.revision, config.trust_remote_code)
+            if file is None
+            else gguf_context(file)
+        )
+        limits = [config.max_context, known]
+        return min((limit for limit in limits if limit), default=None)
+    return config.max_context
+
+
+@lru_cache(maxsize=256)
+def _configured_context(model: str, revision: str | None, trust_remote_code: bool) -> int | None:
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(
+        model, revision=revision, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    return getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -6,32 +6,21 @@ Remote code is off and pickled weights are refused unless the member's configura
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
-import logging
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
+from specfuse_shared.loading.gguf import OnStage, cache_folder, converted, gguf_file
 from specfuse_shared.placement.plan import Assignment
-
-logger = logging.getLogger(__name__)
-
-_FORMAT = "1"
-"""Part of the cache key; raised when a conversion would turn out differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +34,6 @@ class LoadProgress:
 
 
 OnProgress = Callable[[LoadProgress], None]
-OnStage = Callable[[str], None]
-
-
-def cache_folder(configured: str | None = None) -> Path:
-    """Where converted weights live: the setting, else $SPECFUSE_CACHE, else the user's cache folder."""
-    if chosen := configured or os.environ.get("SPECFUSE_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specfuse"
 
 
 def load_pretrained(
@@ -108,89 +89,6 @@ def _quantised(quantization: str, number_format: torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=number_format
     )
-
-
-def converted(gguf: Path, cache_dir: str | None, on_stage: OnStage) -> Path:
-    """Folder with the file's weights and tokenizer as safetensors, converted on first use.
-
-    Quantised weights are kept in bfloat16 (finer than their 4 to 8 bits), others in float32.
-    """
-    on_stage("hashing the file")
-    target = _conversion(gguf, cache_dir)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.is_dir():
-            on_stage("converting (once)")
-            _convert(gguf, target)
-    return target
-
-
-def known_conversion(gguf: Path, cache_dir: str | None) -> Path | None:
-    """The folder of a file that was converted before."""
-    target = _conversion(gguf, cache_dir)
-    return target if target.is_dir() else None
-
-
-def _conversion(gguf: Path, cache_dir: str | None) -> Path:
-    state = gguf.stat()
-    return cache_folder(cache_dir) / f"{gguf.stem}-{_digest(gguf, state.st_size, state.st_mtime_ns)}-{_FORMAT}"
-
-
-@cache
-def _digest(gguf: Path, size: int, changed: int) -> str:
-    """Of the file in this state: `size` and time of change only tell when it has to be read again."""
-    with gguf.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    logger.info("converting %s into %s", gguf, target)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16 if _is_quantised(gguf) else torch.float32,
-        )
-        model.save_pretrained(scratch)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _is_quantised(gguf: Path) -> bool:
-    from gguf import GGMLQuantizationType, GGUFReader
-
-    whole = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64}
-    return any(tensor.tensor_type not in whole for tensor in GGUFReader(gguf).tensors)
-
-
-def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
-    """The GGUF file that the configuration names, fetched from the hub if need be."""
-    path = Path(config.model).expanduser()
-    if config.gguf_file is None:
-        if path.suffix != ".gguf":
-            return None
-        if not path.is_file():
-            raise MemberLoadError(f"member {config.label!r}: there is no GGUF file {config.model}")
-        return path
-    if (path / config.gguf_file).is_file():
-        return path / config.gguf_file
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    if fetch:
-        return Path(hf_hub_download(config.model, config.gguf_file, revision=config.revision))
-    known = try_to_load_from_cache(config.model, config.gguf_file, revision=config.revision)
-    if not isinstance(known, str):
-        raise MemberLoadError(
-            f"member {config.label!r}: the configuration of a GGUF model is in its file, which is not here yet: "
-            f"hf download {config.model} {config.gguf_file}"
-        )
-    return Path(known)
 
 
 def prepared(model: Any, config: MemberConfig) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from specfuse_shared.config import SamplingParams
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.types import MemberReport, Message, Tool
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
-from specfuse_shared.loading.pretrained import OnStage, load_pretrained, prepared
+from specfuse_shared.loading.pretrained import load_pretrained, prepared
 from specfuse_shared.members.base import CacheUse, Draft, Question, Stage, Verdict
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.probe import probe
@@ -21,6 +22,7 @@ from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.sampler import Sampler, masked
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS, PromptEncoder
 from specfuse_shared.text.codec import Encoding, common_prefix, cut_candidate, whole_characters
 from specfuse_shared.text.constraint import MemberConstraint, token_vocabulary
@@ -126,7 +128,7 @@ class LocalSession:
         self._text = ""
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
-        grammar = params.answer_grammar()
+        grammar = params.grammar
         self._constraint = MemberConstraint(grammar, member.vocabulary, member.stop_ids) if grammar else None
         # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
         self._unread, self._shown = 0, 0

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import UnsupportedModelError
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, SequenceState, feed_together
@@ -25,6 +24,7 @@ from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.transfer import upload
+from specfuse_shared.sampling_params import SamplingParams
 
 _PIECE = 512
 NOT_FINITE = -1

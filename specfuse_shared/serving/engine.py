@@ -9,28 +9,39 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
-from specfuse_shared.config import EnsembleConfig, SamplingParams
+from specfuse_shared.config import EnsembleConfig, MemberConfig, as_config
 from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.planning import plan_ensemble, stated_context
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.scheduler import Deliver, Request, Scheduler
 from specfuse_shared.serving.tracing import AnswerSpan
-from specfuse_shared.types import MemberReport, Message
+from specfuse_shared.text.tool_calls import ToolUse
+from specfuse_shared.types import MemberReport, Message, Tool
 
 logger = logging.getLogger(__name__)
 
-Conversation = str | Sequence[Message]
+Conversation = str | Sequence[Message | Mapping[str, Any]]
+
+
+class CallOptions(TypedDict, total=False):
+    """What every answer takes besides its conversation and its `SamplingParams`."""
+
+    tools: Sequence[Tool | Mapping[str, Any]]
+    tool_choice: str
+    parallel_tool_calls: bool
+    timeout: float | None
 
 
 class EnsembleEngine:
@@ -38,11 +49,16 @@ class EnsembleEngine:
 
     Loads on first use, or at once with `load`. Every method may be called from any thread, and the `a…` ones from
     any event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the
-    memory. Everywhere, `timeout` is in seconds and ends the answer with `RequestTimeoutError`.
+    memory.
+
+    `config`: an `EnsembleConfig`, or its members and, as keywords, its settings. A conversation is one question, or
+    `Message`s, or OpenAI's dictionaries of messages. Every answer takes, as keywords, `tools`, `tool_choice` and
+    `parallel_tool_calls` (see `ToolUse`), and a `timeout` in seconds, counted from when the members are loaded, which
+    ends it with `RequestTimeoutError`.
     """
 
-    def __init__(self, config: EnsembleConfig) -> None:
-        self.config = config
+    def __init__(self, config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> None:
+        self.config = as_config(config, **settings)
         self._members: tuple[Member, ...] = ()
         self._scheduler: Scheduler | None = None
         self._metrics = Metrics()
@@ -52,7 +68,20 @@ class EnsembleEngine:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        """It cannot answer any more: it was closed, or it belongs to the process that this one was forked from."""
+        return self._closed or not self.is_of_this_process
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False after a fork, which neither threads nor device contexts survive."""
+        return self._process == os.getpid()
+
+    @property
+    def context_limit(self) -> int | None:
+        """Tokens that the smallest member's context holds; before they are loaded, as far as configurations say."""
+        if not self._members:
+            return stated_context(self.config)
+        return min((limit for m in self._members if (limit := m.context_limit)), default=None)
 
     def load(self, on_progress: OnProgress | None = None) -> Self:
         """Plan where the members go, then load each into its place; again, it does nothing.
@@ -87,16 +116,24 @@ class EnsembleEngine:
             reused_prompt_tokens=sum(use.reused_tokens for use in used),
         )
 
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text in the reference member, which counts `max_tokens` and usage; loads if need be."""
+        return self._reference().codec.encode(text)
+
+    def count_tokens(self, messages: Conversation, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> int:
+        """Tokens of a prompt in the reference member's chat template, `tools` included; loads if need be."""
+        return len(self._reference().encode_prompt(_conversation(messages), ToolUse(_as_tools(tools)).offered))
+
     # ── synchronous ──────────────────────────────────────────────────────────────────────────────
 
     def generate(
-        self, messages: Conversation, params: SamplingParams | None = None, *, timeout: float | None = None
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
         """Answer a conversation (or one question); the fold of `stream`."""
-        return _result(self.stream(messages, params, timeout=timeout))
+        return _result(self.stream(messages, params, **options))
 
     def stream(
-        self, messages: Conversation, params: SamplingParams | None = None, *, timeout: float | None = None
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> Iterator[Event]:
         """Answer a conversation as typed events; verified text arrives at once, in `SegmentEvent`.
 
@@ -105,7 +142,7 @@ class EnsembleEngine:
         forward pass and frees its caches.
         """
         items: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
-        request = self._submit(messages, params, timeout, items.put, wait=self.config.when_busy == "wait")
+        request = self._submit(messages, params, items.put, **options)
         return self._events(request, items)
 
     def generate_batch(
@@ -113,8 +150,8 @@ class EnsembleEngine:
         conversations: Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        timeout: float | None = None,
         return_exceptions: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[EnsembleResult | BaseException]:
         """Answer conversations at the same time; results in their order. One `params` for all, or one for each.
 
@@ -124,7 +161,7 @@ class EnsembleEngine:
         outcomes: list[Any] = []
         for conversation, own in zip(conversations, each, strict=True):
             try:
-                outcomes.append(self.stream(conversation, own, timeout=timeout))
+                outcomes.append(self.stream(conversation, own, **options))
             except SpecFuseError as error:
                 outcomes.append(error)
         for index, events in enumerate(outcomes):
@@ -141,10 +178,10 @@ class EnsembleEngine:
     # ── asynchronous ─────────────────────────────────────────────────────────────────────────────
 
     async def agenerate(
-        self, messages: Conversation, params: SamplingParams | None = None, *, timeout: float | None = None
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
         """`generate` without blocking the event loop; cancelling the task stops the answer."""
-        events = self.astream(messages, params, timeout=timeout)
+        events = self.astream(messages, params, **options)
         try:
             async for event in events:
                 if isinstance(event, FinishEvent):
@@ -154,7 +191,7 @@ class EnsembleEngine:
         raise AssertionError("a stream ends with a FinishEvent")
 
     async def astream(
-        self, messages: Conversation, params: SamplingParams | None = None, *, timeout: float | None = None
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncIterator[Event]:
         """`stream` without blocking the event loop; closing it or cancelling its task stops the answer."""
         loop, items = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
@@ -162,10 +199,9 @@ class EnsembleEngine:
         def deliver(item: Event | Exception) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-        wait = self.config.when_busy == "wait"
         # loading, encoding and a full queue may take long, so they run in a thread; a task that is cancelled
         # meanwhile cannot stop that thread, so what comes out of it is cancelled then
-        opening = asyncio.ensure_future(asyncio.to_thread(self._submit, messages, params, timeout, deliver, wait=wait))
+        opening = asyncio.ensure_future(asyncio.to_thread(self._submit, messages, params, deliver, **options))
         try:
             request = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -203,27 +239,35 @@ class EnsembleEngine:
         return f"EnsembleEngine({', '.join(self.config.names)}; {state})"
 
     def _submit(
-        self, messages: Conversation, params: SamplingParams | None, timeout: float | None, deliver: Deliver, wait: bool
+        self,
+        messages: Conversation,
+        params: SamplingParams | None,
+        deliver: Deliver,
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = False,
+        timeout: float | None = None,
     ) -> Request:
+        conversation, offered = _conversation(messages), ToolUse(_as_tools(tools), tool_choice, parallel_tool_calls)
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be a positive number of seconds, not {timeout!r}")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        conversation = [Message("user", messages)] if isinstance(messages, str) else list(messages)
         self.load()
+        deadline = None if timeout is None else time.monotonic() + timeout
         scheduler, members = self._scheduler, self._members
         if scheduler is None:
             self._check_open()
             raise EngineClosedError()
         settings = params or SamplingParams()
-        session = AnswerSession(self.config, members, conversation, settings)
+        session = AnswerSession(self.config, members, conversation, settings, offered)
         span = AnswerSpan(self.config.names, settings)
 
-        def tell(item: Event | Exception) -> None:
+        def observed(item: Event | Exception) -> None:
             span.observe(item)
             deliver(item)
 
-        request = Request(session, tell, deadline)
-        scheduler.submit(request, wait)
+        request = Request(session, observed, deadline)
+        scheduler.submit(request, wait=self.config.when_busy == "wait")
         return request
 
     def _events(self, request: Request, items: queue.SimpleQueue[Event | Exception]) -> Iterator[Event]:
@@ -253,11 +297,18 @@ class EnsembleEngine:
             yield LocalMember(config, cache_dir=folder, on_stage=tell, place=place, execution=execution)
             tell("ready")
 
+    def _reference(self) -> Member:
+        self.load()
+        return next(member for member in self._members if member.name == self.config.reference_name)
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError()
-        if self._process != os.getpid():
-            raise EngineClosedError("this engine belongs to the process that was forked: make a new one in this one")
+        if not self.is_of_this_process:
+            raise EngineClosedError(
+                "this engine belongs to the process that this one was forked from: make a new one here, or let "
+                "ChatSpecFuse, SpecFuseLLM or lease_engine find one (they do so by themselves)"
+            )
 
 
 class _Events(Iterator[Event]):
@@ -289,6 +340,16 @@ class _Events(Iterator[Event]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _conversation(messages: Conversation) -> list[Message]:
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    return [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
+
+
+def _as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
+    return [tool if isinstance(tool, Tool) else Tool.from_dict(tool) for tool in tools]
 
 
 def _result(events: Iterator[Event]) -> EnsembleResult:

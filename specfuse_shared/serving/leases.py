@@ -7,32 +7,45 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.serving.engine import EnsembleEngine
 
 
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """An engine of this process, and how many hold it."""
+
+    engine: EnsembleEngine
+    holders: int = 0
+
+
 class EngineLease:
     """A holder's share in an engine. When the last holder closes its own, the engine is closed.
 
-    A lease that is dropped without `close` gives its share back but leaves the engine loaded for whoever asks next.
+    A lease that is dropped without `close` gives its share back but leaves the engine loaded for whoever asks next,
+    or until `close_idle_engines`.
     """
 
-    def __init__(self, engine: EnsembleEngine) -> None:
+    def __init__(self, engine: EnsembleEngine, release: Callable[[bool], None]) -> None:
         self.engine = engine
-        self._open = True
+        self._give_back: Callable[[bool], None] | None = release
 
     def close(self) -> None:
         """Let go. Safe to call twice."""
-        if self._open:
-            self._open = False
-            _registry.release(self.engine, close=True)
+        self._release(close=True)
+
+    def _release(self, close: bool) -> None:
+        release, self._give_back = self._give_back, None
+        if release is not None:
+            release(close)
 
     def __del__(self) -> None:
-        if self._open:
-            self._open = False
-            _registry.release(self.engine, close=False)
+        self._release(close=False)
 
     def __enter__(self) -> Self:
         return self
@@ -47,29 +60,33 @@ class _Registry:
 
     def reset(self) -> None:
         self._lock = threading.RLock()  # a lease may be collected while another one is made
-        self._engines: list[EnsembleEngine] = []
-        self._holders: dict[int, int] = {}
+        self._shared: list[_Shared] = []
 
     def lease(self, config: EnsembleConfig) -> EngineLease:
         with self._lock:
-            self._engines = [engine for engine in self._engines if not engine.closed]
-            engine = next((engine for engine in self._engines if engine.config == config), None)
-            if engine is None:
-                engine = EnsembleEngine(config)
-                self._engines.append(engine)
-                self._holders[id(engine)] = 0
-            self._holders[id(engine)] += 1
-            return EngineLease(engine)
+            self._shared = [shared for shared in self._shared if not shared.engine.closed]
+            found = next((shared for shared in self._shared if shared.engine.config == config), None)
+            if found is None:
+                found = _Shared(EnsembleEngine(config))
+                self._shared.append(found)
+            found.holders += 1
+            return EngineLease(found.engine, partial(self.release, found))
 
-    def release(self, engine: EnsembleEngine, *, close: bool) -> None:
+    def release(self, shared: _Shared, close: bool) -> None:
         with self._lock:
-            left = max(0, self._holders.get(id(engine), 0) - 1)
-            self._holders[id(engine)] = left
-            if left or not close:
+            shared.holders -= 1
+            if shared not in self._shared or shared.holders or not close:
                 return
-            del self._holders[id(engine)]
-            self._engines = [known for known in self._engines if known is not engine]
-        engine.close()
+            self._shared.remove(shared)
+        shared.engine.close()
+
+    def close_idle(self) -> int:
+        with self._lock:
+            idle = [shared for shared in self._shared if not shared.holders]
+            self._shared = [shared for shared in self._shared if shared.holders]
+        for shared in idle:
+            shared.engine.close()
+        return len(idle)
 
 
 _registry = _Registry()
@@ -80,3 +97,11 @@ if hasattr(os, "register_at_fork"):
 def lease_engine(config: EnsembleConfig) -> EngineLease:
     """A share in this process's engine for a configuration; it loads on first use."""
     return _registry.lease(config)
+
+
+def close_idle_engines() -> int:
+    """Free the engines of this process that nobody holds, such as those of models that were dropped without `close`.
+
+    Gives how many were closed.
+    """
+    return _registry.close_idle()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.sampling_params import SamplingParams
 
 try:
     from opentelemetry import trace

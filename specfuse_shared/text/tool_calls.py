@@ -17,6 +17,7 @@ from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.text.grammar import Grammar, styled
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.types import Tool, ToolCall
+from specfuse_shared.validation import check, check_choice
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
@@ -39,19 +40,46 @@ def plain_description(functions: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(["You can use these tools:", *lines, CALL_SYNTAX])
 
 
-def offered_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
-    """The tools that a choice leaves: all of them, none, or the named one."""
-    if choice in ("auto", "any"):
-        return tuple(tools)
-    return tuple(tool for tool in tools if tool.name == choice)
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one call, and what the answer may do with them. Raises `ConfigError` for what cannot be done.
+
+    `choice`: "auto" (the ensemble decides), "any", "none" or a
+    tool's name. `parallel`: one answer may hold several calls.
+    """
+
+    tools: Sequence[Tool] = ()
+    choice: str = "auto"
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        tools = tuple(self.tools)
+        object.__setattr__(self, "tools", tools)
+        check(all(isinstance(t, Tool) for t in tools), "tools must hold Tool objects, or dictionaries of tools")
+        names = [tool.name for tool in tools]
+        check(len(set(names)) == len(names), f"tools holds two tools of one name: {names}")
+        check_choice("tool_choice", self.choice, ("auto", "none", *(["any"] if names else []), *names))
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the choice leaves: all of them, none, or the named one."""
+        if self.choice in ("auto", "any"):
+            return tuple(self.tools)
+        return tuple(tool for tool in self.tools if tool.name == self.choice)
+
+    def grammar(self, otherwise: Grammar | None) -> Grammar | None:
+        """What the whole answer must be: `otherwise`, or the calls that it may make instead of it.
+
+        Raises `GrammarError` for the schema of a tool that cannot be enforced.
+        """
+        return call_grammar(self.offered, self.choice, self.parallel, otherwise) if self.offered else otherwise
 
 
-def call_grammar(tools: Sequence[Tool], choice: str, parallel: bool, otherwise: Grammar | None) -> Grammar:
-    """Answers that call these tools. With "auto" they may also be text, or what `otherwise` describes.
+def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise: Grammar | None) -> Grammar:
+    """Answers that call tools. With the choice "auto" they may also be text, or what `otherwise` describes.
 
     `parallel`: several calls may follow one another. Raises `GrammarError` for a schema that cannot be enforced.
     """
-    offered = offered_tools(tools, choice)
     names = [f"call_{number}" for number in range(len(offered))]
     rules = [
         f"{name}: {_quoted(_head(tool))} %json {_schema(tool)} {_quoted(_TAIL)}"

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError
-from specfuse_shared.loading.pretrained import LoadProgress, cache_folder, converted
+from specfuse_shared.loading.gguf import cache_folder, converted
+from specfuse_shared.loading.pretrained import LoadProgress
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.probe import Attempt, _attempt, _small_windows, probe
 from specfuse_shared.runtime.attention import GROUPED

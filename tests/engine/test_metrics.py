@@ -19,8 +19,8 @@ from specfuse_shared import (
     RequestTimeoutError,
     SamplingParams,
     prometheus_collector,
-    telemetry,
 )
+from specfuse_shared.serving import tracing
 
 SECRET = "the vault code is 4711"
 
@@ -76,7 +76,7 @@ def test_prometheus_sees_the_same_numbers(engine: EnsembleEngine, results: list[
 def test_a_span_tells_of_an_answer_but_not_its_text(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry.trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(tracing.trace, "get_tracer", provider.get_tracer)
     result = engine.generate(f"Remember that {SECRET}", SamplingParams(max_tokens=20))
     with pytest.raises(RequestTimeoutError):
         engine.generate(f"Forget that {SECRET}", SamplingParams(max_tokens=300), timeout=0.001)

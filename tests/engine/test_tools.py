@@ -20,6 +20,7 @@ from specfuse_shared.text.tool_calls import (
     CallDelta,
     CallReader,
     TextDelta,
+    ToolUse,
     call_text,
     read_calls,
 )
@@ -44,8 +45,8 @@ def codec() -> Codec:
     return PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
 
 
-def accepts(codec: Codec, params: SamplingParams, text: str) -> bool:
-    grammar = params.answer_grammar()
+def accepts(codec: Codec, use: ToolUse, text: str, otherwise: Grammar | None = None) -> bool:
+    grammar = use.grammar(otherwise)
     assert grammar is not None
     return AnswerConstraint(grammar, codec, 10_000).accepts(text)
 
@@ -66,9 +67,9 @@ def accepts(codec: Codec, params: SamplingParams, text: str) -> bool:
 def test_the_choice_decides_what_an_answer_may_be(
     codec: Codec, choice: str, parallel: bool, accepted: list[str], refused: list[str]
 ) -> None:
-    params = SamplingParams(tools=[ADD, SAY], tool_choice=choice, parallel_tool_calls=parallel)
-    assert [text for text in accepted if not accepts(codec, params, text)] == []
-    assert [text for text in refused if accepts(codec, params, text)] == []
+    use = ToolUse([ADD, SAY], choice, parallel)
+    assert [text for text in accepted if not accepts(codec, use, text)] == []
+    assert [text for text in refused if accepts(codec, use, text)] == []
 
 
 @pytest.mark.parametrize(
@@ -82,33 +83,33 @@ def test_the_choice_decides_what_an_answer_may_be(
     ],
 )
 def test_calls_that_do_not_fit_their_tool_are_no_answers(codec: Codec, call: str) -> None:
-    assert not accepts(codec, SamplingParams(tools=[ADD, NOW]), call)
-    assert accepts(codec, SamplingParams(tools=[ADD, NOW]), call_text("now", {}))
+    assert not accepts(codec, ToolUse([ADD, NOW]), call)
+    assert accepts(codec, ToolUse([ADD, NOW]), call_text("now", {}))
 
 
 def test_with_a_grammar_an_answer_is_a_call_or_a_value(codec: Codec) -> None:
-    params = SamplingParams(tools=[ADD], grammar=Grammar.json_schema({"type": "array", "items": {"type": "integer"}}))
-    assert accepts(codec, params, "[1, 2]")
-    assert accepts(codec, params, ADDED)
-    assert not accepts(codec, params, "Hello.")
+    numbers = Grammar.json_schema({"type": "array", "items": {"type": "integer"}})
+    assert accepts(codec, ToolUse([ADD]), "[1, 2]", numbers)
+    assert accepts(codec, ToolUse([ADD]), ADDED, numbers)
+    assert not accepts(codec, ToolUse([ADD]), "Hello.", numbers)
 
 
 def test_no_tools_and_choice_none_leave_the_answer_free() -> None:
-    assert SamplingParams(tools=[ADD], tool_choice="none").answer_grammar() is None
-    assert SamplingParams(tools=[ADD], tool_choice="none").offered_tools == ()
+    assert ToolUse([ADD], "none").grammar(None) is None
+    assert ToolUse([ADD], "none").offered == ()
 
 
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: SamplingParams(tool_choice="any"), ConfigError, "tool_choice"),
-        (lambda: SamplingParams(tools=[ADD], tool_choice="ad"), ConfigError, "did you mean 'add'"),
-        (lambda: SamplingParams(tools=[ADD, ADD]), ConfigError, "two tools of one name"),
-        (lambda: SamplingParams(tools=[{"name": "add"}]), ConfigError, "Tool objects"),  # type: ignore[list-item]
+        (lambda: ToolUse(choice="any"), ConfigError, "tool_choice"),
+        (lambda: ToolUse([ADD], "ad"), ConfigError, "did you mean 'add'"),
+        (lambda: ToolUse([ADD, ADD]), ConfigError, "two tools of one name"),
+        (lambda: ToolUse([{"name": "add"}]), ConfigError, "Tool objects"),  # type: ignore[list-item]
         (lambda: Tool(" "), RequestError, "name"),
         (lambda: Tool("x", "", {"type": "string"}), RequestError, "object"),
         (
-            lambda: SamplingParams(tools=[Tool("x", "", {"properties": {"a": {"not": {}}}}, strict=True)]),
+            lambda: ToolUse([Tool("x", "", {"properties": {"a": {"not": {}}}}, strict=True)]).grammar(None),
             GrammarError,
             "not",
         ),
@@ -224,13 +225,13 @@ def test_earlier_calls_and_their_results_are_shown_as_the_answer_writes_them() -
 
 
 def test_a_forced_call_takes_its_arguments_from_the_question(exact_engine: EnsembleEngine) -> None:
-    params = SamplingParams(max_tokens=80, tools=[ADD, SAY], tool_choice="add", parallel_tool_calls=False)
-    text, calls = read_calls(exact_engine.generate("Use the tool to add a=17 and b=25.", params).text)
+    question, params = "Use the tool to add a=17 and b=25.", SamplingParams(max_tokens=80)
+    text, calls = read_calls(exact_engine.generate(question, params, tools=[ADD, SAY], tool_choice="add").text)
     assert (text, [(c.name, c.arguments) for c in calls]) == ("", [("add", {"a": 17, "b": 25})])
 
 
 def test_without_a_fitting_tool_the_ensemble_answers_in_text(exact_engine: EnsembleEngine) -> None:
-    params = SamplingParams(max_tokens=12, tools=[NOW])
-    text, calls = read_calls(exact_engine.generate("Write one sentence about the sea.", params).text)
+    result = exact_engine.generate("Write one sentence about the sea.", SamplingParams(max_tokens=12), tools=[NOW])
+    text, calls = read_calls(result.text)
     assert text.strip()
     assert calls == ()

@@ -1,29 +1,37 @@
-"""What both framework adapters share: the settings of an ensemble, its engine, and records as plain JSON.
-
-Needs pydantic, which both frameworks bring along. The engine never imports this module.
-"""
+"""The settings of a model over an ensemble, and the engine behind it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr, model_validator
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
-from specfuse_shared.errors import ConfigError
-from specfuse_shared.events import SegmentEvent
+from specfuse_shared.adapters.records import Detail, plain, plain_config
+from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.errors import ConfigError, MemberFailedWarning
+from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.loading.demo import demo_members
-from specfuse_shared.members.base import Member
-from specfuse_shared.results import EnsembleResult
+from specfuse_shared.loading.planning import stated_context
+from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.leases import EngineLease, lease_engine
-from specfuse_shared.types import Candidate, RoundRecord, Usage
+from specfuse_shared.validation import unknown_setting
 
 Members = Literal["demo"] | Sequence[str | MemberConfig] | None
 OnSegment = Callable[[SegmentEvent], None]
+
+TRANSPORT_OPTIONS = frozenset(
+    {
+        *("extra_body", "extra_headers", "extra_query", "metadata", "prompt_cache_key", "safety_identifier"),
+        *("service_tier", "store", "stream_options", "user"),
+    }
+)
+"""What components pass for a provider's HTTP client: accepted with a call, and without effect."""
 
 _SAMPLING = SamplingParams()
 _SOURCES = 'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); or engine='
@@ -40,7 +48,7 @@ class EnsembleSettings(BaseModel):
     members: Annotated[
         Members,
         PlainValidator(lambda value: _as_members(value)),
-        PlainSerializer(lambda value: _plain(value)),
+        PlainSerializer(lambda value: plain(value)),
     ] = None
     """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
     config: Annotated[
@@ -67,10 +75,29 @@ class EnsembleSettings(BaseModel):
     """The same seed gives the same answer."""
     stop: str | list[str] | None = None
     """Strings that end the answer and never appear in it."""
+    logprobs: bool = _SAMPLING.logprobs
+    """Report log p of every token of the answer, as the reference member sees it."""
+    max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
+    """Longest thoughts of a member that thinks, in its own tokens."""
+    parallel_tool_calls: bool = False
+    """One answer may call several tools. Off, since small models repeat a call where they might."""
+    timeout: float | None = None
+    """Seconds after which an answer ends with `RequestTimeoutError`; loading the members does not count."""
+    ledger: Detail = "summary"
+    """How much of the record of an answer goes with it: "summary", "full" (every round) or "none"."""
     on_segment: OnSegment | None = Field(default=None, exclude=True, repr=False)
     """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 
     _leases: list[EngineLease] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        known = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
+        for name in values if isinstance(values, Mapping) else ():
+            if name not in known:
+                raise unknown_setting(cls.__name__, str(name), sorted(known))
+        return values
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -92,19 +119,25 @@ class EnsembleSettings(BaseModel):
         return self._engine_for(self._ensemble())
 
     def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:
-        """The engine given, where it has this configuration, else the one that this process shares."""
-        if self.engine is not None and self.engine.config == config:
+        """The engine given, where it has this configuration, else the one that this process shares.
+
+        An engine that was made before this process was forked cannot answer here, so that this one gets its own.
+        """
+        if self.engine is not None and self.engine.config == config and self.engine.is_of_this_process:
             return self.engine
-        held = next((lease for lease in self._leases if lease.engine.config == config), None)
-        if held is None or held.engine.closed:
-            self._leases = [lease for lease in self._leases if lease is not held]
+        held = self._held(config)
+        if held is None:
+            self._leases = [lease for lease in self._leases if not lease.engine.closed]
             self._leases.append(held := lease_engine(config))
         return held.engine
 
-    def _reference_member(self) -> Member:
-        """The member whose tokens are counted; loads the engine on first use."""
-        engine = self._resolve_engine().load()
-        return next(m for m in engine._members if m.name == engine.config.reference_name)
+    def _held(self, config: EnsembleConfig) -> EngineLease | None:
+        return next((held for held in self._leases if held.engine.config == config and not held.engine.closed), None)
+
+    def load(self, on_progress: OnProgress | None = None) -> Self:
+        """Load the members now rather than with the first answer; again, it does nothing. Raises `MemberLoadError`."""
+        self._resolve_engine().load(on_progress)
+        return self
 
     def close(self) -> None:
         """Let go of the shared engine; the last model that does frees its memory. An `engine` given stays open."""
@@ -112,9 +145,23 @@ class EnsembleSettings(BaseModel):
             lease.close()
         self._leases = []
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _observe(self, event: Event) -> None:
+        """Tell `on_segment` of a segment, and Python's warnings of a member that failed."""
+        if isinstance(event, SegmentEvent) and self.on_segment is not None:
+            self.on_segment(event)
+        if isinstance(event, WarningEvent):
+            warnings.warn(event.message, MemberFailedWarning, stacklevel=2)
+
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
-        return SamplingParams.from_dict({**self._settings(), **{k: v for k, v in overrides.items() if v is not None}})
+        given = {k: v for k, v in overrides.items() if v is not None and k not in TRANSPORT_OPTIONS}
+        return SamplingParams.from_dict({**self._settings(), **given})
 
     def _settings(self) -> dict[str, Any]:
         """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
@@ -123,17 +170,17 @@ class EnsembleSettings(BaseModel):
     def _identity(self) -> dict[str, Any]:
         """Everything that decides an answer besides the messages, as plain JSON."""
         sampling = {**self._settings(), "stop": list(self._sampling({}).stops)}
-        return {"ensemble": self._plain_ensemble(self._ensemble()), "sampling": _plain(sampling)}
+        return {"ensemble": self._plain_ensemble(self._ensemble()), "sampling": plain(sampling)}
 
     @staticmethod
     def _plain_ensemble(config: EnsembleConfig) -> dict[str, Any]:
         return plain_config(config, changed=False)
 
     def _context_limit(self) -> int | None:
-        """Of the smallest member; before the engine is loaded, only what the configuration says."""
-        loaded = self._resolve_engine()._members
-        stated = [m.context_limit for m in loaded] or [m.max_context for m in self._ensemble().member_configs]
-        return min((limit for limit in stated if limit), default=None)
+        """Of the smallest member; before the members are loaded, as far as configurations on this machine say."""
+        config = self._ensemble()
+        held = self.engine or ((lease := self._held(config)) and lease.engine)
+        return held.context_limit if held else stated_context(config)
 
     def _model_name(self) -> str:
         return "demo" if self.members == "demo" else "+".join(self._ensemble().names)
@@ -165,71 +212,6 @@ def config_of(ensemble: Members | EnsembleConfig) -> EnsembleConfig:
 @cache
 def _demo_config() -> EnsembleConfig:
     return EnsembleConfig(demo_members())
-
-
-# ── records as plain JSON ────────────────────────────────────────────────────────────────────────
-
-
-def segment_record(event: SegmentEvent) -> dict[str, Any]:
-    """Who wrote a segment and how it was judged. `start`/`end` are its character offsets in the answer.
-
-    No key is named `index`: LangChain would merge list items by it. Text that was only held back, and is
-    released at the end, has no round of its own: its `round` and `member` are None.
-    """
-    place = {"start": event.start, "end": event.end}
-    record = event.record
-    if record is None:
-        return {"round": None, "member": None, "scores": {}, "weights": {}, "tokens": 0, **place}
-    won = _winner(record)
-    return {
-        "round": record.index,
-        "member": record.winner,
-        "scores": dict(won.scores),
-        "weights": dict(record.weights),
-        "tokens": won.tokens,
-        **place,
-    }
-
-
-def candidate_records(event: SegmentEvent) -> list[dict[str, Any]]:
-    """All candidates of a segment's round, the winner among them."""
-    return [{**asdict(c), "drafters": list(c.drafters)} for c in (event.record.candidates if event.record else ())]
-
-
-def usage_record(usage: Usage) -> dict[str, int]:
-    """Token counts of the reference member."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-    }
-
-
-def ledger(result: EnsembleResult) -> dict[str, Any]:
-    """The whole result but its text, with each member's part in it, as plain JSON: lists, no tuples."""
-    told = {key: value for key, value in result.to_dict().items() if key != "text"}
-    plain: dict[str, Any] = _plain({**told, "summary": [asdict(member) for member in result.summary()]})
-    return plain
-
-
-def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:
-    """The settings (those that differ from their defaults) as plain JSON; a policy object appears as its repr."""
-    chosen = [f.name for f in fields(config) if not changed or getattr(config, f.name) != f.default]
-    return {name: _plain(getattr(config, name), changed) for name in chosen}
-
-
-def _plain(value: Any, changed: bool = True) -> Any:
-    if isinstance(value, MemberConfig):
-        return plain_config(value, changed=changed)
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v, changed) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(v, changed) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
-
-
-def _winner(record: RoundRecord) -> Candidate:
-    return next(c for c in record.candidates if record.winner in c.drafters)
 
 
 def _as_members(value: Any) -> Members:

@@ -1,0 +1,36 @@
+"""What both framework adapters share: the settings of a model over an ensemble, and records as plain JSON.
+
+Needs pydantic, which both frameworks bring along. The engine never imports this package.
+"""
+
+from specfuse_shared.adapters.records import (
+    Detail,
+    candidate_records,
+    finish_reason,
+    ledger,
+    openai_logprobs,
+    plain_config,
+    segment_record,
+    usage_record,
+)
+from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, EnsembleSettings, Members, OnSegment, config_of
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
+
+__all__ = [
+    "TRANSPORT_OPTIONS",
+    "CallDelta",
+    "CallReader",
+    "Detail",
+    "EnsembleSettings",
+    "Members",
+    "OnSegment",
+    "TextDelta",
+    "candidate_records",
+    "config_of",
+    "finish_reason",
+    "ledger",
+    "openai_logprobs",
+    "plain_config",
+    "segment_record",
+    "usage_record",
+]

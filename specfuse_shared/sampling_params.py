@@ -1,0 +1,73 @@
+"""What a user may set for one answer. Frozen, validated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.validation import Settings, check
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Settings):
+    """How one answer is drafted, and when it ends."""
+
+    max_tokens: int = 256
+    """Longest answer, in tokens of the reference member; thoughts do not count."""
+    temperature: float = 0.0
+    """0 is greedy; then `top_p`, `top_k`, `min_p` and `seed` change nothing."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that hold this much probability."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 is all."""
+    min_p: float = 0.0
+    """Leave out tokens less probable than this share of the most probable one."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that stand in the prompt or the answer become less probable."""
+    seed: int | None = None
+    """The same seed gives the same answer; without one, a sampled request picks its own and reports it."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the answer and never appear in it."""
+    grammar: Grammar | None = None
+    """What the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was left. With
+    tools, an answer is calls or a value."""
+    logprobs: bool = False
+    """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
+    max_thinking_tokens: int = 1024
+    """Longest thoughts of a member that thinks (`MemberConfig.thinking`), in its own tokens."""
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stops)
+        check(
+            all(isinstance(s, str) and s for s in stops),
+            "SamplingParams.stop must hold non-empty strings",
+        )
+        for name, low, high in (
+            ("max_tokens", 1, math.inf),
+            ("temperature", 0, 100),
+            ("top_p", 1e-6, 1),
+            ("top_k", 0, math.inf),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 1e-3, 100),
+            ("max_thinking_tokens", 1, math.inf),
+        ):
+            value = getattr(self, name)
+            check(
+                isinstance(value, (int, float)) and low <= value <= high,
+                f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
+            )
+        check(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0

@@ -1,0 +1,53 @@
+"""Errors survive pickling: pools of processes wait for ever for a result that cannot be read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from specfuse_shared import errors
+from specfuse_shared.errors import SpecFuseError
+
+MADE = [
+    errors.MissingExtraError("Grammars", "grammar"),
+    errors.PromptTooLongError("gemma", 100, 120, 5),
+    errors.GenerationError("it failed", member="gemma", text="so far"),
+    errors.UnfinishedValueError("no room", member=None, text='{"a'),
+    errors.RequestTimeoutError.of("so far"),
+    errors.EngineClosedError(text="so far"),
+]
+
+
+def tree(kind: type[SpecFuseError] = SpecFuseError) -> Iterator[type[SpecFuseError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from tree(below)
+
+
+def every_error() -> list[SpecFuseError]:
+    own = [kind for kind in tree() if kind.__module__ == errors.__name__]
+    made = {type(error) for error in MADE}
+    return [*MADE, *(kind("what was wrong") for kind in own if kind not in made)]
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
+def test_every_error_comes_back_from_a_pickle_as_it_was(error: SpecFuseError) -> None:
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
+
+
+def refuse(number: int) -> int:
+    raise errors.PromptTooLongError("gemma", 100, 100 + number, 5)
+
+
+def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
+    with (
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+        pytest.raises(errors.PromptTooLongError, match="107") as caught,
+    ):
+        pool.map(refuse, [7])
+    assert (caught.value.member, caught.value.limit, caught.value.count) == ("gemma", 100, 107)
