@@ -26,7 +26,7 @@ from specfuse_shared.errors import (
     UnfinishedValueError,
     UnsupportedModelError,
 )
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.policies import (
     AggregatePolicy,
     ExitDecision,
@@ -115,6 +115,7 @@ __all__ = [
     "SegmentEvent",
     "SpecFuseError",
     "StartEvent",
+    "ThinkingEvent",
     "TokenLogprob",
     "Tool",
     "ToolCall",

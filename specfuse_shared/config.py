@@ -70,9 +70,10 @@ class MemberConfig(Settings):
     `model`: hub id, local folder, or GGUF file (a path, or a file inside a hub repository or folder with
     `gguf_file`). `weight`: relative voting weight at the start of each answer. `chat_template`: Jinja source that
     replaces the tokenizer's own; a base model without one gets `specfuse_shared.text.chat_template.PLAIN_TEMPLATE`.
-    `template_options` reach the template (`enable_thinking` is False unless set). `stop_token_ids` are added to
-    those of the model's configuration. `max_context` lowers the model's context limit. `adapter`: hub id or folder of
-    a PEFT adapter, merged into the weights. Remote code and pickled weights are refused unless allowed here.
+    `template_options` reach the template (`enable_thinking` is what `thinking` says). `thinking`: the member thinks
+    before it answers, in private, between the markers of its template or the two that are given. `stop_token_ids` are
+    added to those of the model's configuration. `max_context` lowers the model's context limit. `adapter`: hub id or
+    folder of a PEFT adapter, merged into the weights. Remote code and pickled weights are refused unless allowed here.
 
     `device`: "auto" (where there is room), a kind ("cuda") or a device ("cuda:1"). `dtype` "auto": half precision as
     the device has it; a processor keeps float32. `quantization`: "8bit" | "4bit" of the weights when they are loaded,
@@ -92,6 +93,7 @@ class MemberConfig(Settings):
     weight: float = 1.0
     chat_template: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | Sequence[str] = False
     stop_token_ids: tuple[int, ...] = ()
     max_context: int | None = None
     attn_implementation: str | None = None
@@ -119,7 +121,15 @@ class MemberConfig(Settings):
             self.max_context is None or self.max_context > 0,
             f"MemberConfig.max_context must be positive, not {self.max_context!r}",
         )
-        options = {"enable_thinking": False, **self.template_options}
+        thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
+        if not isinstance(thinking, bool):
+            thinking = tuple(thinking)
+            check(
+                len(thinking) == 2 and all(isinstance(marker, str) and marker for marker in thinking),
+                f"MemberConfig.thinking must be True, False or the two markers around thoughts, not {thinking!r}",
+            )
+        object.__setattr__(self, "thinking", thinking)
+        options = {**self.template_options, "enable_thinking": bool(thinking)}
         object.__setattr__(self, "template_options", MappingProxyType(options))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 

@@ -1,4 +1,4 @@
-"""The typed events of one answer: StartEvent, then SegmentEvent, ExitEvent and WarningEvent, then FinishEvent."""
+"""The typed events of one answer: start, thoughts, then segments, exits and warnings, then the finish."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ class StartEvent:
 
     members: tuple[str, ...]
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingEvent:
+    """A member's thoughts go on, before the answer begins; they are its own and no part of the answer."""
+
+    member: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +62,4 @@ class FinishEvent:
     result: EnsembleResult
 
 
-Event = StartEvent | SegmentEvent | ExitEvent | WarningEvent | FinishEvent
+Event = StartEvent | ThinkingEvent | SegmentEvent | ExitEvent | WarningEvent | FinishEvent

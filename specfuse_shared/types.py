@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from specfuse_shared.errors import RequestError
 
 Role = Literal["system", "user", "assistant", "tool"]
-StageName = Literal["prefill", "draft", "verify", "commit"]
+StageName = Literal["prefill", "think", "draft", "verify", "commit", "score"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 _OPENAI_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 
@@ -149,13 +149,14 @@ class MemberUsage:
 
     `prompt`: prompt length. `drafted`: tokens it sampled. `fed`: tokens that went through the model after the
     prompt (drafts, verifications, re-encodings). `answer`: length of the answer in its own
-    tokens.
+    tokens; `thinking`: of its thoughts before.
     """
 
     prompt: int
     drafted: int
     fed: int
     answer: int
+    thinking: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,9 @@ class Participants:
         }
         self.active = [member.name for member in members]
         self.reference = self.sides[config.reference_name]
+        self._params = params
+        self._scorer: MemberSession | None = None
+        self._reference_prompt = prompts[config.names.index(config.reference_name)]
         self._exits: list[MemberExit] = []
 
     def __getitem__(self, name: str) -> Participant:
@@ -105,25 +108,42 @@ class Participants:
         exits, self._exits = self._exits, []
         return exits
 
+    def reopen_reference(self) -> MemberSession:
+        """A new session of the reference member behind the same prompt; the answer's own must be released."""
+        self._scorer = self.reference.member.open(self._reference_prompt, self._params, 0)
+        return self._scorer
+
     def release(self, remember: bool) -> None:
         """Free every cache. Safe to call twice."""
         for side in self.sides.values():
             side.session.release(remember=remember)
+        if self._scorer is not None:
+            self._scorer.release()
 
     def usage(self, text: str) -> Usage:
         """What each member read, drafted and was fed for the answer `text`."""
 
         def usage(side: Participant) -> MemberUsage:
             answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
-            return MemberUsage(side.session.prompt_tokens, side.drafted, side.session.fed, answer)
+            return MemberUsage(
+                side.session.prompt_tokens, side.drafted, side.session.fed, answer, side.session.thinking_tokens
+            )
 
         members = {name: usage(side) for name, side in self.sides.items()}
         reference = self.reference.member.name
         return Usage(self.reference.session.prompt_tokens, members[reference].answer, reference, members)
 
+    def thinking_room(self, name: str, most: int) -> int:
+        """Tokens that a member's thoughts may have, `most` where its context holds them."""
+        side = self.sides[name]
+        limit = side.member.context_limit
+        if limit is None:
+            return most
+        return max(1, min(most, limit - side.session.prompt_tokens - 2 * self._room(len(self.active))))
+
     def _is_full(self, side: Participant) -> bool:
         limit = side.member.context_limit
-        used = side.session.prompt_tokens + side.session.answer_tokens
+        used = side.session.prompt_tokens + side.session.thinking_tokens + side.session.answer_tokens
         return limit is not None and used + self._room(len(self.active)) > limit
 
     def _room(self, members: int) -> int:

@@ -17,17 +17,27 @@ from typing import Any
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError, UnfinishedValueError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, WarningEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.base import Draft, Member, Question, Stage, Verdict
+from specfuse_shared.members.base import Draft, Member, Question, Stage, Thought, Verdict
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.constraint import AnswerConstraint
 from specfuse_shared.text.stops import StopMatch
 from specfuse_shared.text.tool_calls import ToolUse
-from specfuse_shared.types import Candidate, FinishReason, Message, RoundRecord, RoundTiming, StageName
+from specfuse_shared.types import (
+    Candidate,
+    FinishReason,
+    MemberFault,
+    Message,
+    RoundRecord,
+    RoundTiming,
+    StageName,
+    TokenLogprob,
+    Usage,
+)
 
 Jobs = Mapping[str, Stage]
 """Stages to run, by member."""
@@ -67,6 +77,8 @@ class DistinctCandidate:
         return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
 
 
+_THINKING_PIECE = 16
+"""Tokens of thoughts between two events."""
 _SEED_BITS = 32
 """Of the seed of a sampled request that named none."""
 
@@ -98,6 +110,9 @@ class AnswerSession:
         self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
         self._rounds: list[RoundRecord] = []
         self._verified_rounds = 0
+        self._thoughts: dict[str, str] = {}
+        self._warnings: list[MemberFault] = []
+        self._ended: tuple[FinishReason, StopMatch | None] | None = None
         self._began, self._prefilled = time.monotonic(), 0.0
         self.events: deque[Event] = deque()
         self.finished = False
@@ -115,13 +130,18 @@ class AnswerSession:
     def max_tokens(self) -> int:
         return self._params.max_tokens
 
+    @property
+    def max_thinking_tokens(self) -> int:
+        return self._params.max_thinking_tokens
+
     def run(self) -> Work:
         """Yields jobs, is sent their outcomes; ends when the answer does. Raises `GenerationError`."""
         self._began = time.monotonic()
         yield from self._all("prefill", {name: self.participants[name].session.prefill() for name in self._active})
         self._prefilled = time.monotonic() - self._began
         self.events.append(StartEvent(tuple(self._active), self.participants.reference.session.prompt_tokens))
-        while not self.finished:
+        yield from self._think()
+        while self._ended is None:
             self.participants.drop_full(self._next)
             self.events.extend(map(ExitEvent, self.participants.exits))
             if not self._active:
@@ -130,6 +150,7 @@ class AnswerSession:
                 yield from self._round_alone()
             else:
                 yield from self._round()
+        yield from self._close(*self._ended)
 
     def release(self) -> None:
         """Free every cache. Safe to call twice."""
@@ -143,6 +164,19 @@ class AnswerSession:
     def _next(self) -> int:
         """Number of the round that runs now, or would run next."""
         return len(self._rounds) + 1
+
+    def _think(self) -> Work:
+        """Members that think do so at the same time, each for itself; the answer begins when all are done."""
+        thinking = {n: self.participants.thinking_room(n, self.max_thinking_tokens) for n in self._active}
+        thinking = {n: most for n, most in thinking.items() if self.participants[n].member.thinks}
+        while thinking:
+            jobs = {n: self.participants[n].session.think(_THINKING_PIECE, most) for n, most in thinking.items()}
+            thoughts: dict[str, Thought] = yield from self._all("think", jobs)
+            for name, thought in thoughts.items():
+                self._thoughts[name] = self._thoughts.get(name, "") + thought.text
+                if thought.text:
+                    self.events.append(ThinkingEvent(name, thought.text))
+            thinking = {n: most for n, most in thinking.items() if n in thoughts and not thoughts[n].ended}
 
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
@@ -310,22 +344,52 @@ class AnswerSession:
         last = self._answer.finish(segment, stop, record)
         if last is not None:
             self.events.append(last)
-        self.finished = True
-        self.events.append(FinishEvent(self._result(reason, stop.stop if stop else None)))
-        self.release()
+        self._ended = reason, stop
 
-    def _result(self, reason: FinishReason, stop: str | None) -> EnsembleResult:
+    def _close(self, reason: FinishReason, stop: StopMatch | None) -> Work:
+        """Free the caches, and let the last event tell the whole result."""
+        usage, self.finished = self.participants.usage(self.text), True
+        self.release()
+        logprobs = (yield from self._score_answer()) if self._params.logprobs else None
+        self.events.append(FinishEvent(self._result(reason, stop.stop if stop else None, usage, logprobs)))
+
+    def _score_answer(self) -> Generator[Jobs, Outcomes, tuple[TokenLogprob, ...] | None]:
+        """Log p of the answer's tokens by the reference member, which reads the answer once more, as a whole.
+
+        So they are those of the final text, whoever wrote it, wherever it was cut and whether or not that member
+        stayed to the end. None if the member fails.
+        """
+        member, session = self.participants.reference.member, self.participants.reopen_reference()
+        name, pieces = member.name, member.codec.pieces(self.text)
+        for stage in (session.prefill(), session.verify([Question(self.text, False)])):
+            outcome = (yield {name: stage})[name]
+            if isinstance(outcome, Exception):
+                self._warn(name, "score", f"member {name!r} could not score the answer: {outcome}")
+                return None
+        session.release()
+        [verdict] = outcome
+        return tuple(
+            TokenLogprob(piece.decode("utf-8", "replace"), logprob, tuple(piece))
+            for piece, logprob in zip(pieces, verdict.logprobs, strict=True)
+        )
+
+    def _result(
+        self, reason: FinishReason, stop: str | None, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None
+    ) -> EnsembleResult:
         return EnsembleResult(
             text=self.text,
             finish_reason=reason,
             stop_sequence=stop,
-            usage=self.participants.usage(self.text),
+            usage=usage,
             rounds=tuple(self._rounds),
             members=tuple(self.participants.sides),
             seed=self.seed,
             prefill_seconds=self._prefilled,
             first_segment_seconds=self._answer.first_seconds,
             total_seconds=time.monotonic() - self._began,
+            logprobs=logprobs,
+            thinking=dict(self._thoughts),
+            warnings=tuple(self._warnings),
         )
 
     # ── who takes part ───────────────────────────────────────────────────────────────────────────
@@ -348,4 +412,8 @@ class AnswerSession:
             text = f"{message.replace(' and left the answer', '')} (no member is left)"
             raise GenerationError(text, member=name, text=self.text) from error
         self.participants.drop([name], self._next, "fault")
+        self._warn(name, stage, message)
+
+    def _warn(self, name: str, stage: StageName, message: str) -> None:
+        self._warnings.append(MemberFault(name, stage, message))
         self.events.append(WarningEvent(name, stage, message))

@@ -33,6 +33,14 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of a member's thoughts; `ended`: they are over, and the answer may begin."""
+
+    text: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """A candidate put to a verifier: its text, and whether an end of turn follows."""
 
@@ -68,12 +76,21 @@ class MemberSession(Protocol):
         ...
 
     @property
+    def thinking_tokens(self) -> int:
+        """Tokens of its own thoughts, which stand between its prompt and the answer."""
+        ...
+
+    @property
     def fed(self) -> int:
         """Tokens that went through the model after the prompt."""
         ...
 
     def prefill(self) -> Stage:
         """Read the prompt; called once, first."""
+        ...
+
+    def think(self, limit: int, most: int) -> Stage:
+        """Think up to `limit` more tokens, `most` in all, before the answer begins → `Thought`."""
         ...
 
     def draft(self, limit: int, round_index: int) -> Stage:
@@ -100,7 +117,7 @@ class MemberSession(Protocol):
 class Member(Protocol):
     """A loaded model that can take part in answers. Safe to use for several answers in turn.
 
-    `devices`: where it computes, with the share of its caches that each holds.
+    `devices`: where it computes, with the share of its caches that each holds. `thinks`: before it answers.
     """
 
     name: str
@@ -108,6 +125,7 @@ class Member(Protocol):
     devices: Mapping[str, float]
     codec: Codec
     context_limit: int | None
+    thinks: bool
     bytes_per_token: int
     vocabulary_size: int
 

@@ -14,7 +14,7 @@ from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import load_pretrained, prepared
-from specfuse_shared.members.base import CacheUse, Draft, Question, Stage, Verdict
+from specfuse_shared.members.base import CacheUse, Draft, Question, Stage, Thought, Verdict
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.probe import probe
 from specfuse_shared.members.sequence import PREFILL_CHUNK, DraftRequest, ForwardRequest, LogprobRequest
@@ -58,8 +58,10 @@ class LocalMember:
             place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         self.devices = place.caches
-        self.prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name)
-        self.codec = self.prompts.codec
+        self.prompts = PromptEncoder(
+            tokenizer, config.chat_template, config.template_options, self.name, config.thinking
+        )
+        self.codec, self.thinks = self.prompts.codec, self.prompts.thinks
         on_stage("checking parity")
         way = probe(model, self.name, execution)
         self.runner = way.runner(model)
@@ -130,6 +132,7 @@ class LocalSession:
         self._turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
         grammar = params.grammar
         self._constraint = MemberConstraint(grammar, member.vocabulary, member.stop_ids) if grammar else None
+        # thinking: how much of the thoughts is given out
         # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
         self._unread, self._shown = 0, 0
 
@@ -147,14 +150,35 @@ class LocalSession:
         while self.context.prompt_remaining:
             yield ForwardRequest(self.context, prompt=min(self.context.prompt_remaining, PREFILL_CHUNK))
 
+    @property
+    def thinking_tokens(self) -> int:
+        return max(0, len(self.context.prompt) - self.prompt_tokens)
+
+    def think(self, limit: int, most: int) -> Stage:
+        prompts, known = self._member.prompts, len(self.context.answer)
+        self._sampler.start(-1 - known)
+        ids, ended = yield from self._decode([], min(limit, most - known), None, constraint=None)
+        ids = [*self.context.answer, *ids]
+        text, end = prompts.thoughts(ids)
+        ended = ended or end is not None or len(ids) >= most
+        ids = ids[:end] + (prompts.thoughts_closing() if ended else [])
+        base = known if end is None else min(end, known)
+        branch = Branch(base, tuple(ids[base:]))
+        yield ForwardRequest(self.context, (branch,))
+        self.context.commit(branch)
+        if ended:
+            self.context.begin_answer()
+        fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
+        return Thought(fresh, ended)
+
     def draft(self, limit: int, round_index: int) -> Stage:
         self._sampler.start(round_index)
         if self._constraint is not None:
             self._constraint.start()
-        ids, ended = yield from self._decode([], limit, self._member.banned_token_ids)
+        ids, ended = yield from self._decode([], limit, self._member.banned_token_ids, self._constraint)
         text = self._codec.text_after(self.context.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
-            ids, ended = yield from self._decode(ids, 1, self._member.banned_token_ids)
+            ids, ended = yield from self._decode(ids, 1, self._member.banned_token_ids, self._constraint)
             text = self._codec.text_after(self.context.answer, ids)
         text, turn_over = self._cut_turn(text)
         if ended or turn_over:
@@ -184,7 +208,7 @@ class LocalSession:
 
     def draft_alone(self, limit: int, round_index: int) -> Stage:
         self._sampler.start(round_index)
-        ids, ended = yield from self._decode([], limit, None)
+        ids, ended = yield from self._decode([], limit, None, self._constraint)
         read = self.context.answer[: len(self.context.answer) - self._unread]
         pending = [*self.context.answer[len(read) :], *ids]
         text = self._codec.text_after(read, pending)
@@ -205,10 +229,10 @@ class LocalSession:
         self.context.release(remember)
 
     def _decode(
-        self, ids: list[int], count: int, blocked: torch.Tensor | None
+        self, ids: list[int], count: int, blocked: torch.Tensor | None, constraint: MemberConstraint | None
     ) -> Generator[ForwardRequest, None, tuple[list[int], bool]]:
         """Sample `count` more tokens behind the committed answer and `ids`; True if the turn ended."""
-        base, ids, constraint = len(self.context.answer), list(ids), self._constraint
+        base, ids = len(self.context.answer), list(ids)
         if constraint is None and self.context.drafts_ahead:
             draft = DraftRequest(Branch(base, tuple(ids)), count, self._sampler, blocked)
             yield ForwardRequest(self.context, (draft.branch,))
@@ -223,7 +247,7 @@ class LocalSession:
             logits = self.context.logits(branch)
             if constraint is not None:
                 logits = masked(logits, constraint.allowed())
-            token = self._sampler.pick(logits, (*self._prompt, *self.context.answer, *ids), blocked)
+            token = self._sampler.pick(logits, (*self.context.prompt, *self.context.answer, *ids), blocked)
             if token in self._member.stop_ids:
                 return ids, True
             if constraint is not None:

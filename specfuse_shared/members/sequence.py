@@ -145,6 +145,10 @@ class SequenceState(ABC):
         self._end = end
         self._forget_tree()
 
+    def begin_answer(self) -> None:
+        """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
+        self.prompt, self.answer = self.prompt + self.answer, ()
+
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> None:
         """Take a prompt; what is known of it from earlier answers needs no reading."""

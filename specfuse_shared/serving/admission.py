@@ -43,6 +43,7 @@ class Budget:
         drafted = self._config.longest_segment * len(self._members)
         for member in self._members:
             slots = session.participants.prompt_tokens[member.name] + session.max_tokens + drafted
+            slots += session.max_thinking_tokens if member.thinks else 0
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
             for device, share in member.devices.items():

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from specfuse_shared.errors import MemberLoadError, RequestError
-from specfuse_shared.text.codec import Codec
+from specfuse_shared.text.codec import Codec, whole_characters
+from specfuse_shared.text.stops import partial_stop
+from specfuse_shared.text.thinking import end_of_thoughts, find_markers
 from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, call_text, plain_description
 from specfuse_shared.types import Message, Tool
 
@@ -41,16 +43,30 @@ Turn = dict[str, Any]
 class PromptEncoder:
     """Renders conversations for one member and encodes them safely.
 
-    `template`: Jinja source given by the user, else the tokenizer's own, else `PLAIN_TEMPLATE`.
+    `template`: Jinja source given by the user, else the tokenizer's own, else `PLAIN_TEMPLATE`. `thinking`: prompts
+    end where its thoughts begin, which need markers that the template knows or that are given.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, Any], member: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        options: Mapping[str, Any],
+        member: str,
+        thinking: bool | Sequence[str] = False,
+    ) -> None:
         self.tokenizer, self._options, self._member = tokenizer, dict(options), member
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):
             own = own.get("default")
         self.template: str = template or own or PLAIN_TEMPLATE
         self.kind: Literal["given", "own", "plain"] = "given" if template else "own" if own else "plain"
+        self.markers = find_markers(self.template, thinking)
+        if thinking and self.markers is None:
+            raise MemberLoadError(
+                f"member {member!r} shall think, but its chat template knows no thoughts: leave thinking off, or give "
+                'the two markers around them, MemberConfig(thinking=("<think>", "</think>"))'
+            )
         self.control_ids = control_ids(tokenizer, self.template)
         self.codec = Codec(tokenizer, self.control_ids)
         added = tokenizer.added_tokens_decoder
@@ -67,12 +83,29 @@ class PromptEncoder:
             raise RequestError("the conversation is empty: give at least one message")
         guard = _Guard(self._has_control, self._control)
         rendered = self._with_tools([guard.turn(m) for m in messages], [guard.tool(t) for t in tools])
+        rendered = self.markers.opened(rendered) if self.markers else rendered
         ids: list[int] = []
         for piece, is_text in guard.split(rendered):
             ids += self.codec.encode(piece) if is_text else self._parse(piece)
         if not ids:
             raise RequestError(f"the chat template of member {self._member!r} rendered nothing")
         return ids
+
+    @property
+    def thinks(self) -> bool:
+        """Prompts end where thoughts begin."""
+        return self.markers is not None and self.markers.wanted
+
+    def thoughts(self, ids: Sequence[int]) -> tuple[str, int | None]:
+        """Text of thoughts so far, and how many of `ids` they are if the closing marker has come."""
+        assert self.markers is not None, "this member does not think"
+        end = end_of_thoughts(ids, self._parse(self.markers.end), self.markers.end, self.tokenizer.decode)
+        text = whole_characters(self.codec.decode(ids if end is None else ids[:end]))
+        return text[: len(text) - partial_stop(text, (self.markers.end,))] if end is None else text.rstrip(), end
+
+    def thoughts_closing(self) -> list[int]:
+        """Ids between thoughts and the answer."""
+        return self._parse(self.markers.closing) if self.markers else []
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation as the template writes it."""

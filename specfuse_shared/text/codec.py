@@ -10,6 +10,7 @@ tokenizer on the tokens that could reach across, and encodes the whole text each
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -31,6 +32,16 @@ _PROBES = (
     "北京是中国的首都。 It has 21 million people，日本語のテキスト mixed in. Ещё текст, и ещё.",
     "👩\u200d👩\u200d👧 family 🎉 a\u0301 e\u0301 ﬁne ½ ① \u00a0nbsp\t\ttabs  two spaces\r\nline",
 )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write for bytes: printable ones for themselves, others from U+0100."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in plain]
+    return {chr(value): value for value in plain} | {chr(0x100 + n): value for n, value in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,17 @@ class Codec:
         """UTF-8 bytes that each token stands for, at least 1."""
         return [self._token_size(i) for i in ids]
 
+    def pieces(self, text: str) -> list[bytes]:
+        """The UTF-8 bytes of each token of a text's canonical encoding; joined, they are the text."""
+        ids = self.encode(text)
+        found = [self._token_bytes(token_id) for token_id in ids]
+        if found and b"".join(found) == b" " + text.encode():  # a tokenizer may put a space before every text
+            found[0] = found[0][1:]
+        if b"".join(found) == text.encode():
+            return found
+        heads = ["", *(whole_characters(self.decode(ids[: n + 1])) for n in range(len(ids)))]
+        return [head[len(before) :].encode() for before, head in itertools.pairwise(heads)]
+
     def head(self, encoding: Encoding, count: int) -> str:
         """The whole characters of the text that its first `count` tokens cover."""
         if count >= len(encoding.ids):
@@ -118,6 +140,14 @@ class Codec:
         crossing = [token for token in self._tokenizer.get_vocab() if _CROSSING.search(token)]
         readable = (t.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for t in crossing[:_MOST_CROSSING_PROBES])
         return [*_PROBES, *(f"a b{token}c d e f" for token in readable)]
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if self._byte_level:
+            return bytes(_BYTE_OF[char] for char in token) if set(token) <= _BYTE_OF.keys() else token.encode()
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
     def _count_bytes(self, token_id: int) -> int:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
