@@ -172,6 +172,6 @@ def test_content_other_than_text_is_refused() -> None:
 def test_thinking_is_off_unless_asked_for() -> None:
     template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
     tokenizer = byte_level_tokenizer()
-    for options, expected in (({"enable_thinking": False}, "Hi"), ({"enable_thinking": True}, "Hi<think>")):
-        made = PromptEncoder(tokenizer, template, options, "tiny")
+    for thinking, expected in ((False, "Hi"), (True, "Hi<think>")):
+        made = PromptEncoder(tokenizer, template, {"enable_thinking": thinking}, "tiny", thinking)
         assert made.codec.decode(made.encode([Message("user", "Hi")])) == expected
