@@ -10,8 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self, TypedDict, Unpack
+
+import torch
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig, as_config
 from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, SpecFuseError
@@ -98,6 +100,7 @@ class EnsembleEngine:
                     member.remember(budget.prefix_bytes(member))
                 self._members, self._scheduler = members, Scheduler(members, budget, self._metrics)
                 weakref.finalize(self, self._scheduler.close)
+                _spare_forks()
         return self
 
     def describe(self) -> tuple[MemberReport, ...]:
@@ -309,6 +312,16 @@ class EnsembleEngine:
                 "this engine belongs to the process that this one was forked from: make a new one here, or let "
                 "ChatSpecFuse, SpecFuseLLM or lease_engine find one (they do so by themselves)"
             )
+
+
+@cache
+def _spare_forks() -> None:
+    """Let processes that are forked from this one compute with one thread each.
+
+    The threads that OpenMP keeps do not survive a fork, and the next one to ask for them would wait for ever.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 class _Events(Iterator[Event]):
