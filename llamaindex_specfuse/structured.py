@@ -1,4 +1,4 @@
-"""Structured prediction: the answer is drafted under the grammar of the class, so that it is always valid JSON."""
+"""Structured prediction: the members see the schema of the class and draft under its grammar, so it is valid JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.text.tool_calls import schema_request
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
@@ -114,8 +115,10 @@ class StructuredPrediction(LLM):
         """The arguments of the chat that writes the value."""
         options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
-        grammar = Grammar.json_schema(output_cls.model_json_schema(), strict=False)
-        return {**options, "messages": messages, "grammar": grammar}
+        schema = output_cls.model_json_schema()
+        if (told := schema_request(schema)) is not None:
+            messages = [*messages, ChatMessage(told.content, role=told.role)]
+        return {**options, "messages": messages, "grammar": Grammar.json_schema(schema, strict=False)}
 
 
 class _Growing:
