@@ -22,19 +22,17 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from llamaindex_specfuse.answers import Answer, Piece
-from llamaindex_specfuse.calling import ToolCalling
+from llamaindex_specfuse.calling import ToolCalling, choice_of, to_tools
 from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
-from llamaindex_specfuse.structured import StructuredPrediction
+from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared.adapters import EnsembleSettings
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.events import Event
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.serving.engine import CallOptions
-from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import Message
 
 PROMPT_ROOM = 620
@@ -62,6 +60,12 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     Raises `ConfigError` if the smallest member's context has no room for `max_tokens` and LlamaIndex's prompts.
     """
 
+    context_window: int | None = Field(default=None, gt=0)
+    """Tokens that LlamaIndex shall plan with; None is the smallest member's context."""
+    grammar: GrammarField = None
+    """What every answer must be, unless the call says otherwise: a `Grammar`."""
+    additional_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of every call, each of which a call may replace."""
     is_function_calling_model: bool = True
     """False makes LlamaIndex choose its ways without function calling, such as ReAct."""
 
@@ -71,24 +75,30 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
-        window = self._context_limit()
-        if window is not None and window - self.max_tokens < PROMPT_ROOM:
+        window, longest = self._window(), self._call_params({}).max_tokens
+        if window is not None and window - longest < PROMPT_ROOM:
             raise ConfigError(
-                f"the smallest context of the members holds {window} tokens: with max_tokens={self.max_tokens} fewer "
-                f"than {PROMPT_ROOM} are left for LlamaIndex's prompts; lower max_tokens or leave that member out"
+                f"the smallest context of the members holds {window} tokens: with max_tokens={longest} fewer than "
+                f"{PROMPT_ROOM} are left for LlamaIndex's prompts; lower max_tokens or leave that member out"
             )
         return self
 
     @property
     def metadata(self) -> LLMMetadata:
-        """`context_window` is the smallest member's once the engine is loaded, before that LlamaIndex's default."""
+        """`context_window` always leaves room for a prompt, also where no member states its own."""
+        longest = self._call_params({}).max_tokens
         return LLMMetadata(
-            context_window=self._context_limit() or DEFAULT_CONTEXT_WINDOW,
-            num_output=self.max_tokens,
+            context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
+            num_output=longest,
             is_chat_model=True,
             is_function_calling_model=self.is_function_calling_model,
             model_name=self._model_name(),
         )
+
+    @property
+    def model(self) -> str:
+        """The members' names, as other LLMs say which model they are."""
+        return self._model_name()
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
@@ -153,34 +163,46 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return [Message("user", render(messages))]
 
     def _token_ids(self, text: str) -> list[int]:
-        return self._resolve_engine().tokenize(text)
+        engine = self._resolve_engine().load()
+        reference = next(m for m in engine._members if m.name == engine.config.reference_name)
+        return reference.codec.encode(text)
 
-    def _call_params(self, messages: Sequence[Message], overrides: dict[str, Any]) -> SamplingParams:
-        params = self._sampling(overrides)
+    def _window(self) -> int | None:
+        return self.context_window or self._context_limit()
+
+    def _call_params(self, overrides: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a call: its own, then those of `additional_kwargs`, then the fields."""
+        given = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
+        for name in {"model", "model_name"} & set(given):
+            if (asked := given.pop(name)) != self.model:
+                raise ConfigError(
+                    f"{name} is {asked!r}: this LLM is {self.model!r}, make another one for other members"
+                )
+        given.setdefault("parallel_tool_calls", False)
+        given["tools"], given["tool_choice"] = to_tools(given.get("tools")), choice_of(given.get("tool_choice"))
+        return self._sampling(given)
+
+    def _params_of(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
+        params, window = self._call_params(overrides), self._window()
+        if window is not None and params.max_tokens >= window:
+            raise ConfigError(
+                f"max_tokens={params.max_tokens} leaves no room for a prompt: "
+                f"the smallest context of the members holds {window} tokens"
+            )
         return replace(params, stop=(*params.stops, *react_stops(messages)))
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
-        tools, options = _tool_use(overrides)
-        params = self._call_params(messages, options)
-        use = CallOptions(tools=tools.tools, tool_choice=tools.choice, parallel_tool_calls=tools.parallel)
-        events = self._resolve_engine().stream(messages, params, **use)
-        return source(_fold(Answer(bool(tools.offered), self.on_segment), events))
+        params = self._params_of(messages, overrides)
+        events = self._resolve_engine().stream(messages, params)
+        return source(_fold(Answer(params, self.on_segment), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
-        tools, options = _tool_use(overrides)
-        params = self._call_params(messages, options)
-        use = CallOptions(tools=tools.tools, tool_choice=tools.choice, parallel_tool_calls=tools.parallel)
-        events = self._resolve_engine().astream(messages, params, **use)
-        return source(_afold(Answer(bool(tools.offered), self.on_segment), events))
-
-
-def _tool_use(overrides: Mapping[str, Any]) -> tuple[ToolUse, dict[str, Any]]:
-    """The tools of a call, and its other settings."""
-    options = dict(overrides)
-    tools, choice = options.pop("tools", None), options.pop("tool_choice", None)
-    return ToolUse(tools or (), choice or "auto", bool(options.pop("parallel_tool_calls", False))), options
+        params = self._params_of(messages, overrides)
+        events = self._resolve_engine().astream(messages, params)
+        return source(_afold(Answer(params, self.on_segment), events))
 
 
 def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:

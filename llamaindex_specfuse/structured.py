@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Mapping
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Annotated, Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.instrumentation.events.llm import (
@@ -16,15 +17,32 @@ from llama_index.core.program.utils import FlexibleModel, create_flexible_model
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import Model, PydanticProgramMode
 from llama_index_instrumentation import get_dispatcher
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import from_json
 
+from specfuse_shared.errors import ConfigError
 from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.text.tool_calls import schema_request
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
 """What callers pass on to a program that calls functions; a value under a grammar has no use for it."""
+
+
+def _as_grammar(value: Any) -> Grammar | None:
+    if value is None or isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) and set(value) == {part.name for part in fields(Grammar)}:
+        return Grammar(**value)
+    raise ConfigError(f"grammar is {value!r}: give a Grammar, such as Grammar.choice([...])")
+
+
+GrammarField = Annotated[
+    Grammar | None,
+    PlainValidator(_as_grammar),
+    PlainSerializer(lambda value: value and asdict(value)),
+]
+"""A grammar as a setting, which a dictionary of the LLM holds as plain JSON."""
 
 
 class StructuredPrediction(LLM):
