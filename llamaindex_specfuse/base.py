@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Self, cast
 
@@ -31,9 +32,11 @@ from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared.adapters import EnsembleSettings
 from specfuse_shared.config import SamplingParams
-from specfuse_shared.errors import ConfigError, RequestError
+from specfuse_shared.errors import ConfigError, RequestError, UnfinishedValueError, ValueTooLongError
 from specfuse_shared.events import Event
 from specfuse_shared.types import Message
+
+logger = logging.getLogger(__name__)
 
 PROMPT_ROOM = 620
 """Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
@@ -195,7 +198,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
         params = self._params_of(messages, overrides)
-        events = self._resolve_engine().stream(messages, params)
+        with _seen():
+            events = self._resolve_engine().stream(messages, params)
         return source(_fold(Answer(params, self.on_segment), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
@@ -206,15 +210,26 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
 
 def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:
-    with closing(cast(Generator[Event], events)):
+    with _seen(), closing(cast(Generator[Event], events)):
         yield from filter(None, map(answer.piece, events))
 
 
 async def _afold(answer: Answer, events: AsyncIterator[Event]) -> AsyncGenerator[Piece, None]:
-    async with aclosing(cast(AsyncGenerator[Event], events)):
-        async for event in events:
-            if piece := answer.piece(event):
-                yield piece
+    with _seen():
+        async with aclosing(cast(AsyncGenerator[Event], events)):
+            async for event in events:
+                if piece := answer.piece(event):
+                    yield piece
+
+
+@contextmanager
+def _seen() -> Iterator[None]:
+    """LlamaIndex may go on without a value that found no room, and hides what it logs itself."""
+    try:
+        yield
+    except (UnfinishedValueError, ValueTooLongError) as error:
+        logger.warning("a structured answer failed: %s", error)
+        raise
 
 
 def _last(pieces: Iterator[Piece]) -> Piece:

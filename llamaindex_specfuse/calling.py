@@ -22,6 +22,10 @@ ToolLike = BaseTool | Tool | Mapping[str, Any]
 Choice = str | bool | Mapping[str, Any] | None
 
 
+class NoToolCallError(RequestError, ValueError):
+    """An answer calls no tool where one was expected; LlamaIndex expects a `ValueError` there."""
+
+
 class ToolCalling(FunctionCallingLLM):
     """What makes an LLM of messages, `tools` and `tool_choice` one of LlamaIndex's function calling models."""
 
@@ -51,11 +55,11 @@ class ToolCalling(FunctionCallingLLM):
     ) -> list[ToolSelection]:
         """The calls of a response; while it streams, the last one with the arguments that are written so far.
 
-        Raises `RequestError` if there is none.
+        Raises `NoToolCallError` if there is none.
         """
         calls = begun_in(response.message)
         if not calls and error_on_no_tool_call:
-            raise RequestError("the answer calls no tool: tool_required=True forces a call")
+            raise NoToolCallError("the answer calls no tool: tool_required=True forces a call")
         return [
             ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_so_far(call))
             for call in calls
