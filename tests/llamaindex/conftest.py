@@ -9,8 +9,9 @@ from llama_index_instrumentation import get_dispatcher
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.errors import SpecFuseError
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
-from tests.llamaindex.listening import Callbacks, Listener
+from tests.llamaindex.listening import Callbacks, Failures, Listener
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +45,16 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def callbacks() -> Callbacks:
     return Callbacks()
+
+
+@pytest.fixture
+def nothing_of_ours_fails(listener: Listener, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The test asks the LLM, and no call of it ends with an error of ours, also where LlamaIndex goes on without it."""
+    root, failures = get_dispatcher(), Failures()
+    root.add_span_handler(failures)
+    yield
+    root.span_handlers.remove(failures)
+    assert listener.calls()
+    failed = [*failures.errors, *(event.exception for event in listener.of("ExceptionEvent"))]
+    assert [error for error in failed if isinstance(error, SpecFuseError)] == []
+    assert [record for record in caplog.records if record.name.startswith("llamaindex_specfuse")] == []
