@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
@@ -30,16 +30,34 @@ from llamaindex_specfuse.calling import ToolCalling, choice_of, to_tools
 from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
+from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.adapters import EnsembleSettings
-from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError, UnfinishedValueError, ValueTooLongError
 from specfuse_shared.events import Event
-from specfuse_shared.types import Message
+from specfuse_shared.text.tool_calls import ToolUse
 
 logger = logging.getLogger(__name__)
 
 PROMPT_ROOM = 620
 """Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call asks for besides its conversation."""
+
+    params: SamplingParams
+    use: ToolUse
+    timeout: float | None
+
+    @property
+    def options(self) -> CallOptions:
+        return CallOptions(
+            tools=self.use.tools,
+            tool_choice=self.use.choice,
+            parallel_tool_calls=self.use.parallel,
+            timeout=self.timeout,
+        )
 
 
 class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling):
@@ -52,9 +70,9 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member
     scored it, where it stands in the answer and what the other candidates were. `SpecFuseSegmentEvent` tells the
     same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
-    `raw["usage"]` (tokens of the reference member) and the record of all rounds, and is what `complete` and `chat`
-    return. `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop` and `grammar`
-    may be given per call. A completion is one user turn in each member's own chat template. Text only.
+    `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
+    `complete` and `chat` return. Every call takes the settings of sampling, `grammar`, `logprobs`, `timeout`, `tools`,
+    `tool_choice` and `parallel_tool_calls`. A completion is one user turn in each member's own template. Text only.
 
     Tool calls and structured predictions are drafted under a grammar: every call names a tool that there is and has
     arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
@@ -78,7 +96,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
-        window, longest = self._window(), self._call_params({}).max_tokens
+        window, longest = self._window(), self._call({}).params.max_tokens
         if window is not None and window - longest < PROMPT_ROOM:
             raise ConfigError(
                 f"the smallest context of the members holds {window} tokens: with max_tokens={longest} fewer than "
@@ -89,7 +107,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     @property
     def metadata(self) -> LLMMetadata:
         """`context_window` always leaves room for a prompt, also where no member states its own."""
-        longest = self._call_params({}).max_tokens
+        longest = self._call({}).params.max_tokens
         return LLMMetadata(
             context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
             num_output=longest,
@@ -173,7 +191,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def _window(self) -> int | None:
         return self.context_window or self._context_limit()
 
-    def _call_params(self, overrides: Mapping[str, Any]) -> SamplingParams:
+    def _call(self, overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call: its own, then those of `additional_kwargs`, then the fields."""
         given = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
         for name in {"model", "model_name"} & set(given):
@@ -181,32 +199,36 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                 raise ConfigError(
                     f"{name} is {asked!r}: this LLM is {self.model!r}, make another one for other members"
                 )
-        given.setdefault("parallel_tool_calls", False)
-        given["tools"], given["tool_choice"] = to_tools(given.get("tools")), choice_of(given.get("tool_choice"))
-        return self._sampling(given)
+        tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
+        use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
+        timeout = given.pop("timeout", self.timeout)
+        return _Call(self._sampling(given), use, timeout)
 
-    def _params_of(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> SamplingParams:
+    def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
-        params, window = self._call_params(overrides), self._window()
-        if window is not None and params.max_tokens >= window:
+        call, window = self._call(overrides), self._window()
+        if window is not None and call.params.max_tokens >= window:
             raise ConfigError(
-                f"max_tokens={params.max_tokens} leaves no room for a prompt: "
+                f"max_tokens={call.params.max_tokens} leaves no room for a prompt: "
                 f"the smallest context of the members holds {window} tokens"
             )
-        return replace(params, stop=(*params.stops, *react_stops(messages)))
+        return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
+
+    def _answer(self, call: _Call) -> Answer:
+        return Answer(bool(call.use.offered), self.ledger, self._observe)
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
-        params = self._params_of(messages, overrides)
+        call = self._call_for(messages, overrides)
         with _seen():
-            events = self._resolve_engine().stream(messages, params)
-        return source(_fold(Answer(params, self.on_segment), events))
+            events = self._resolve_engine().stream(messages, call.params, **call.options)
+        return source(_fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
-        params = self._params_of(messages, overrides)
-        events = self._resolve_engine().astream(messages, params)
-        return source(_afold(Answer(params, self.on_segment), events))
+        call = self._call_for(messages, overrides)
+        events = self._resolve_engine().astream(messages, call.params, **call.options)
+        return source(_afold(self._answer(call), events))
 
 
 def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:

@@ -15,8 +15,8 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.tools.types import BaseTool
 
 from llamaindex_specfuse.messages import arguments_so_far, begun_in
+from specfuse_shared import Tool, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import Tool, ToolCall
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
 Choice = str | bool | Mapping[str, Any] | None
@@ -92,15 +92,10 @@ def to_tools(tools: Sequence[ToolLike] | None) -> list[Tool]:
 def _to_tool(tool: ToolLike) -> Tool:
     if isinstance(tool, Tool):
         return tool
-    if not isinstance(tool, Mapping):
-        metadata = tool.metadata
-        return Tool(metadata.get_name(), metadata.description or "", metadata.get_parameters_dict())
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping) or "name" not in function:
-        kind = tool.get("type", "without a type")
-        raise RequestError(f"a tool that is built into another provider ({kind!r}) cannot be called here: give a tool")
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    return Tool(function["name"], function.get("description") or "", parameters, bool(function.get("strict")))
+    if isinstance(tool, Mapping):
+        return Tool.from_dict(tool)
+    metadata = tool.metadata
+    return Tool(metadata.get_name(), metadata.description or "", metadata.get_parameters_dict())
 
 
 def choice_of(tool_choice: Choice, required: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from llama_index.core.base.llms.types import (
 from pydantic_core import from_json
 
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import Message, Role, ToolCall
+from specfuse_shared.types import Message, Role, ToolCall, arguments_of
 
 _ROLES: dict[MessageRole, Role] = {
     MessageRole.SYSTEM: "system",
@@ -90,11 +89,12 @@ def _part(value: Any, name: str) -> Any:
 
 def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Message:
     answered = message.additional_kwargs.get("tool_call_id")
+    calls = (ToolCall(c.tool_name, arguments_of(c.tool_kwargs), c.tool_call_id) for c in called_in(message))
     return Message(
         role=_ROLES[message.role],
         content="\n".join(text for block in message.blocks for text in _texts(block)),
         name=message.additional_kwargs.get("name") or (names.get(answered) if answered else None),
-        tool_calls=tuple(ToolCall(c.tool_name, arguments_of(c), c.tool_call_id) for c in called_in(message)),
+        tool_calls=tuple(calls),
         tool_call_id=answered,
     )
 
@@ -111,20 +111,6 @@ def _texts(block: Any) -> Iterator[str]:
         yield block.resolve_document().read().decode()
     elif not isinstance(block, _SILENT_BLOCKS):
         raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
-
-
-def arguments_of(call: ToolCallBlock) -> Mapping[str, Any]:
-    """The arguments of a call, which a message may hold as JSON; raises `RequestError` if they are no object."""
-    arguments = call.tool_kwargs
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        parsed = json.loads(arguments or "{}")
-    except json.JSONDecodeError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise RequestError(f"the arguments of a tool call are no JSON object: {arguments!r}")
-    return parsed
 
 
 def arguments_so_far(call: ToolCallBlock) -> dict[str, Any]:

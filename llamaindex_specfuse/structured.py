@@ -20,8 +20,8 @@ from llama_index_instrumentation import get_dispatcher
 from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import from_json
 
+from specfuse_shared import Grammar
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.text.tool_calls import schema_request
 
 _dispatcher = get_dispatcher(__name__)

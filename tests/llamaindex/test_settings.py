@@ -10,8 +10,9 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from pydantic import BaseModel
 
 from llamaindex_specfuse import SpecFuseLLM
-from specfuse_shared import Grammar
-from specfuse_shared.errors import ConfigError, RequestError
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig
+from specfuse_shared.errors import ConfigError, MemberFailedWarning, RequestError, RequestTimeoutError
+from tests.engine.test_faults import FAULTS, fault_in
 
 YES_OR_NO = Grammar.choice(["yes", "no"])
 
@@ -81,6 +82,62 @@ def test_a_call_takes_tools_as_openai_describes_them(tiny_llm: SpecFuseLLM) -> N
         tiny_llm.chat([ChatMessage("Hello")], tools=[{"type": "web_search"}])
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("max_token", "max_tokens"), ("time_out", "timeout"), ("sytem_prompt", "system_prompt")]
+)
+def test_a_setting_that_does_not_exist_is_refused_with_the_nearest(name: str, near: str, tiny_llm: SpecFuseLLM) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+        SpecFuseLLM(members=["no/one"], **{name: 5})
+    if near != "system_prompt":
+        with pytest.raises(ConfigError, match=name):
+            tiny_llm.complete("Hello", **{name: 5})
+
+
+def test_options_of_an_http_client_have_no_effect(tiny_llm: SpecFuseLLM) -> None:
+    plain = tiny_llm.complete("Hello", max_tokens=4)
+    options = {"extra_headers": {"x": "y"}, "extra_body": {}, "user": "someone", "metadata": {"a": "b"}}
+    assert tiny_llm.complete("Hello", max_tokens=4, **options).text == plain.text
+
+
+def test_an_answer_ends_at_the_timeout_of_the_field_or_of_the_call(tiny_llm: SpecFuseLLM) -> None:
+    with pytest.raises(RequestTimeoutError):
+        with_fields(tiny_llm, max_tokens=2000, timeout=0.05).complete("Tell me everything.")
+    with pytest.raises(TimeoutError):
+        tiny_llm.complete("Tell me everything.", max_tokens=2000, timeout=0.05)
+    assert with_fields(tiny_llm, timeout=0.0001).complete("Hello", timeout=60, max_tokens=3).text
+
+
+def test_one_answer_calls_one_tool_unless_more_are_allowed(tiny_llm: SpecFuseLLM) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert not tiny_llm.parallel_tool_calls
+    response = tiny_llm.chat([ChatMessage("Hello")], tools=tools, tool_choice="required")
+    assert len(tiny_llm.get_tool_calls_from_response(response)) == 1
+
+
+def test_the_record_is_a_summary_unless_all_or_nothing_is_wanted(tiny_llm: SpecFuseLLM) -> None:
+    records = {
+        detail: with_fields(tiny_llm, ledger=detail).complete("Hello").raw["specfuse"]
+        for detail in ("none", "summary", "full")
+    }
+    assert records["none"] == {}
+    assert isinstance(records["summary"]["rounds"], int)
+    assert len(records["full"]["rounds"]) == records["summary"]["rounds"]
+    assert len(json.dumps(records["summary"])) < 1200 < len(json.dumps(records["full"]))
+
+
+def test_a_member_that_fails_is_a_warning_and_in_the_record(tiny_members: list[MemberConfig]) -> None:
+    with EnsembleEngine(EnsembleConfig(members=tiny_members)) as engine:
+        llm = SpecFuseLLM(engine=engine.load(), max_tokens=8)
+        failing = engine._members[1]
+        with (
+            fault_in(engine, "draft", FAULTS["exception"], None),
+            pytest.warns(MemberFailedWarning, match=failing.name),
+        ):
+            response = llm.complete("Hello")
+        left = [part["member"] for part in response.raw["specfuse"]["summary"] if part["exit_reason"] == "fault"]
+        assert left == [failing.name]
+
+
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -89,6 +146,13 @@ def test_a_context_window_that_is_given_counts(tiny_llm: SpecFuseLLM) -> None:
     assert with_fields(tiny_llm, context_window=2000).metadata.context_window == 2000
     with pytest.raises(ValueError, match="max_tokens=20"):
         with_fields(tiny_llm, context_window=600)
+
+
+def test_the_context_is_known_before_anything_is_loaded(tiny_members: list[MemberConfig]) -> None:
+    llm = SpecFuseLLM(members=tiny_members)
+    assert llm.metadata.context_window == 4096
+    with pytest.raises(ValueError, match=r"4096 tokens.*max_tokens=4096"):
+        SpecFuseLLM(members=tiny_members, max_tokens=4096)
 
 
 def test_the_budget_of_a_prompt_is_never_negative() -> None:

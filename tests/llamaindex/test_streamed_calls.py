@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.answers import Answer, Piece
-from specfuse_shared import EnsembleResult, FinishReason, SamplingParams, Tool
+from specfuse_shared import EnsembleResult, FinishReason, SamplingParams
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import FinishEvent, SegmentEvent
 
@@ -87,7 +87,7 @@ def result(tiny_llm: SpecFuseLLM) -> EnsembleResult:
 
 def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[Piece | None]:
     """An answer of this text that may call a tool."""
-    answer = Answer(SamplingParams(tools=[Tool("weather")]), None)
+    answer = Answer(True, "summary", lambda event: None)
     return [
         answer.piece(SegmentEvent(text, 0, len(text), None)),
         answer.piece(FinishEvent(replace(result, finish_reason=reason))),
