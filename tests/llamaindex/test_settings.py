@@ -44,7 +44,7 @@ def test_a_grammar_comes_back_from_json() -> None:
 
 
 def test_what_is_no_grammar_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Grammar\.choice"):
+    with pytest.raises(ConfigError, match=r"Grammar\.choice"):
         SpecFuseLLM(members=["no/one"], grammar="yes|no")
 
 
@@ -56,7 +56,7 @@ def test_additional_kwargs_are_options_of_every_call_and_a_call_replaces_them(ti
 
 
 def test_additional_kwargs_that_no_call_knows_are_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+    with pytest.raises(ConfigError, match="did you mean 'temperature'"):
         SpecFuseLLM(members=["no/one"], additional_kwargs={"temprature": 1})
 
 
@@ -86,7 +86,7 @@ def test_a_call_takes_tools_as_openai_describes_them(tiny_llm: SpecFuseLLM) -> N
     ("name", "near"), [("max_token", "max_tokens"), ("time_out", "timeout"), ("sytem_prompt", "system_prompt")]
 )
 def test_a_setting_that_does_not_exist_is_refused_with_the_nearest(name: str, near: str, tiny_llm: SpecFuseLLM) -> None:
-    with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
         SpecFuseLLM(members=["no/one"], **{name: 5})
     if near != "system_prompt":
         with pytest.raises(ConfigError, match=name):
@@ -144,14 +144,14 @@ def test_a_member_that_fails_is_a_warning_and_in_the_record(tiny_members: list[M
 def test_a_context_window_that_is_given_counts(tiny_llm: SpecFuseLLM) -> None:
     assert with_fields(tiny_llm).metadata.context_window == 4096
     assert with_fields(tiny_llm, context_window=2000).metadata.context_window == 2000
-    with pytest.raises(ValueError, match="max_tokens=20"):
+    with pytest.raises(ConfigError, match="max_tokens=20"):
         with_fields(tiny_llm, context_window=600)
 
 
 def test_the_context_is_known_before_anything_is_loaded(tiny_members: list[MemberConfig]) -> None:
     llm = SpecFuseLLM(members=tiny_members)
     assert llm.metadata.context_window == 4096
-    with pytest.raises(ValueError, match=r"4096 tokens.*max_tokens=4096"):
+    with pytest.raises(ConfigError, match=r"4096 tokens.*max_tokens=4096"):
         SpecFuseLLM(members=tiny_members, max_tokens=4096)
 
 
