@@ -27,14 +27,14 @@ from pydantic import Field
 from langchain_specfuse.answers import PROVIDER, Answer
 from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
-from langchain_specfuse.tools import ToolLike, schema_grammar, schema_request, to_choice, to_schema, to_tools
+from langchain_specfuse.tools import ToolLike, schema_grammar, to_choice, to_schema, to_tools
 from specfuse_shared.adapters import EnsembleSettings, Members, config_of, segment_record
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import Event, SegmentEvent
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.engine import CallOptions, EnsembleEngine
-from specfuse_shared.text.tool_calls import ToolUse
+from specfuse_shared.text.tool_calls import ToolUse, schema_request
 from specfuse_shared.types import Message
 
 SEGMENT_EVENT = "specfuse_segment"

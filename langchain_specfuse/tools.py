@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.text.grammar import Grammar
-from specfuse_shared.types import Message, Tool
+from specfuse_shared.types import Tool
 
 ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 _WORDS = {"auto": "auto", "none": "none", "any": "any", "required": "any"}
@@ -62,14 +61,6 @@ def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:
 
 def schema_grammar(schema: Mapping[str, Any], strict: bool) -> Grammar:
     return Grammar.json_schema(schema, strict=strict)
-
-
-def schema_request(schema: Mapping[str, Any]) -> Message | None:
-    """What the members are told about the value they are to write; nothing about a schema that says nothing."""
-    if not schema.get("properties") and set(schema) <= {"type"}:
-        return None
-    told = json.dumps(schema, ensure_ascii=False)
-    return Message("system", f"Answer with JSON that fits this JSON schema and takes its values from the text:\n{told}")
 
 
 def _to_tool(tool: ToolLike, strict: bool | None) -> Tool:

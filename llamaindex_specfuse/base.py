@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
-from dataclasses import replace
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
@@ -22,23 +23,41 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from llamaindex_specfuse.answers import Answer, Piece
-from llamaindex_specfuse.calling import ToolCalling
+from llamaindex_specfuse.calling import ToolCalling, choice_of, to_tools
 from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
-from llamaindex_specfuse.structured import StructuredPrediction
+from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
+from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.adapters import EnsembleSettings
-from specfuse_shared.errors import ConfigError, RequestError
+from specfuse_shared.errors import ConfigError, RequestError, UnfinishedValueError, ValueTooLongError
 from specfuse_shared.events import Event
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.serving.engine import CallOptions
 from specfuse_shared.text.tool_calls import ToolUse
-from specfuse_shared.types import Message
+
+logger = logging.getLogger(__name__)
 
 PROMPT_ROOM = 620
 """Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call asks for besides its conversation."""
+
+    params: SamplingParams
+    use: ToolUse
+    timeout: float | None
+
+    @property
+    def options(self) -> CallOptions:
+        return CallOptions(
+            tools=self.use.tools,
+            tool_choice=self.use.choice,
+            parallel_tool_calls=self.use.parallel,
+            timeout=self.timeout,
+        )
 
 
 class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling):
@@ -51,9 +70,9 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member
     scored it, where it stands in the answer and what the other candidates were. `SpecFuseSegmentEvent` tells the
     same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
-    `raw["usage"]` (tokens of the reference member) and the record of all rounds, and is what `complete` and `chat`
-    return. `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`, `stop` and `grammar`
-    may be given per call. A completion is one user turn in each member's own chat template. Text only.
+    `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
+    `complete` and `chat` return. Every call takes the settings of sampling, `grammar`, `logprobs`, `timeout`, `tools`,
+    `tool_choice` and `parallel_tool_calls`. A completion is one user turn in each member's own template. Text only.
 
     Tool calls and structured predictions are drafted under a grammar: every call names a tool that there is and has
     arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
@@ -62,6 +81,12 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     Raises `ConfigError` if the smallest member's context has no room for `max_tokens` and LlamaIndex's prompts.
     """
 
+    context_window: int | None = Field(default=None, gt=0)
+    """Tokens that LlamaIndex shall plan with; None is the smallest member's context."""
+    grammar: GrammarField = None
+    """What every answer must be, unless the call says otherwise: a `Grammar`."""
+    additional_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of every call, each of which a call may replace."""
     is_function_calling_model: bool = True
     """False makes LlamaIndex choose its ways without function calling, such as ReAct."""
 
@@ -71,24 +96,30 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
-        window = self._context_limit()
-        if window is not None and window - self.max_tokens < PROMPT_ROOM:
+        window, longest = self._window(), self._call({}).params.max_tokens
+        if window is not None and window - longest < PROMPT_ROOM:
             raise ConfigError(
-                f"the smallest context of the members holds {window} tokens: with max_tokens={self.max_tokens} fewer "
-                f"than {PROMPT_ROOM} are left for LlamaIndex's prompts; lower max_tokens or leave that member out"
+                f"the smallest context of the members holds {window} tokens: with max_tokens={longest} fewer than "
+                f"{PROMPT_ROOM} are left for LlamaIndex's prompts; lower max_tokens or leave that member out"
             )
         return self
 
     @property
     def metadata(self) -> LLMMetadata:
-        """`context_window` is the smallest member's once the engine is loaded, before that LlamaIndex's default."""
+        """`context_window` always leaves room for a prompt, also where no member states its own."""
+        longest = self._call({}).params.max_tokens
         return LLMMetadata(
-            context_window=self._context_limit() or DEFAULT_CONTEXT_WINDOW,
-            num_output=self.max_tokens,
+            context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
+            num_output=longest,
             is_chat_model=True,
             is_function_calling_model=self.is_function_calling_model,
             model_name=self._model_name(),
         )
+
+    @property
+    def model(self) -> str:
+        """The members' names, as other LLMs say which model they are."""
+        return self._model_name()
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
@@ -153,46 +184,74 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return [Message("user", render(messages))]
 
     def _token_ids(self, text: str) -> list[int]:
-        return self._resolve_engine().tokenize(text)
+        engine = self._resolve_engine().load()
+        reference = next(m for m in engine._members if m.name == engine.config.reference_name)
+        return reference.codec.encode(text)
 
-    def _call_params(self, messages: Sequence[Message], overrides: dict[str, Any]) -> SamplingParams:
-        params = self._sampling(overrides)
-        return replace(params, stop=(*params.stops, *react_stops(messages)))
+    def _window(self) -> int | None:
+        return self.context_window or self._context_limit()
+
+    def _call(self, overrides: Mapping[str, Any]) -> _Call:
+        """The settings of a call: its own, then those of `additional_kwargs`, then the fields."""
+        given = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
+        for name in {"model", "model_name"} & set(given):
+            if (asked := given.pop(name)) != self.model:
+                raise ConfigError(
+                    f"{name} is {asked!r}: this LLM is {self.model!r}, make another one for other members"
+                )
+        tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
+        use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
+        timeout = given.pop("timeout", self.timeout)
+        return _Call(self._sampling(given), use, timeout)
+
+    def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
+        """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
+        call, window = self._call(overrides), self._window()
+        if window is not None and call.params.max_tokens >= window:
+            raise ConfigError(
+                f"max_tokens={call.params.max_tokens} leaves no room for a prompt: "
+                f"the smallest context of the members holds {window} tokens"
+            )
+        return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
+
+    def _answer(self, call: _Call) -> Answer:
+        return Answer(bool(call.use.offered), self.ledger, self._observe)
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
-        tools, options = _tool_use(overrides)
-        params = self._call_params(messages, options)
-        use = CallOptions(tools=tools.tools, tool_choice=tools.choice, parallel_tool_calls=tools.parallel)
-        events = self._resolve_engine().stream(messages, params, **use)
-        return source(_fold(Answer(bool(tools.offered), self.on_segment), events))
+        call = self._call_for(messages, overrides)
+        with _seen():
+            events = self._resolve_engine().stream(messages, call.params, **call.options)
+        return source(_fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
-        tools, options = _tool_use(overrides)
-        params = self._call_params(messages, options)
-        use = CallOptions(tools=tools.tools, tool_choice=tools.choice, parallel_tool_calls=tools.parallel)
-        events = self._resolve_engine().astream(messages, params, **use)
-        return source(_afold(Answer(bool(tools.offered), self.on_segment), events))
-
-
-def _tool_use(overrides: Mapping[str, Any]) -> tuple[ToolUse, dict[str, Any]]:
-    """The tools of a call, and its other settings."""
-    options = dict(overrides)
-    tools, choice = options.pop("tools", None), options.pop("tool_choice", None)
-    return ToolUse(tools or (), choice or "auto", bool(options.pop("parallel_tool_calls", False))), options
+        call = self._call_for(messages, overrides)
+        events = self._resolve_engine().astream(messages, call.params, **call.options)
+        return source(_afold(self._answer(call), events))
 
 
 def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:
-    with closing(cast(Generator[Event], events)):
+    with _seen(), closing(cast(Generator[Event], events)):
         yield from filter(None, map(answer.piece, events))
 
 
 async def _afold(answer: Answer, events: AsyncIterator[Event]) -> AsyncGenerator[Piece, None]:
-    async with aclosing(cast(AsyncGenerator[Event], events)):
-        async for event in events:
-            if piece := answer.piece(event):
-                yield piece
+    with _seen():
+        async with aclosing(cast(AsyncGenerator[Event], events)):
+            async for event in events:
+                if piece := answer.piece(event):
+                    yield piece
+
+
+@contextmanager
+def _seen() -> Iterator[None]:
+    """LlamaIndex may go on without a value that found no room, and hides what it logs itself."""
+    try:
+        yield
+    except (UnfinishedValueError, ValueTooLongError) as error:
+        logger.warning("a structured answer failed: %s", error)
+        raise
 
 
 def _last(pieces: Iterator[Piece]) -> Piece:

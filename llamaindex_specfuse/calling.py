@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, ToolCallBlock
 from llama_index.core.chat_engine.types import AgentChatResponse
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.program import function_program
+from llama_index.core.tools import FunctionTool
 from llama_index.core.tools.types import BaseTool
 
-from llamaindex_specfuse.messages import arguments_of
+from llamaindex_specfuse.messages import arguments_so_far, begun_in
+from specfuse_shared import Tool, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import Tool, ToolCall
+
+ToolLike = BaseTool | Tool | Mapping[str, Any]
+Choice = str | bool | Mapping[str, Any] | None
+
+
+class NoToolCallError(RequestError, ValueError):
+    """An answer calls no tool where one was expected; LlamaIndex expects a `ValueError` there."""
 
 
 class ToolCalling(FunctionCallingLLM):
@@ -27,7 +37,7 @@ class ToolCalling(FunctionCallingLLM):
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
-        tool_choice: str | Mapping[str, Any] | None = None,
+        tool_choice: Choice = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Arguments of a chat that may call `tools`; `tool_choice` wins over `tool_required`."""
@@ -35,21 +45,24 @@ class ToolCalling(FunctionCallingLLM):
         return {
             **kwargs,
             "messages": [*(chat_history or ()), *(message for message in asked if message is not None)],
-            "tools": [to_tool(tool) for tool in tools],
-            "tool_choice": choice_of(tool_choice, tool_required),
+            "tools": to_tools(tools),
+            "tool_choice": choice_of(tool_choice, tool_required or _is_output(tools)),
             "parallel_tool_calls": allow_parallel_tool_calls,
         }
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls that are complete; of a streamed response, those so far. Raises `RequestError` if there is none."""
-        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        """The calls of a response; while it streams, the last one with the arguments that are written so far.
+
+        Raises `NoToolCallError` if there is none.
+        """
+        calls = begun_in(response.message)
         if not calls and error_on_no_tool_call:
-            raise RequestError("the answer calls no tool: tool_required=True forces a call")
+            raise NoToolCallError("the answer calls no tool: tool_required=True forces a call")
         return [
-            ToolSelection(tool_id=c.tool_call_id or "", tool_name=c.tool_name, tool_kwargs=dict(arguments_of(c)))
-            for c in calls
+            ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_so_far(call))
+            for call in calls
         ]
 
     def predict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
@@ -65,19 +78,48 @@ def _forced(options: dict[str, Any]) -> dict[str, Any]:
     return {"tool_required": options.get("error_on_no_tool_call", True), **options}
 
 
-def to_tool(tool: BaseTool) -> Tool:
+def _is_output(tools: Sequence[BaseTool]) -> bool:
+    """The one tool stands for a class: LlamaIndex's programs need its call, and do not say so where they stream."""
+    made = [tool for tool in tools or () if isinstance(tool, FunctionTool)]
+    return len(tools or ()) == 1 and any(tool.real_fn.__module__ == function_program.__name__ for tool in made)
+
+
+def to_tools(tools: Sequence[ToolLike] | None) -> list[Tool]:
+    """LlamaIndex's tools, the engine's, or OpenAI's dictionaries (`ToolMetadata.to_openai_tool`)."""
+    return [_to_tool(tool) for tool in tools or ()]
+
+
+def _to_tool(tool: ToolLike) -> Tool:
+    if isinstance(tool, Tool):
+        return tool
+    if isinstance(tool, Mapping):
+        return Tool.from_dict(tool)
     metadata = tool.metadata
     return Tool(metadata.get_name(), metadata.description or "", metadata.get_parameters_dict())
 
 
-def choice_of(tool_choice: str | Mapping[str, Any] | None, required: bool = False) -> str:
-    """The engine's "auto", "any", "none" or the name of a tool, from LlamaIndex's and OpenAI's ways to say it."""
+def choice_of(tool_choice: Choice, required: bool = False) -> str:
+    """The engine's "auto", "any", "none" or the name of a tool, from the ways in which other LLMs say it."""
     if isinstance(tool_choice, Mapping):
-        tool_choice = str(tool_choice.get("function", tool_choice).get("name", ""))
-    if tool_choice in (None, ""):
+        function = tool_choice.get("function", tool_choice)
+        tool_choice = str(function.get("name") or tool_choice.get("type") or "")
+    if tool_choice in (None, "", False):
         return "any" if required else "auto"
-    return "any" if tool_choice == "required" else tool_choice
+    return "any" if tool_choice in (True, "required") else str(tool_choice)
 
 
 def call_block(call: ToolCall) -> ToolCallBlock:
     return ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """A call as far as it is written."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def as_openai(self) -> dict[str, Any]:
+        """The call as OpenAI writes it; LlamaIndex's programs look for it in a message's `additional_kwargs`."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}

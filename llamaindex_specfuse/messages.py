@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
+    CitableBlock,
+    CitationBlock,
+    DocumentBlock,
     MessageRole,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
 )
+from pydantic_core import from_json
 
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import Message, Role, ToolCall
+from specfuse_shared.types import Message, Role, ToolCall, arguments_of
 
 _ROLES: dict[MessageRole, Role] = {
     MessageRole.SYSTEM: "system",
@@ -32,7 +35,8 @@ REACT_MARKS = ("Thought:", "Action:", "Action Input:", "Observation:")
 """A system message that holds all of them asks for the ReAct format."""
 REACT_STOP = "\nObservation:"
 """A ReAct agent passes no stop strings, and a model that goes on would make up the tool's answer."""
-_SILENT_BLOCKS = (CachePoint, ThinkingBlock, ToolCallBlock)
+_SILENT_BLOCKS = (CachePoint, CitationBlock, ThinkingBlock, ToolCallBlock)
+"""They hold no text of the turn: marks, sources of what was said, private thoughts, and calls, which are read apart."""
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
@@ -40,7 +44,7 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 
     LlamaIndex's agents answer a call by its id alone; the name of the tool is taken from the call.
     """
-    names = {block.tool_call_id: block.tool_name for message in messages for block in _calls(message)}
+    names = {call.tool_call_id: call.tool_name for message in messages for call in called_in(message)}
     return [_to_message(message, names) for message in messages]
 
 
@@ -50,33 +54,72 @@ def react_stops(messages: Sequence[Message]) -> tuple[str, ...]:
     return (REACT_STOP,) if all(mark in system for mark in REACT_MARKS) else ()
 
 
-def _calls(message: ChatMessage) -> list[ToolCallBlock]:
+def called_in(message: ChatMessage) -> list[ToolCallBlock]:
+    """The calls of a turn: its blocks, or what other LLMs and older versions put into `additional_kwargs`."""
+    return _blocks(message) or _begun(message)
+
+
+def begun_in(message: ChatMessage) -> list[ToolCallBlock]:
+    """The calls of a response, with one that may still be written; only `additional_kwargs` holds that one."""
+    return max(_blocks(message), _begun(message), key=len)
+
+
+def _blocks(message: ChatMessage) -> list[ToolCallBlock]:
     return [block for block in message.blocks if isinstance(block, ToolCallBlock)]
 
 
+def _begun(message: ChatMessage) -> list[ToolCallBlock]:
+    given = message.additional_kwargs
+    calls = given.get("tool_calls") or [call for call in [given.get("function_call")] if call]
+    return [_call_block(call) for call in calls]
+
+
+def _call_block(call: Any) -> ToolCallBlock:
+    """A call of OpenAI's, Ollama's or Anthropic's, an object of theirs or a dictionary."""
+    function = _part(call, "function") or call
+    arguments = _part(function, "arguments") or _part(function, "input") or {}
+    return ToolCallBlock(
+        tool_call_id=_part(call, "id"), tool_name=str(_part(function, "name") or ""), tool_kwargs=arguments
+    )
+
+
+def _part(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
 def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Message:
-    for block in message.blocks:
-        if not isinstance(block, (TextBlock, *_SILENT_BLOCKS)):
-            raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
     answered = message.additional_kwargs.get("tool_call_id")
+    calls = (ToolCall(c.tool_name, arguments_of(c.tool_kwargs), c.tool_call_id) for c in called_in(message))
     return Message(
         role=_ROLES[message.role],
-        content=message.content or "",
+        content="\n".join(text for block in message.blocks for text in _texts(block)),
         name=message.additional_kwargs.get("name") or (names.get(answered) if answered else None),
-        tool_calls=tuple(ToolCall(c.tool_name, arguments_of(c), c.tool_call_id) for c in _calls(message)),
+        tool_calls=tuple(calls),
         tool_call_id=answered,
     )
 
 
-def arguments_of(call: ToolCallBlock) -> Mapping[str, Any]:
-    """The arguments of a call, which a message may hold as JSON; raises `RequestError` if they are no object."""
+def _texts(block: Any) -> Iterator[str]:
+    """What a block says, in words. Raises `RequestError` for an image and the like."""
+    if isinstance(block, TextBlock):
+        yield block.text
+    elif isinstance(block, CitableBlock):
+        yield block.title
+        for part in block.content:
+            yield from _texts(part)
+    elif isinstance(block, DocumentBlock) and block.data and (block.document_mimetype or "").startswith("text/"):
+        yield block.resolve_document().read().decode()
+    elif not isinstance(block, _SILENT_BLOCKS):
+        raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
+
+
+def arguments_so_far(call: ToolCallBlock) -> dict[str, Any]:
+    """The arguments of a call that may still be written."""
     arguments = call.tool_kwargs
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = json.loads(arguments or "{}")
-    except json.JSONDecodeError:
+        parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
         parsed = None
-    if not isinstance(parsed, dict):
-        raise RequestError(f"the arguments of a tool call are no JSON object: {arguments!r}")
-    return parsed
+    return parsed if isinstance(parsed, dict) else {}

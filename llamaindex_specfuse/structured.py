@@ -1,9 +1,10 @@
-"""Structured prediction: the answer is drafted under the grammar of the class, so that it is always valid JSON."""
+"""Structured prediction: the members see the schema of the class and draft under its grammar, so it is valid JSON."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Mapping
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Annotated, Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.instrumentation.events.llm import (
@@ -16,14 +17,32 @@ from llama_index.core.program.utils import FlexibleModel, create_flexible_model
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import Model, PydanticProgramMode
 from llama_index_instrumentation import get_dispatcher
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import from_json
 
-from specfuse_shared.text.grammar import Grammar
+from specfuse_shared import Grammar
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.text.tool_calls import schema_request
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
 """What callers pass on to a program that calls functions; a value under a grammar has no use for it."""
+
+
+def _as_grammar(value: Any) -> Grammar | None:
+    if value is None or isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) and set(value) == {part.name for part in fields(Grammar)}:
+        return Grammar(**value)
+    raise ConfigError(f"grammar is {value!r}: give a Grammar, such as Grammar.choice([...])")
+
+
+GrammarField = Annotated[
+    Grammar | None,
+    PlainValidator(_as_grammar),
+    PlainSerializer(lambda value: value and asdict(value)),
+]
+"""A grammar as a setting, which a dictionary of the LLM holds as plain JSON."""
 
 
 class StructuredPrediction(LLM):
@@ -114,8 +133,10 @@ class StructuredPrediction(LLM):
         """The arguments of the chat that writes the value."""
         options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
-        grammar = Grammar.json_schema(output_cls.model_json_schema(), strict=False)
-        return {**options, "messages": messages, "grammar": grammar}
+        schema = output_cls.model_json_schema()
+        if (told := schema_request(schema)) is not None:
+            messages = [*messages, ChatMessage(told.content, role=told.role)]
+        return {**options, "messages": messages, "grammar": Grammar.json_schema(schema, strict=False)}
 
 
 class _Growing:

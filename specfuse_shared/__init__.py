@@ -25,6 +25,7 @@ from specfuse_shared.errors import (
     SpecFuseError,
     UnfinishedValueError,
     UnsupportedModelError,
+    ValueTooLongError,
 )
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.policies import (
@@ -122,6 +123,7 @@ __all__ = [
     "UnfinishedValueError",
     "UnsupportedModelError",
     "Usage",
+    "ValueTooLongError",
     "WarningEvent",
     "close_idle_engines",
     "demo_members",

@@ -7,12 +7,13 @@ SpecFuseError
 ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
 │   ├── PlacementError         the devices have no room for a member, or not the one it names
 │   └── UnsupportedModelError  no verification path gives the model's own probabilities
-├── RequestError             one request cannot be served; the engine is unharmed (also a ValueError)
-│   └── PromptTooLongError   the prompt leaves a member no room to answer
+├── RequestError             one request cannot be served; the engine is unharmed
+│   ├── PromptTooLongError   the prompt leaves a member no room to answer
+│   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
 ├── EngineBusyError          the queue is full, and the engine was told not to wait
 ├── GenerationError          a running answer failed; carries the text so far
 │   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
-│   └── UnfinishedValueError   an answer under a grammar ended before its value was complete
+│   └── UnfinishedValueError   an answer under a grammar ended before its value was complete (also a ValueError)
 └── EngineClosedError        the engine was closed
 """
 
@@ -58,8 +59,11 @@ class UnsupportedModelError(MemberLoadError):
     """Neither packed nor row-by-row verification reproduces the model's own probabilities."""
 
 
-class RequestError(SpecFuseError, ValueError):
-    """This request is refused or impossible; other requests are not affected."""
+class RequestError(SpecFuseError):
+    """This request is refused or impossible; other requests are not affected.
+
+    It is no `ValueError`: frameworks take those for a bad value of a model, and go on without an answer.
+    """
 
 
 class PromptTooLongError(RequestError):
@@ -77,6 +81,10 @@ class PromptTooLongError(RequestError):
         self.member, self.limit, self.count = member, limit, count
 
 
+class ValueTooLongError(RequestError, ValueError):
+    """No value of the grammar fits into `max_tokens`."""
+
+
 class GenerationError(SpecFuseError):
     """A running answer failed. `text` holds what was generated before; `member` failed, if it was one."""
 
@@ -85,7 +93,7 @@ class GenerationError(SpecFuseError):
         self.member, self.text = member, text
 
 
-class UnfinishedValueError(GenerationError):
+class UnfinishedValueError(GenerationError, ValueError):
     """An answer under a grammar ran out of room before its value was complete. `text` holds the beginning."""
 
 

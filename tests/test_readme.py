@@ -1,4 +1,4 @@
-"""The README's Python examples run as they are written, over the real demo models."""
+"""The Python examples of the README and of the frameworks' pages run as written, over the real demo models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-EXAMPLES = re.findall(r"(?ms)^```python\n(.*?)^```", README)
+ROOT = Path(__file__).parents[1]
+PAGES = ("docs/llamaindex.md",)
 PLACES = ("langchain_specfuse", "llamaindex_specfuse", "specfuse_shared")
+
+
+def examples_in(page: str) -> list[str]:
+    return re.findall(r"(?ms)^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"))
+
+
+EXAMPLES = examples_in("README.md")
 
 
 def example_of(place: str) -> list[str]:
@@ -24,6 +31,15 @@ def test_there_are_examples_for_each_package() -> None:
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_runs_as_written_and_prints_an_answer(code: str) -> None:
+    assert_runs(code)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_page_run_one_after_another(page: str) -> None:
+    assert_runs("\n".join(examples_in(page)))
+
+
+def assert_runs(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) >= 3

@@ -8,11 +8,20 @@ from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from specfuse_shared.adapters.records import Detail, plain, plain_config
 from specfuse_shared.config import EnsembleConfig, MemberConfig
-from specfuse_shared.errors import ConfigError, MemberFailedWarning
+from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.loading.planning import stated_context
@@ -89,6 +98,12 @@ class EnsembleSettings(BaseModel):
     """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 
     _leases: list[EngineLease] = PrivateAttr(default_factory=list)
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        try:
+            super().__init__(*args, **values)
+        except ValidationError as error:
+            raise _own_error(error) or error from None
 
     @model_validator(mode="before")
     @classmethod
@@ -199,6 +214,12 @@ class EnsembleSettings(BaseModel):
     def __getstate__(self) -> dict[Any, Any]:
         bare = self.model_copy(update={} if self.engine is None else {"engine": None})
         return super(EnsembleSettings, bare).__getstate__()
+
+
+def _own_error(error: ValidationError) -> SpecFuseError | None:
+    """The error of ours that pydantic wrapped, if it was one."""
+    found = (told.get("ctx", {}).get("error") for told in error.errors())
+    return next((own for own in found if isinstance(own, SpecFuseError)), None)
 
 
 def config_of(ensemble: Members | EnsembleConfig) -> EnsembleConfig:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from specfuse_shared.errors import ConfigError, GenerationError, RequestError
+from specfuse_shared.errors import ConfigError, GenerationError, RequestError, ValueTooLongError
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.text.grammar import Grammar, guidance
 from specfuse_shared.types import FinishReason
@@ -39,7 +39,7 @@ class Admitted:
 
 
 class AnswerConstraint:
-    """The grammar along one answer. Raises `RequestError` if no value fits into `max_tokens`.
+    """The grammar along one answer. Raises `ValueTooLongError` if no value fits into `max_tokens`.
 
     `codec` and `max_tokens` are those of the reference member. Between calls at least one complete value that
     begins with the committed text fits into `max_tokens`, unless none was found at all.
@@ -51,7 +51,7 @@ class AnswerConstraint:
         shortest = _closing(self._matcher)
         self._can_finish = shortest is not None
         if shortest is not None and (needs := len(codec.encode(shortest))) > max_tokens:
-            raise RequestError(
+            raise ValueTooLongError(
                 f"max_tokens={max_tokens} cannot hold any value of this grammar: "
                 f"{shortest[:80]!r} alone takes {needs} tokens"
             )

@@ -1,4 +1,4 @@
-"""Fixtures of the LlamaIndex tests: the LLM over the real demo ensemble, and listeners to LlamaIndex's events."""
+"""Fixtures of the LlamaIndex tests: the LLM over the real demo ensemble or tiny models, and listeners to its events."""
 
 from __future__ import annotations
 
@@ -8,13 +8,30 @@ import pytest
 from llama_index_instrumentation import get_dispatcher
 
 from llamaindex_specfuse import SpecFuseLLM
-from specfuse_shared import EnsembleEngine
-from tests.llamaindex.listening import Callbacks, Listener
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.errors import SpecFuseError
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.llamaindex.listening import Callbacks, Failures, Listener
 
 
 @pytest.fixture(scope="session")
 def llm(demo_engine: EnsembleEngine) -> SpecFuseLLM:
     return SpecFuseLLM(engine=demo_engine, max_tokens=16)
+
+
+@pytest.fixture(scope="session")
+def tiny_members(tmp_path_factory: pytest.TempPathFactory) -> list[MemberConfig]:
+    """Two random models that load at once; what they say means nothing, what holds them must."""
+    shape, folder = {"max_position_embeddings": 4096}, tmp_path_factory.mktemp("tiny")
+    chat = save_model("qwen3", byte_level_tokenizer(), folder / "chat", **shape)
+    base = save_model("llama", metaspace_tokenizer(), folder / "base", seed=1, **shape)
+    return [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_members: list[MemberConfig]) -> Iterator[SpecFuseLLM]:
+    with EnsembleEngine(EnsembleConfig(members=tiny_members)) as engine:
+        yield SpecFuseLLM(engine=engine.load(), max_tokens=200)
 
 
 @pytest.fixture
@@ -28,3 +45,16 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def callbacks() -> Callbacks:
     return Callbacks()
+
+
+@pytest.fixture
+def nothing_of_ours_fails(listener: Listener, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The test asks the LLM, and no call of it ends with an error of ours, also where LlamaIndex goes on without it."""
+    root, failures = get_dispatcher(), Failures()
+    root.add_span_handler(failures)
+    yield
+    root.span_handlers.remove(failures)
+    assert listener.calls()
+    failed = [*failures.errors, *(event.exception for event in listener.of("ExceptionEvent"))]
+    assert [error for error in failed if isinstance(error, SpecFuseError)] == []
+    assert [record for record in caplog.records if record.name.startswith("llamaindex_specfuse")] == []

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
+from llama_index_instrumentation.span_handlers import NullSpanHandler
 from pydantic import Field
 
 from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared.errors import SpecFuseError
 
 SYNC_ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
 ENDPOINTS = (*SYNC_ENDPOINTS, *(f"a{name}" for name in SYNC_ENDPOINTS))
@@ -35,6 +41,26 @@ class Listener(BaseEventHandler):
     def prompts(self) -> list[str]:
         """All that each chat put in front of the LLM."""
         return ["\n".join(map(str, event.messages)) for event in self.of("LLMChatStartEvent")]
+
+
+class Failures(NullSpanHandler):
+    """The exceptions with which calls ended, of anything that LlamaIndex watches."""
+
+    errors: list[BaseException | None] = Field(default_factory=list)
+
+    def span_drop(self, *args: Any, err: BaseException | None = None, **kwargs: Any) -> None:
+        self.errors.append(err)
+
+
+@contextmanager
+def readable_or_refused() -> Iterator[None]:
+    """What small members write LlamaIndex reads, or its reading ends with an error of its own."""
+    try:
+        yield
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, SpecFuseError) or f"{os.sep}llama_index{os.sep}" not in last.filename:
+            raise
 
 
 class Callbacks:

@@ -31,9 +31,9 @@ async def test_every_endpoint_gives_the_engine_s_answer(
     responses = await ask(counted, endpoint, QUESTION, max_tokens=24)
     last = responses[-1]
     assert text_of(last) == expected
-    assert last.additional_kwargs == {}
-
     kind = "Chat" if "chat" in endpoint else "Completion"
+    ended = {**last.raw["usage"], "finish_reason": last.raw["finish_reason"]}
+    assert last.additional_kwargs == (ended if kind == "Chat" else {})
     assert listener.calls() == [f"LLM{kind}StartEvent", f"LLM{kind}EndEvent"]
     assert len(callbacks.calls()) == 1
     [count] = callbacks.counter.llm_token_counts

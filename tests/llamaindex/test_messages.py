@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from llama_index.core.base.llms.types import (
+    CacheControl,
+    CachePoint,
     ChatMessage,
+    CitableBlock,
+    CitationBlock,
+    DocumentBlock,
     ImageBlock,
     MessageRole,
     TextBlock,
@@ -47,3 +55,58 @@ def test_images_are_refused_by_name() -> None:
     image = ImageBlock(image=b"")
     with pytest.raises(RequestError, match=r"ImageBlock.*text only"):
         to_messages([ChatMessage(role="user", blocks=[TextBlock(text="look"), image])])
+
+
+# ── histories of other providers ─────────────────────────────────────────────────────────────────
+
+ADD = {"name": "add", "arguments": '{"a": 3}'}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"tool_calls": [{"id": "c1", "type": "function", "function": ADD}]},
+        {"tool_calls": [SimpleNamespace(id="c1", type="function", function=SimpleNamespace(**ADD))]},
+        {"tool_calls": [{"id": "c1", "type": "tool_use", "name": "add", "input": {"a": 3}}]},
+        {"tool_calls": [{"id": "c1", "function": {"name": "add", "arguments": {"a": 3}}}]},
+    ],
+    ids=["openai", "openai-objects", "anthropic", "ollama"],
+)
+def test_calls_of_other_providers_are_read_and_name_the_answers(written: dict[str, Any]) -> None:
+    asked = ChatMessage(role="assistant", additional_kwargs=written)
+    call, answered = to_messages([asked, ChatMessage("7", role="tool", additional_kwargs={"tool_call_id": "c1"})])
+    assert call.tool_calls == (ToolCall("add", {"a": 3}, "c1"),)
+    assert answered.name == "add"
+
+
+def test_an_old_function_call_is_read() -> None:
+    [call] = to_messages([ChatMessage(role="assistant", additional_kwargs={"function_call": ADD, "tool_calls": None})])
+    assert call.tool_calls == (ToolCall("add", {"a": 3}),)
+
+
+def test_a_call_in_blocks_and_in_kwargs_is_one_call() -> None:
+    block = ToolCallBlock(tool_call_id="c1", tool_name="add", tool_kwargs={"a": 3})
+    written = {"tool_calls": [{"id": "c1", "type": "function", "function": ADD}]}
+    [message] = to_messages([ChatMessage(role="assistant", blocks=[block], additional_kwargs=written)])
+    assert message.tool_calls == (ToolCall("add", {"a": 3}, "c1"),)
+
+
+def test_what_has_words_is_read_and_marks_and_sources_say_nothing() -> None:
+    cited = CitationBlock(cited_content="seven", source="s", title="t", additional_location_info={})
+    blocks = [
+        TextBlock(text="When?"),
+        CitableBlock(title="Hours", source="hours.md", content="It opens at seven."),
+        DocumentBlock(data=b"Closed on Monday.", document_mimetype="text/plain"),
+        CachePoint(cache_control=CacheControl(type="ephemeral")),
+        ThinkingBlock(content="hm"),
+        cited,
+    ]
+    [message] = to_messages([ChatMessage(role="user", blocks=blocks)])
+    assert message.content == "When?\nHours\nIt opens at seven.\nClosed on Monday."
+
+
+def test_an_image_inside_a_citable_block_and_a_scanned_document_are_refused() -> None:
+    image = CitableBlock(title="t", source="s", content=[ImageBlock(image=b"")])
+    for block in (image, DocumentBlock(data=b"%PDF-1.7", document_mimetype="application/pdf")):
+        with pytest.raises(RequestError, match="text only"):
+            to_messages([ChatMessage(role="user", blocks=[block])])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date
 from enum import StrEnum
 from typing import Literal
 
@@ -20,6 +22,12 @@ PROMPT = PromptTemplate("Describe {thing} in a few words.")
 class Colour(StrEnum):
     BLUE = "blue"
     GREEN = "green"
+
+
+class Visit(BaseModel):
+    """A visit."""
+
+    day: date = Field(description="The day of arrival.")
 
 
 class Thing(BaseModel):
@@ -70,6 +78,15 @@ async def test_all_four_predictions_are_the_same(llm: SpecFuseLLM) -> None:
     assert len(streamed) > 2
     astreamed = [value async for value in await llm.astream_structured_predict(Pair, PROMPT, thing="a cat")]
     assert [value.model_dump() for value in astreamed] == [value.model_dump() for value in streamed]
+
+
+def test_the_members_are_shown_the_schema_and_dates_are_dates(llm: SpecFuseLLM, listener: Listener) -> None:
+    prompt = PromptTemplate("Fill in the visit.\n\nNote: {note}")
+    output = llm.structured_predict(Visit, prompt, note="She comes on 3 May 2024 at 1 o'clock.")
+    assert isinstance(output.day, date)
+    [shown] = listener.prompts()
+    assert "The day of arrival." in shown
+    assert json.dumps(Visit.model_json_schema()) in shown
 
 
 def test_a_structured_llm_answers_chats_with_json(llm: SpecFuseLLM) -> None:
