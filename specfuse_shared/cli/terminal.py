@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.placement.plan import Plan, memory
 from specfuse_shared.report.formats import UNKNOWN, number
 from specfuse_shared.results import EnsembleResult
@@ -81,7 +81,7 @@ def loading(console: Console) -> Iterator[Callable[[LoadProgress], None] | None]
 def show_answer(events: Iterable[Event], out: Console, notes: Console) -> EnsembleResult:
     """Write the answer as it comes, the legend before and the exits after it. `out` ends with a line end."""
     colours: Palette = {}
-    author, last = "", "\n"
+    author, last, thinker = "", "\n", ""
     exits: list[MemberExit] = []
     warnings: list[str] = []
     result: EnsembleResult | None = None
@@ -90,7 +90,10 @@ def show_answer(events: Iterable[Event], out: Console, notes: Console) -> Ensemb
             if isinstance(event, StartEvent):
                 colours = palette(event.members)
                 notes.print(_legend(colours))
+            elif isinstance(event, ThinkingEvent):
+                thinker = _write_thoughts(notes, event, thinker)
             elif isinstance(event, SegmentEvent):
+                thinker = thinker and _end_thoughts(notes)
                 author = event.record.winner if event.record else author
                 last = event.text[-1:] or last
                 _write(out, event.text, colours.get(author))
@@ -109,6 +112,19 @@ def show_answer(events: Iterable[Event], out: Console, notes: Console) -> Ensemb
         notes.print(_exit_line(leaving), style="dim")
     assert result is not None
     return result
+
+
+def _write_thoughts(notes: Console, event: ThinkingEvent, thinker: str) -> str:
+    """A member's thoughts as they go on, behind its name where another one's came before; whose they are."""
+    if event.member != thinker:
+        notes.print(Text(f"{chr(10) if thinker else ''}{visible(event.member)} thinks:", style="dim bold"))
+    notes.print(Text(visible(event.text), style="dim"), end="")
+    return event.member
+
+
+def _end_thoughts(notes: Console) -> str:
+    notes.print()
+    return ""
 
 
 def _write(out: Console, text: str, colour: str | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from specfuse_shared.cli import terminal
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import Candidate, FinishReason, MemberExit, RoundRecord, RoundTiming, Usage
 
@@ -182,3 +182,13 @@ def test_a_control_sequence_in_a_member_name_is_written_out() -> None:
     notes = console()
     terminal.show_answer([StartEvent(("m\x1b[31m",), 1), answer("One ")[-1]], console(), notes)
     assert shown(notes) == "● m\\x1b[31m\n"
+
+
+def test_thoughts_are_notes_in_front_of_the_answer() -> None:
+    start, *rest = answer("One ", "two.")
+    out, notes = console(), console()
+    one, other = MEMBERS
+    thoughts = [ThinkingEvent(one, "Hm, "), ThinkingEvent(one, "yes."), ThinkingEvent(other, "\x1b[2JNo.")]
+    terminal.show_answer([start, *thoughts, *rest], out, notes)
+    assert shown(out) == "One two.\n"
+    assert f"{one} thinks:\nHm, yes.\n{other} thinks:\n\\x1b[2JNo.\n" in shown(notes)

@@ -343,3 +343,12 @@ def test_reports_of_two_answers_keep_their_choices_apart() -> None:
 def test_the_types_need_no_template_engine_before_a_report() -> None:
     code = "import sys, specfuse_shared; specfuse_shared.EnsembleResult; print('jinja2' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_thoughts_are_shown_as_text_behind_the_answer() -> None:
+    result = explained([("alpha", "Yes."), ("beta", " No.")], thinking={"beta": "Is it <b>so</b>?"})
+    html = result.to_html()
+    assert "What" in html
+    assert "thought before it answered" in html
+    assert "Is it &lt;b&gt;so&lt;/b&gt;?" in html
+    assert "thought before" not in explained([("alpha", "Yes.")]).to_html()

@@ -1,0 +1,58 @@
+"""Draws the rooms of `specfuse_shared` from its imports into docs/architecture.md, or checks that they are drawn so.
+
+python docs/rooms.py [--check]
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import grimp
+
+PAGE = Path(__file__).parent / "architecture.md"
+BEGIN, END = "<!-- rooms: drawn by `make rooms` -->", "<!-- end of rooms -->"
+ROOT = "specfuse_shared"
+
+
+def rooms() -> dict[str, set[str]]:
+    """Room or module of the root → those that it imports."""
+    graph = grimp.build_graph(ROOT, exclude_type_checking_imports=True)
+    for name in graph.find_children(ROOT):
+        if graph.find_children(name):
+            graph.squash_module(name)
+    names = sorted(graph.find_children(ROOT) - {f"{ROOT}.__main__"})
+    found = {name: graph.find_modules_directly_imported_by(name) & {*names} - {name} for name in names}
+    return {name.partition(".")[2]: {used.partition(".")[2] for used in uses} for name, uses in found.items()}
+
+
+def table(uses: dict[str, set[str]]) -> str:
+    """One row a room, from what people see down to what everybody needs; a room imports only what stands below it."""
+    height: dict[str, int] = {}
+    while len(height) < len(uses):
+        ready = [name for name in uses if name not in height and uses[name] <= height.keys()]
+        if not ready:
+            raise SystemExit(f"these import each other: {', '.join(sorted(uses.keys() - height.keys()))}")
+        height |= {name: 1 + max((height[used] for used in uses[name]), default=0) for name in ready}
+    rows = ["| room | what is there | imports |", "| --- | --- | --- |"]
+    for name in sorted(uses, key=lambda name: (-height[name], name)):
+        purpose = (importlib.import_module(f"{ROOT}.{name}").__doc__ or "").strip().splitlines()[0]
+        below = ", ".join(sorted(uses[name], key=lambda used: (-height[used], used))) or "nothing"
+        is_room = Path(__file__).parent.parent.joinpath(ROOT, name).is_dir()
+        rows.append(f"| `{name}{'/' if is_room else ''}` | {purpose} | {below} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    page = PAGE.read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    drawn = f"{before}{BEGIN}\n\n{table(rooms())}\n\n{END}{after}"
+    if "--check" in sys.argv and drawn != page:
+        raise SystemExit("docs/architecture.md shows other rooms than the code has: run make rooms")
+    PAGE.write_text(drawn, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
