@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.errors import ConfigError
 from tests.engine.test_thinking import THINKING
 from tests.llamaindex.listening import ENDPOINTS, Listener, ask
 
@@ -85,6 +86,12 @@ def test_thoughts_of_earlier_turns_are_not_told_again(llm: SpecFuseLLM, listener
     engine.chat("And why?")
     assert thought
     assert thought not in listener.prompts()[-1]
+
+
+def test_llamaindex_plans_with_room_for_thoughts(llm: SpecFuseLLM) -> None:
+    assert llm.metadata.num_output == 12 + 20
+    with pytest.raises(ConfigError, match=r"max_thinking_tokens=3900"):
+        SpecFuseLLM(engine=llm.engine, max_tokens=12, max_thinking_tokens=3900)
 
 
 # ── log-probabilities ────────────────────────────────────────────────────────────────────────────
