@@ -13,6 +13,7 @@ from llama_index.core.base.llms.types import (
     LogProb,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
 )
 from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.dispatcher import active_instrument_tags
@@ -32,7 +33,7 @@ from specfuse_shared.adapters import (
     segment_record,
     usage_record,
 )
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent, ThinkingEvent
 
 _dispatcher = get_dispatcher(__name__)
 
@@ -48,6 +49,10 @@ class Piece:
     """The tool calls that are complete."""
     begun: tuple[BegunCall, ...] = ()
     """All tool calls, the last of which may still be written."""
+    thoughts: tuple[ThinkingBlock, ...] = ()
+    """What each member that thinks has thought so far."""
+    thinking_delta: str = ""
+    """New thoughts, before the answer begins."""
     counted: Mapping[str, Any] = field(default_factory=dict)
     """How the answer ended and its tokens, with the last piece."""
     logprobs: list[list[LogProb]] | None = None
@@ -61,7 +66,7 @@ class Piece:
         """The text always has a block: without one, LlamaIndex writes the turn as "assistant: None"."""
         message = ChatMessage(
             role=MessageRole.ASSISTANT,
-            blocks=[TextBlock(text=self.text), *map(call_block, self.calls)],
+            blocks=[*self.thoughts, TextBlock(text=self.text), *map(call_block, self.calls)],
             additional_kwargs={"tool_calls": [call.as_openai() for call in self.begun]} if self.begun else {},
         )
         return ChatResponse(
@@ -69,7 +74,7 @@ class Piece:
             delta=self.delta,
             raw=self.raw,
             logprobs=self.logprobs,
-            additional_kwargs=dict(self.counted),
+            additional_kwargs={"thinking_delta": self.thinking_delta} if self.thinking_delta else dict(self.counted),
         )
 
 
@@ -83,16 +88,24 @@ class Answer:
         self._observe, self._detail, self._text = observe, detail, ""
         self._reader = CallReader() if reads_calls else None
         self._begun: list[BegunCall] = []
+        self._thoughts: dict[str, str] = {}
         self._span, self._tags = active_span_id.get(), dict(active_instrument_tags.get())
 
     def piece(self, event: Event) -> Piece | None:
         """What an event adds to the answer; None if it adds nothing."""
         self._observe(event)
+        if isinstance(event, ThinkingEvent):
+            return self._thought(event)
         if isinstance(event, SegmentEvent):
             return self._segment(event)
         if isinstance(event, FinishEvent):
             return self._last(event.result)
         return None
+
+    def _thought(self, event: ThinkingEvent) -> Piece:
+        self._thoughts[event.member] = self._thoughts.get(event.member, "") + event.text
+        record = {"specfuse": {"member": event.member, "thinking": event.text}}
+        return replace(self._grown([], record), thinking_delta=event.text)
 
     def _segment(self, event: SegmentEvent) -> Piece:
         record = {**segment_record(event), "candidates": candidate_records(event)}
@@ -114,13 +127,18 @@ class Answer:
             if isinstance(part, CallDelta):
                 self._write(part)
         calls = tuple(self._reader.calls) if self._reader else ()
-        return Piece(delta, self._text, raw, calls, tuple(self._begun))
+        return Piece(delta, self._text, raw, calls, tuple(self._begun), tuple(map(_block, self._thoughts.items())))
 
     def _write(self, part: CallDelta) -> None:
         if part.index == len(self._begun):
             self._begun.append(BegunCall(part.id or "", part.name or ""))
         call = self._begun[part.index]
         self._begun[part.index] = replace(call, arguments=call.arguments + part.arguments)
+
+
+def _block(thought: tuple[str, str]) -> ThinkingBlock:
+    member, text = thought
+    return ThinkingBlock(content=text, additional_information={"member": member})
 
 
 def _logprobs(result: EnsembleResult) -> list[list[LogProb]] | None:

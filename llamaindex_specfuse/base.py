@@ -96,18 +96,23 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
-        window, longest = self._window(), self._call({}).params.max_tokens
-        if window is not None and window - longest < PROMPT_ROOM:
+        window, params = self._window(), self._call({}).params
+        if window is not None and window - self._longest_output() < PROMPT_ROOM:
+            thoughts = f" and max_thinking_tokens={params.max_thinking_tokens}" if self._thinks() else ""
             raise ConfigError(
-                f"the smallest context of the members holds {window} tokens: with max_tokens={longest} fewer than "
-                f"{PROMPT_ROOM} are left for LlamaIndex's prompts; lower max_tokens or leave that member out"
+                f"the smallest context of the members holds {window} tokens: with max_tokens={params.max_tokens}"
+                f"{thoughts} fewer than {PROMPT_ROOM} are left for LlamaIndex's prompts; lower it or leave that "
+                "member out"
             )
         return self
 
     @property
     def metadata(self) -> LLMMetadata:
-        """`context_window` always leaves room for a prompt, also where no member states its own."""
-        longest = self._call({}).params.max_tokens
+        """`context_window` always leaves room for a prompt, also where no member states its own.
+
+        `num_output` holds the answer and, where a member thinks, its thoughts.
+        """
+        longest = self._longest_output()
         return LLMMetadata(
             context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
             num_output=longest,
@@ -187,6 +192,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         engine = self._resolve_engine().load()
         reference = next(m for m in engine._members if m.name == engine.config.reference_name)
         return reference.codec.encode(text)
+
+    def _longest_output(self) -> int:
+        params = self._call({}).params
+        return params.max_tokens + (params.max_thinking_tokens if self._thinks() else 0)
+
+    def _thinks(self) -> bool:
+        return any(member.thinking for member in self._ensemble().member_configs)
 
     def _window(self) -> int | None:
         return self.context_window or self._context_limit()

@@ -108,7 +108,7 @@ def _texts(block: Any) -> Iterator[str]:
         for part in block.content:
             yield from _texts(part)
     elif isinstance(block, DocumentBlock) and block.data and (block.document_mimetype or "").startswith("text/"):
-        yield block.resolve_document().read().decode()
+        yield block.resolve_document().read().decode(errors="replace")
     elif not isinstance(block, _SILENT_BLOCKS):
         raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
 
