@@ -72,7 +72,8 @@ def test_provenance_names_members_and_their_judgement(answer: AIMessage, demo_en
     assert sum(first["weights"].values()) == pytest.approx(1)
 
 
-def test_provenance_and_ledger_are_json(answer: AIMessage) -> None:
+def test_provenance_and_ledger_are_json(model: ChatSpecFuse) -> None:
+    answer = model.model_copy(update={"ledger": "full"}).invoke(QUESTION)
     saved = json.loads(json.dumps({**answer.additional_kwargs, **answer.response_metadata}))
     assert "".join(r["text"] for r in saved["specfuse"]["rounds"]).startswith(str(answer.content))
 
