@@ -24,11 +24,13 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, described, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, EnsembleConfig, EnsembleEngine, Event, Message, SamplingParams
-from specfuse_shared.adapters import EnsembleSettings, config_of
+from specfuse_shared.adapters import TRANSPORT_OPTIONS, EnsembleSettings, config_of
 
+_TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
+"""LangChain's standard parameters among them; a secret is not kept."""
 _OF_A_CALL = (
     *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout"),
-    *("model", "model_name", "stream"),
+    *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
 """What a call takes besides sampling; LangChain itself reads `stream`."""
 
@@ -74,7 +76,10 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_members(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _read_names(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        values = {key: value for key, value in values.items() if key in cls.model_fields or key not in _TRANSPORT}
         name = values.get("model", values.get("model_name"))
         if name is None or any(values.get(key) is not None for key in ("members", "config", "engine")):
             return values
