@@ -56,6 +56,10 @@ class PromptTooLongError(errors.PromptTooLongError, exceptions.ContextOverflowEr
     """The prompt leaves a member no room to answer."""
 
 
+class ValueTooLongError(errors.ValueTooLongError, exceptions.ModelInvalidRequestError):
+    """No value of the grammar fits into `max_tokens`."""
+
+
 class EngineBusyError(errors.EngineBusyError, exceptions.ModelRateLimitError):
     """The queue is full."""
 
@@ -96,6 +100,7 @@ _TRANSLATED: dict[type[BaseException], type[errors.SpecFuseError]] = {
         UnsupportedModelError,
         RequestError,
         PromptTooLongError,
+        ValueTooLongError,
         EngineBusyError,
         EngineClosedError,
         GenerationError,

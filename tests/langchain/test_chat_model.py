@@ -12,7 +12,6 @@ import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.prompts import ChatPromptTemplate
-from pydantic import ValidationError
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
@@ -166,7 +165,7 @@ def test_construction_loads_nothing() -> None:
     [{}, {"members": []}, {"members": "one/model"}, {"members": "demo", "config": EnsembleConfig(["a/b"])}],
 )
 def test_members_must_be_named_exactly_once(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="members"):
+    with pytest.raises(ConfigError, match="members"):
         ChatSpecFuse(**settings)
 
 

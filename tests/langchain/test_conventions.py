@@ -14,7 +14,6 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 from langchain_core.outputs import LLMResult
 from langgraph.checkpoint.memory import InMemorySaver
-from pydantic import ValidationError
 
 from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse.answers import Answer
@@ -85,9 +84,9 @@ def test_nothing_has_no_tokens_and_partial_messages_can_be_trimmed(chat: ChatSpe
 
 
 def test_a_typo_in_the_constructor_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValidationError, match="no setting 'max_token': did you mean 'max_tokens'"):
+    with pytest.raises(ConfigError, match="no setting 'max_token': did you mean 'max_tokens'"):
         ChatSpecFuse(members=["no/one"], max_token=5)
-    with pytest.raises(ValidationError, match="did you mean 'ensembles'"):
+    with pytest.raises(ConfigError, match="did you mean 'ensembles'"):
         ChatSpecFuse(members=["no/one"], ensemble={})
 
 
@@ -141,7 +140,7 @@ def test_a_history_with_calls_and_unnamed_answers_is_answered(chat: ChatSpecFuse
 
 
 def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
-    with pytest.raises(ValidationError, match="'presets'"):
+    with pytest.raises(ConfigError, match="'presets'"):
         ChatSpecFuse(engine=tiny, presets={})
     with pytest.raises(ConfigError, match="'preset'"):
         ChatSpecFuse(engine=tiny).invoke("Hi", preset="specem")
@@ -193,9 +192,11 @@ async def test_a_member_that_fails_is_seen(tiny: EnsembleEngine, stage: str) -> 
     model = ChatSpecFuse(engine=tiny, max_tokens=20)
     with fault_in(tiny, stage, FAULTS["exception"], None):
         with pytest.warns(MemberFailedWarning, match="base"):
-            model.invoke(QUESTION)
+            answer = model.invoke(QUESTION)
         with pytest.warns(MemberFailedWarning, match="base"):
             assert [chunk async for chunk in model.astream(QUESTION)]
+    [told] = answer.response_metadata["specfuse"]["warnings"]
+    assert (told["member"], told["stage"]) == ("base", stage)
     with warnings.catch_warnings(record=True) as heard:
         model.invoke(QUESTION)
     assert heard == []

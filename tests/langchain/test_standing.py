@@ -15,7 +15,6 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import ConfigurableField, Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.runnables.history import RunnableWithMessageHistory
-from pydantic import ValidationError
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleConfig, EnsembleEngine
@@ -127,7 +126,7 @@ def test_an_ensemble_may_be_named_instead_of_its_members() -> None:
     )
     named, _ = chosen.prepare({"configurable": {"who": "pair"}})  # type: ignore[attr-defined]
     assert named._ensemble().names == ("one", "two")
-    with pytest.raises(ValidationError, match="'trio' is no ensemble here"):
+    with pytest.raises(ModelNotFoundError, match="'trio' is no ensemble here"):
         ChatSpecFuse(model="trio")
 
 
