@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from langchain_core.messages import AIMessageChunk
@@ -10,7 +10,7 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGenerationChunk
 
-from specfuse_shared import EnsembleResult, Event, FinishEvent, FinishReason, SegmentEvent
+from specfuse_shared import EnsembleResult, Event, FinishEvent, FinishReason, SegmentEvent, ThinkingEvent
 from specfuse_shared.adapters import (
     CallDelta,
     CallReader,
@@ -26,7 +26,7 @@ PROVIDER = "specfuse"
 
 
 class Answer:
-    """Turns events into chunks: one for each verified segment, and an empty last one with usage and the record.
+    """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
     `detail`: how much of the record goes with it. `reads_calls`: tools were offered, so text that may be a call is
     held back until it is clear.
@@ -35,15 +35,19 @@ class Answer:
     def __init__(self, model_name: str, detail: Detail, *, reads_calls: bool) -> None:
         self._model_name, self._detail = model_name, detail
         self._reader = CallReader() if reads_calls else None
+        self._thoughts = Thoughts()
 
-    def chunk(self, event: Event) -> ChatGenerationChunk | None:
-        """The chunk of an event, if it has one."""
+    def chunks(self, event: Event) -> Iterator[ChatGenerationChunk]:
+        """The chunks of an event."""
+        if isinstance(event, ThinkingEvent):
+            yield from _reasoning(self._thoughts.feed(event))
+        if isinstance(event, (SegmentEvent, FinishEvent)):
+            yield from _reasoning(self._thoughts.rest())
         if isinstance(event, SegmentEvent):
             parts = self._reader.feed(event.text) if self._reader else (TextDelta(event.text),)
-            return _chunk(parts, additional_kwargs={"specfuse_segments": [segment_record(event)]})
+            yield _chunk(parts, additional_kwargs={"specfuse_segments": [segment_record(event)]})
         if isinstance(event, FinishEvent):
-            return self._last(event.result)
-        return None
+            yield self._last(event.result)
 
     def _last(self, result: EnsembleResult) -> ChatGenerationChunk:
         usage = UsageMetadata(
@@ -64,6 +68,33 @@ class Answer:
         last = _chunk(rest, chunk_position="last", usage_metadata=usage, response_metadata={**info, **record})
         last.generation_info = info
         return last
+
+
+class Thoughts:
+    """Members think at the same time; as one text, the first one's comes as it grows, the others' behind it."""
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+        self._others: dict[str, str] = {}
+
+    def feed(self, event: ThinkingEvent) -> str:
+        """What can be told at once."""
+        self._first = self._first or event.member
+        if event.member == self._first:
+            return event.text
+        self._others[event.member] = self._others.get(event.member, "") + event.text
+        return ""
+
+    def rest(self) -> str:
+        """What was kept back, when the answer begins."""
+        kept, self._others = self._others, {}
+        return "".join(f"\n\n{thoughts}" for thoughts in kept.values())
+
+
+def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:
+    """`content_blocks` makes reasoning blocks of this key, as it does for ChatOllama."""
+    if thoughts:
+        yield _chunk((), additional_kwargs={"reasoning_content": thoughts})
 
 
 def _chunk(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> ChatGenerationChunk:

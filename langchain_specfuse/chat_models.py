@@ -60,6 +60,9 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
     and `grammar`.
 
+    Members that think (`MemberConfig(thinking=True)`) do so in reasoning blocks (`content_blocks`, and
+    `additional_kwargs["reasoning_content"]`), in front of the answer and no part of it.
+
     Tool calls and structured values are drafted under a grammar: they fit their schema, or
     `UnfinishedValueError` says that `max_tokens` left no room. Text only; images and audio raise `RequestError`.
     Errors are those of `langchain_specfuse.errors`: the engine's and LangChain's at once.
@@ -115,6 +118,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
             tool_calling=True,
             tool_choice=True,
             structured_output=True,
+            reasoning_output=any(member.thinking for member in self._ensemble().member_configs),
         )
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
@@ -141,11 +145,11 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
             events = request.engine.stream(request.messages, request.params, **request.options)
             with closing(cast("Generator[Event]", events)):
                 for event in events:
-                    if (chunk := self._chunk(request.answer, event)) is None:
-                        continue
-                    if run_manager is not None:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+                    self._observe(event)
+                    for chunk in request.answer.chunks(event):
+                        if run_manager is not None:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     async def _agenerate(
         self,
@@ -168,15 +172,11 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
             events = request.engine.astream(request.messages, request.params, **request.options)
             async with aclosing(cast("AsyncGenerator[Event]", events)):
                 async for event in events:
-                    if (chunk := self._chunk(request.answer, event)) is None:
-                        continue
-                    if run_manager is not None:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-
-    def _chunk(self, answer: Answer, event: Event) -> ChatGenerationChunk | None:
-        self._observe(event)
-        return answer.chunk(event)
+                    self._observe(event)
+                    for chunk in request.answer.chunks(event):
+                        if run_manager is not None:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     # ── tools and structure ──────────────────────────────────────────────────────────────────────
 
