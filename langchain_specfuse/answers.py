@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from langchain_core.messages import AIMessageChunk
@@ -10,51 +10,91 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGenerationChunk
 
-from specfuse_shared.adapters import ledger, segment_record
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from specfuse_shared.results import EnsembleResult
-from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
-from specfuse_shared.types import FinishReason
+from specfuse_shared import EnsembleResult, Event, FinishEvent, FinishReason, SegmentEvent, ThinkingEvent
+from specfuse_shared.adapters import (
+    CallDelta,
+    CallReader,
+    Detail,
+    TextDelta,
+    finish_reason,
+    ledger,
+    openai_logprobs,
+    segment_record,
+)
 
 PROVIDER = "specfuse"
 
 
 class Answer:
-    """Turns events into chunks: one for each verified segment, and an empty last one with usage and the ledger.
+    """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
-    `reads_calls`: tools were offered, so text that may be a call is held back until it is clear.
+    `detail`: how much of the record goes with it. `reads_calls`: tools were offered, so text that may be a call is
+    held back until it is clear.
     """
 
-    def __init__(self, model_name: str, reads_calls: bool) -> None:
-        self._model_name, self._reader = model_name, CallReader() if reads_calls else None
+    def __init__(self, model_name: str, detail: Detail, *, reads_calls: bool) -> None:
+        self._model_name, self._detail = model_name, detail
+        self._reader = CallReader() if reads_calls else None
+        self._thoughts = Thoughts()
 
-    def chunk(self, event: Event) -> ChatGenerationChunk | None:
-        """The chunk of an event, if it has one."""
+    def chunks(self, event: Event) -> Iterator[ChatGenerationChunk]:
+        """The chunks of an event."""
+        if isinstance(event, ThinkingEvent):
+            yield from _reasoning(self._thoughts.feed(event))
+        if isinstance(event, (SegmentEvent, FinishEvent)):
+            yield from _reasoning(self._thoughts.rest())
         if isinstance(event, SegmentEvent):
             parts = self._reader.feed(event.text) if self._reader else (TextDelta(event.text),)
-            provenance = {"specfuse_segments": [segment_record(event)]}
-            return _chunk(parts, additional_kwargs=provenance)
+            yield _chunk(parts, additional_kwargs={"specfuse_segments": [segment_record(event)]})
         if isinstance(event, FinishEvent):
-            return self._last(event.result)
-        return None
+            yield self._last(event.result)
 
     def _last(self, result: EnsembleResult) -> ChatGenerationChunk:
-        usage, called = result.usage, bool(self._reader and self._reader.calls)
-        return _chunk(
-            self._reader.finish(cut=result.finish_reason is FinishReason.LENGTH) if self._reader else [],
-            chunk_position="last",
-            usage_metadata=UsageMetadata(
-                input_tokens=usage.prompt_tokens,
-                output_tokens=usage.completion_tokens,
-                total_tokens=usage.total_tokens,
-            ),
-            response_metadata={
-                "finish_reason": "tool_calls" if called else str(result.finish_reason),
-                "model_name": self._model_name,
-                "model_provider": PROVIDER,
-                "specfuse": ledger(result),
-            },
+        usage = UsageMetadata(
+            input_tokens=result.usage.prompt_tokens,
+            output_tokens=result.usage.completion_tokens,
+            total_tokens=result.usage.total_tokens,
         )
+        cut = result.finish_reason is FinishReason.LENGTH
+        rest = self._reader.finish(cut=cut) if self._reader else []
+        info: dict[str, Any] = {
+            "finish_reason": finish_reason(result, bool(self._reader and self._reader.calls)),
+            "model_name": self._model_name,
+            "model_provider": PROVIDER,
+        }
+        if (logprobs := openai_logprobs(result)) is not None:
+            info["logprobs"] = logprobs
+        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        last = _chunk(rest, chunk_position="last", usage_metadata=usage, response_metadata={**info, **record})
+        last.generation_info = info
+        return last
+
+
+class Thoughts:
+    """Members think at the same time; as one text, the first one's comes as it grows, the others' behind it."""
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+        self._others: dict[str, str] = {}
+
+    def feed(self, event: ThinkingEvent) -> str:
+        """What can be told at once."""
+        self._first = self._first or event.member
+        if event.member == self._first:
+            return event.text
+        self._others[event.member] = self._others.get(event.member, "") + event.text
+        return ""
+
+    def rest(self) -> str:
+        """What was kept back, when the answer begins."""
+        kept, self._others = self._others, {}
+        return "".join(f"\n\n{thoughts}" for thoughts in kept.values())
+
+
+def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:
+    """`content_blocks` makes reasoning blocks of this key, as it does for ChatOllama."""
+    if thoughts:
+        yield _chunk((), additional_kwargs={"reasoning_content": thoughts})
 
 
 def _chunk(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> ChatGenerationChunk:

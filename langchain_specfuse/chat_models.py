@@ -7,37 +7,32 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from langchain_core.callbacks import (
-    AsyncCallbackManager,
-    AsyncCallbackManagerForLLMRun,
-    BaseRunManager,
-    CallbackManager,
-    CallbackManagerForLLMRun,
-    adispatch_custom_event,
-    dispatch_custom_event,
-)
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableConfig
-from pydantic import Field
+from langchain_core.runnables import Runnable
+from pydantic import ConfigDict, Field, model_validator
 
 from langchain_specfuse.answers import PROVIDER, Answer
+from langchain_specfuse.batching import EngineBatches
+from langchain_specfuse.callbacks import SegmentEvents
+from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
-from langchain_specfuse.tools import ToolLike, schema_grammar, to_choice, to_schema, to_tools
-from specfuse_shared.adapters import EnsembleSettings, Members, config_of, segment_record
-from specfuse_shared.config import EnsembleConfig
-from specfuse_shared.errors import ConfigError
-from specfuse_shared.events import Event, SegmentEvent
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.serving.engine import CallOptions, EnsembleEngine
-from specfuse_shared.text.tool_calls import ToolUse, schema_request
-from specfuse_shared.types import Message
+from langchain_specfuse.tools import ToolLike, described, to_choice, to_tools, to_value
+from specfuse_shared import CallOptions, EnsembleConfig, EnsembleEngine, Event, Message, SamplingParams
+from specfuse_shared.adapters import TRANSPORT_OPTIONS, EnsembleSettings, config_of
 
-SEGMENT_EVENT = "specfuse_segment"
+_TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
+"""LangChain's standard parameters among them; a secret is not kept."""
+_OF_A_CALL = (
+    *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout"),
+    *("model", "model_name", "stream", *sorted(_TRANSPORT)),
+)
+"""What a call takes besides sampling; LangChain itself reads `stream`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class _Request:
     options: CallOptions
 
 
-class ChatSpecFuse(EnsembleSettings, BaseChatModel):
+class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     """Several local models answer together, segment by segment.
 
         model = ChatSpecFuse(members=["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m-it"])
@@ -62,16 +57,37 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
     it, how each member scored it and where it stands in the answer. The last chunk is empty and carries
     `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of all
     rounds. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `timeout`, `model` (a preset), `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`.
+    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
+    and `grammar`.
+
+    Members that think (`MemberConfig(thinking=True)`) do so in reasoning blocks (`content_blocks`, and
+    `additional_kwargs["reasoning_content"]`), in front of the answer and no part of it.
 
     Tool calls and structured values are drafted under a grammar: they fit their schema, or
     `UnfinishedValueError` says that `max_tokens` left no room. Text only; images and audio raise `RequestError`.
+    Errors are those of `langchain_specfuse.errors`: the engine's and LangChain's at once.
     """
 
-    presets: Mapping[str, Any] = Field(default_factory=dict)
+    model_config = ConfigDict(populate_by_name=True)
+
+    ensembles: Mapping[str, Any] = Field(default_factory=dict)
     """Other ensembles by name, each as `members` or `config` take them; a call chooses one with `model="name"`."""
-    segment_events: bool = False
-    """Dispatch a custom event "specfuse_segment" for every verified segment."""
+    model_name: str | None = Field(default=None, alias="model")
+    """Who answers where a call names nobody: "demo" or one of `ensembles`, instead of `members`."""
+    streaming: bool = False
+    """`invoke` streams as well: callbacks hear its chunks as those of a stream. If set to False, `stream` gives one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_names(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        values = {key: value for key, value in values.items() if key in cls.model_fields or key not in _TRANSPORT}
+        name = values.get("model", values.get("model_name"))
+        if name is None or any(values.get(key) is not None for key in ("members", "config", "engine")):
+            return values
+        config = _ensemble_named(name, values.get("ensembles") or {})
+        return {**values, **({"members": "demo"} if name == "demo" else {"config": config})}
 
     @property
     def _llm_type(self) -> str:
@@ -79,17 +95,19 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        presets = {name: self._preset_identity(name) for name in self.presets}
-        return {**self._identity(), "parallel_tool_calls": self.parallel_tool_calls, "presets": presets}
+        ensembles = {name: self._plain_ensemble(self._ensemble(name)) for name in self.ensembles}
+        return {**self._identity(), "parallel_tool_calls": self.parallel_tool_calls, "ensembles": ensembles}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
-        name = kwargs.get("model") or self._model_name()
+        name = _named(kwargs) or self._model_name()
         return LangSmithParams(**{**params, "ls_provider": PROVIDER, "ls_model_name": name})
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """`max_input_tokens` is the smallest member's; it is known once the engine is loaded, or where settings say."""
+        """`max_input_tokens` is the smallest member's, as far as its configuration is on this machine."""
+        limit = self._context_limit()
         return ModelProfile(
+            **({} if limit is None else {"max_input_tokens": limit}),
             name=self._model_name(),
             max_output_tokens=self.max_tokens,
             text_inputs=True,
@@ -100,6 +118,7 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
             tool_calling=True,
             tool_choice=True,
             structured_output=True,
+            reasoning_output=any(member.thinking for member in self._ensemble().member_configs),
         )
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
@@ -120,17 +139,17 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        request = self._request(messages, stop, kwargs)
-        events = request.engine.stream(request.messages, request.params, **request.options)
-        with closing(cast("Generator[Event]", events)):
-            for event in events:
-                if isinstance(event, SegmentEvent):
-                    self._tell(event)
-                    if self.segment_events and run_manager is not None:
-                        inside: RunnableConfig = {"callbacks": CallbackManager(**_child(run_manager))}
-                        dispatch_custom_event(SEGMENT_EVENT, _event_data(event), config=inside)
-                if (chunk := request.answer.chunk(event)) is not None:
-                    yield chunk
+        """LangChain gives a `run_manager` where it does not tell the callbacks of each chunk by itself."""
+        with as_langchain():
+            request = self._request(messages, stop, kwargs)
+            events = request.engine.stream(request.messages, request.params, **request.options)
+            with closing(cast("Generator[Event]", events)):
+                for event in events:
+                    self._observe(event)
+                    for chunk in request.answer.chunks(event):
+                        if run_manager is not None:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     async def _agenerate(
         self,
@@ -148,29 +167,16 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = self._request(messages, stop, kwargs)
-        events = request.engine.astream(request.messages, request.params, **request.options)
-        async with aclosing(cast("AsyncGenerator[Event]", events)):
-            async for event in events:
-                if isinstance(event, SegmentEvent):
-                    self._tell(event)
-                    if self.segment_events and run_manager is not None:
-                        inside: RunnableConfig = {"callbacks": AsyncCallbackManager(**_child(run_manager))}
-                        await adispatch_custom_event(SEGMENT_EVENT, _event_data(event), config=inside)
-                if (chunk := request.answer.chunk(event)) is not None:
-                    yield chunk
-
-    def batch(
-        self,
-        inputs: list[LanguageModelInput],
-        config: RunnableConfig | list[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> list[AIMessage]:
-        """Answers to all inputs, as one batch of the engine unless `max_concurrency` says otherwise."""
-        together = _together(config, len(inputs))
-        return super().batch(inputs, together, return_exceptions=return_exceptions, **kwargs)
+        with as_langchain():
+            request = self._request(messages, stop, kwargs)
+            events = request.engine.astream(request.messages, request.params, **request.options)
+            async with aclosing(cast("AsyncGenerator[Event]", events)):
+                async for event in events:
+                    self._observe(event)
+                    for chunk in request.answer.chunks(event):
+                        if run_manager is not None:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
 
     # ── tools and structure ──────────────────────────────────────────────────────────────────────
 
@@ -185,19 +191,19 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """A model that may call `tools`: functions, classes, `BaseTool`s or dictionaries.
 
-        `tool_choice`: None or "auto" (the ensemble decides), "any", "required" or True (it calls), "none" or False,
+        `tool_choice`: None, False or "auto" (the ensemble decides), "any", "required" or True (it calls), "none",
         a tool's name, or a dictionary of these. `strict` refuses schemas that no grammar can promise.
         """
-        bound = to_tools(tools, strict)
-        options: dict[str, Any] = {"tool_choice": to_choice(tool_choice, bound)}
+        with as_langchain():
+            bound = to_tools(tools, strict)
+            options: dict[str, Any] = {"tool_choice": to_choice(tool_choice, bound)}
         if parallel_tool_calls is not None:
             options["parallel_tool_calls"] = parallel_tool_calls
-        described = [{**t.as_function(), **({"strict": True} if t.strict else {})} for t in bound]
-        return self.bind(tools=described, **options, **kwargs)
+        return self.bind(tools=[described(tool) for tool in bound], **options, **kwargs)
 
     def with_structured_output(
         self,
-        schema: dict[str, Any] | type,
+        schema: dict[str, Any] | type | None = None,
         *,
         include_raw: bool = False,
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
@@ -207,83 +213,73 @@ class ChatSpecFuse(EnsembleSettings, BaseChatModel):
         """A model that answers with values of `schema`: a Pydantic class, a TypedDict or a JSON schema.
 
         Every method gives values that fit the schema. "json_schema" shows it to the members, "function_calling"
-        makes it a tool that must be called, "json_mode" leaves it to the prompt to say what is wanted. With
-        `include_raw` the result is {"raw": message, "parsed": value, "parsing_error": error}.
+        makes it a tool that must be called, "json_mode" leaves it to the prompt to say what is wanted, and without a
+        schema gives any object. With `include_raw` the result is {"raw": message, "parsed": value, "parsing_error":
+        error}.
         """
-        return structured_output(self, schema, include_raw=include_raw, method=method, strict=strict, **kwargs)
+        with as_langchain():
+            return structured_output(self, schema, include_raw=include_raw, method=method, strict=strict, **kwargs)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of the reference member; loads the engine on first use."""
-        return self._resolve_engine().tokenize(text)
+        with as_langchain():
+            return self._resolve_engine().tokenize(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
         """Tokens of the whole prompt in the reference member's chat template, tools included."""
-        return self._resolve_engine().count_tokens(to_messages(messages), to_tools(tools or ()))
+        if not messages:
+            return 0
+        with as_langchain():
+            return self._resolve_engine().count_tokens(to_messages(messages), to_tools(tools or ()))
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, options: dict[str, Any]) -> _Request:
         """Translate a call. A setting that does not exist or cannot work raises `ConfigError`."""
-        overrides = {"parallel_tool_calls": self.parallel_tool_calls, **options, "stop": stop}
-        model, timeout = overrides.pop("model", None), overrides.pop("timeout", self.timeout)
-        tools = to_tools(overrides.pop("tools", None) or (), overrides.pop("strict", None))
-        choice = to_choice(overrides.pop("tool_choice", None), tools)
-        conversation, grammar = to_messages(messages), None
-        if (wanted := overrides.pop("response_format", None)) is not None:
-            schema, strict = to_schema(wanted)
-            grammar = schema_grammar(schema, strict) if schema is not None else None
-            shown = isinstance(wanted, Mapping) and wanted.get("shown", True) is False
-            told = schema_request(schema) if schema is not None and not shown else None
-            conversation += [told] if told else []
-        parallel = bool(overrides.pop("parallel_tool_calls"))
-        params = self._sampling({"grammar": grammar, **overrides})
-        use = ToolUse(tools, choice, parallel)
-        answer = Answer(model or self._model_name(), bool(use.offered))
-        called = CallOptions(tools=use.tools, tool_choice=choice, parallel_tool_calls=parallel, timeout=timeout)
-        self._complete_profile()
-        return _Request(self._engine_of(model), conversation, params, answer, called)
+        overrides = {**options, "stop": stop}
+        defaults: dict[str, Any] = {"parallel_tool_calls": self.parallel_tool_calls, "timeout": self.timeout}
+        given = {key: overrides.pop(key, None) for key in _OF_A_CALL}
+        asked: dict[str, Any] = {key: defaults.get(key) if value is None else value for key, value in given.items()}
+        tools = to_tools(asked["tools"] or (), asked["strict"])
+        choice = to_choice(asked["tool_choice"], tools)
+        grammar, told = to_value(asked["response_format"], asked["grammar"])
+        params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
+        return _Request(
+            engine=self._engine_for(self._ensemble(name)),
+            messages=[*to_messages(messages), *told],
+            params=params,
+            answer=Answer(name or self._model_name(), self.ledger, reads_calls=bool(tools) and choice != "none"),
+            options=CallOptions(
+                tools=tools,
+                tool_choice=choice,
+                parallel_tool_calls=asked["parallel_tool_calls"],
+                timeout=asked["timeout"],
+            ),
+        )
 
-    def _complete_profile(self) -> None:
-        if self.profile is not None and (limit := self._context_limit()) is not None:
-            self.profile.setdefault("max_input_tokens", limit)
+    def _ensemble(self, name: str | None = None) -> EnsembleConfig:
+        """The ensemble of this name; without one, that of this model."""
+        name, own = name or self.model_name, super()._ensemble()
+        return own if name in (None, "+".join(own.names)) else _ensemble_named(name, self.ensembles)
 
-    def _engine_of(self, model: str | None) -> EnsembleEngine:
-        return self._resolve_engine() if model is None else self._engine_for(self._preset(model))
+    def _model_name(self) -> str:
+        return self.model_name or super()._model_name()
 
-    def _preset(self, name: str) -> EnsembleConfig:
-        if name == self._model_name():
-            return self._ensemble()
-        value: Members | EnsembleConfig = "demo" if name == "demo" else self.presets.get(name)
-        if value is None:
-            raise ConfigError(f"model {name!r} is no preset: use one of {['demo', *self.presets]}")
-        return config_of(value)
-
-    def _preset_identity(self, name: str) -> Any:
-        return self._plain_ensemble(self._preset(name))
-
-    def _tell(self, event: SegmentEvent) -> None:
-        if self.on_segment is not None:
-            self.on_segment(event)
+    def _most_at_once(self, options: Mapping[str, Any]) -> int:
+        with as_langchain():
+            return self._ensemble(_named(options)).max_concurrent
 
 
-def _child(run: BaseRunManager) -> dict[str, Any]:
-    """What a manager of callbacks inside a run is made of: a custom event needs a run that it belongs to."""
-    return {
-        "handlers": run.handlers,
-        "inheritable_handlers": run.inheritable_handlers,
-        "parent_run_id": run.run_id,
-        "tags": run.tags,
-        "metadata": run.metadata,
-    }
+def _named(options: Mapping[str, Any]) -> str | None:
+    """The ensemble that a call asks for."""
+    return options.get("model") or options.get("model_name")
 
 
-def _together(config: RunnableConfig | list[RunnableConfig] | None, count: int) -> list[RunnableConfig]:
-    """LangChain runs a batch in as many threads as `max_concurrency` says; they only wait for the engine here."""
-    each = config if isinstance(config, list) else [config or RunnableConfig()] * count
-    return [{"max_concurrency": count, **one} for one in each]
-
-
-def _event_data(event: SegmentEvent) -> dict[str, Any]:
-    return {"text": event.text, **segment_record(event)}
+def _ensemble_named(name: str, ensembles: Mapping[str, Any]) -> EnsembleConfig:
+    if name in ensembles:
+        return config_of(ensembles[name])
+    if name == "demo":
+        return config_of("demo")
+    raise UnknownModelError(f"model {name!r} is no ensemble here: use one of {['demo', *ensembles]}, or add it")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -34,24 +37,35 @@ _CHAT_ROLES: dict[str, Role] = {
     "ai": "assistant",
     "tool": "tool",
 }
-_TEXT_BLOCKS = ("text", "text-plain")
-_SILENT_BLOCKS = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use", "function_call")
-"""Blocks of an assistant that are no text of its turn; its calls are read from `tool_calls`."""
+_TEXT_KEYS = {"text": "text", "text-plain": "text", "refusal": "refusal"}
+"""Blocks that are text, and where it stands in them."""
+_SILENT_BLOCKS = re.compile(
+    "reasoning|(redacted_)?thinking|non_standard|executable_code|code_execution_result"
+    "|(.*_)?tool_(call|call_chunk|use|result)|(.*_)?call|mcp_.*"
+)
+"""Blocks of an assistant that are no text of its turn: thoughts, calls (those to answer are read from `tool_calls`),
+and what other providers' own tools did."""
 
 
 def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
     """Converts a conversation; content that is not text raises `RequestError`."""
-    return [_to_message(message) for message in messages]
+    called: dict[str | None, str] = {}
+    for message in messages:
+        if isinstance(message, AIMessage):
+            calls = [*message.tool_calls, *message.invalid_tool_calls]
+            called.update({call["id"]: call["name"] for call in calls if call["id"] and call["name"]})
+    return [_to_message(message, called) for message in messages]
 
 
-def _to_message(message: BaseMessage) -> Message:
+def _to_message(message: BaseMessage, called: Mapping[str | None, str]) -> Message:
     calls = message.tool_calls if isinstance(message, AIMessage) else []
+    answered = message.tool_call_id if isinstance(message, ToolMessage) else None
     return Message(
         role=_role(message),
         content=_text(message),
-        name=message.name,
+        name=message.name or called.get(answered),
         tool_calls=tuple(ToolCall(call["name"], call["args"], call["id"]) for call in calls),
-        tool_call_id=message.tool_call_id if isinstance(message, ToolMessage) else None,
+        tool_call_id=answered,
     )
 
 
@@ -75,12 +89,24 @@ def _text(message: BaseMessage) -> str:
     return "".join(_block_texts(message.content, isinstance(message, AIMessage)))
 
 
-def _block_texts(blocks: Iterable[str | dict[Any, Any]], assistant: bool) -> Iterable[str]:
+def _block_texts(blocks: Iterable[str | dict[Any, Any]], assistant: bool) -> Iterator[str]:
     for block in blocks:
-        kind = block.get("type") if isinstance(block, Mapping) else "text"
+        kind = "text" if isinstance(block, str) else str(block.get("type"))
         if isinstance(block, str):
             yield block
-        elif kind in _TEXT_BLOCKS:
-            yield str(block["text"])
-        elif not (assistant and kind in _SILENT_BLOCKS):
+        elif kind == "text-plain" and not block.get("text"):
+            yield _plain_file(block)
+        elif kind in _TEXT_KEYS:
+            yield str(block.get(_TEXT_KEYS[kind]) or "")
+        elif not (assistant and _SILENT_BLOCKS.fullmatch(kind)):
             raise RequestError(f"a message holds a content block of type {kind!r}: this ensemble reads text only")
+
+
+def _plain_file(block: Mapping[str, Any]) -> str:
+    """A text file that came as data is read; one that lies elsewhere is named, so that nothing vanishes unseen."""
+    try:
+        if data := block.get("base64"):
+            return base64.b64decode(data).decode()
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise RequestError(f"a text-plain block holds no text in UTF-8 as base64: {error}") from error
+    return f"[a text file: {block.get('title') or block.get('url') or block.get('file_id') or 'empty'}]"

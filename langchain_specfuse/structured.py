@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import (
     BaseOutputParser,
     JsonOutputKeyToolsParser,
@@ -14,23 +15,26 @@ from langchain_core.output_parsers import (
     PydanticToolsParser,
 )
 from langchain_core.output_parsers.base import BaseGenerationOutputParser
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
-from specfuse_shared.errors import ConfigError
+from langchain_specfuse.tools import json_schema_of, schema_tool
+from specfuse_shared import ConfigError, UnfinishedValueError
 
 if TYPE_CHECKING:
     from langchain_specfuse.chat_models import ChatSpecFuse
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
+Schema = dict[str, Any] | type | None
 Parser = BaseOutputParser[Any] | BaseGenerationOutputParser[Any]
+Asking = tuple[Runnable[LanguageModelInput, Any], Parser]
+"""A model that is bound to a schema, and the parser of what it says."""
 
 
 def structured_output(
     model: ChatSpecFuse,
-    schema: dict[str, Any] | type,
+    schema: Schema,
     *,
     include_raw: bool,
     method: Method,
@@ -38,33 +42,58 @@ def structured_output(
     **kwargs: Any,
 ) -> Runnable[LanguageModelInput, Any]:
     """The model bound to a schema, followed by the parser of its values."""
-    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-    parser: Parser
-    if method == "function_calling":
-        name = convert_to_openai_tool(schema)["function"]["name"]
-        bound = model.bind_tools([schema], tool_choice=name, strict=strict, **_tracing(method, schema), **kwargs)
-        if is_class:
-            parser = PydanticToolsParser(tools=[schema], first_tool_only=True)  # type: ignore[list-item]
-        else:
-            parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-    elif method in ("json_schema", "json_mode"):
-        spec = {"schema": convert_to_json_schema(schema), "strict": bool(strict)}
-        wanted = {"type": "json_schema", "json_schema": spec, "shown": method == "json_schema"}
-        bound = model.bind(response_format=wanted, **_tracing(method, schema), **kwargs)
-        parser = (
-            PydanticOutputParser(pydantic_object=cast("type[BaseModel]", schema)) if is_class else JsonOutputParser()
-        )
-    else:
+    if method not in ("json_schema", "function_calling", "json_mode"):
         raise ConfigError(f"method {method!r} is unknown: use json_schema, function_calling or json_mode")
-    return _with_raw(bound, parser) if include_raw else bound | parser
+    if schema is None and method != "json_mode":
+        raise ConfigError(f'method "{method}" needs a schema; only "json_mode" goes without one')
+    bind = _calling if method == "function_calling" else _answering
+    bound, parser = bind(model, schema, method, strict, **_tracing(method, schema), **kwargs)
+    return with_raw(bound, parser) if include_raw else bound | parser
 
 
-def _with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnable[LanguageModelInput, Any]:
+def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> Asking:
+    tool = schema_tool(schema, strict)
+    bound = model.bind_tools([tool], tool_choice=tool.name, **kwargs)
+    if (of_class := _pydantic(schema)) is not None:
+        return bound, PydanticToolsParser(tools=[of_class], first_tool_only=True)
+    return bound, JsonOutputKeyToolsParser(key_name=tool.name, first_tool_only=True)
+
+
+def _answering(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> Asking:
+    wanted: dict[str, Any] = {"type": "json_object"}
+    if schema is not None:
+        spec = {"schema": json_schema_of(schema), "strict": bool(strict)}
+        wanted = {"type": "json_schema", "json_schema": spec, "shown": method == "json_schema"}
+    bound = model.bind(response_format=wanted, **kwargs)
+    of_class = _pydantic(schema)
+    return bound, JsonOutputParser() if of_class is None else PydanticOutputParser(pydantic_object=of_class)
+
+
+def _pydantic(schema: Schema) -> type[BaseModel] | None:
+    return schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
+
+
+def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnable[LanguageModelInput, Any]:
+    """The value next to the message that holds it, and what went wrong instead of an error."""
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+    read = parsed.with_fallbacks([failed], exception_key="parsing_error")
+    asked: Runnable[Any, Any] = itemgetter("given") | RunnableMap(raw=model) | read
+    known = (UnfinishedValueError,)
+    answered = asked.with_fallbacks([RunnableLambda(_cut)], exceptions_to_handle=known, exception_key="cut")
+    return RunnableMap(given=RunnablePassthrough()) | answered
 
 
-def _tracing(method: Method, schema: Any) -> dict[str, Any]:
+def _cut(call: dict[str, Any]) -> dict[str, Any]:
+    """The beginning of a value that `max_tokens` cut; a parser might take it for the whole."""
+    raw = AIMessage(call["cut"].text, response_metadata={"finish_reason": "length"})
+    return {"raw": raw, "parsed": None, "parsing_error": call["cut"]}
+
+
+def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
     """What LangSmith shows of the schema; the chat model takes it out of the call again."""
-    return {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}}
+    if schema is None:
+        return {}
+    told = json_schema_of(schema)
+    shown = {"name": told.get("title", "output"), "parameters": told}
+    return {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": shown}}

@@ -42,17 +42,68 @@ def test_text_blocks_join_without_a_separator() -> None:
     assert message.content == "one two"
 
 
-def test_a_tool_call_and_its_answer_keep_name_arguments_and_id() -> None:
+def test_a_tool_call_and_its_answer_keep_arguments_and_id_and_the_answer_gets_its_name() -> None:
     call = {"name": "add", "args": {"a": 3, "b": 4}, "id": "call-1"}
     asked, answered = to_messages([AIMessage("", tool_calls=[call]), ToolMessage("7", tool_call_id="call-1")])
     assert asked.tool_calls == (ToolCall("add", {"a": 3, "b": 4}, "call-1"),)
-    assert answered == Message("tool", "7", tool_call_id="call-1")
+    assert answered == Message("tool", "7", name="add", tool_call_id="call-1")
 
 
 def test_reasoning_and_call_blocks_of_an_assistant_are_no_text() -> None:
     blocks: list[str | dict[str, object]] = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "7"}]
     [message] = to_messages([AIMessage(blocks)])  # type: ignore[arg-type]
     assert message.content == "7"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "server_tool_call", "name": "web_search", "args": {}, "id": "1"},
+        {"type": "server_tool_call_chunk", "name": "web_search"},
+        {"type": "server_tool_result", "tool_call_id": "1", "output": "found"},
+        {"type": "server_tool_use", "name": "web_search", "input": {}, "id": "1"},
+        {"type": "web_search_tool_result", "content": []},
+        {"type": "web_search_call", "id": "1"},
+        {"type": "invalid_tool_call", "name": "add", "args": "{", "id": "1", "error": "cut"},
+        {"type": "non_standard", "value": {"anything": 1}},
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+    ],
+)
+def test_what_other_providers_leave_in_their_turns_is_no_text(block: dict[str, object]) -> None:
+    [message] = to_messages([AIMessage([block, {"type": "text", "text": "7"}])])  # type: ignore[list-item]
+    assert message == Message("assistant", "7")
+
+
+def test_a_refusal_is_text_of_the_assistant() -> None:
+    [message] = to_messages([AIMessage([{"type": "refusal", "refusal": "I will not."}])])
+    assert message.content == "I will not."
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"text": "plain"}, "plain"),
+        ({"base64": "R3LDvMOfZQ==", "mime_type": "text/plain"}, "Grüße"),
+        ({"url": "https://example.org/a.txt"}, "[a text file: https://example.org/a.txt]"),
+        ({"file_id": "f-1", "title": "Notes"}, "[a text file: Notes]"),
+        ({}, "[a text file: empty]"),
+    ],
+)
+def test_a_plain_file_is_read_or_named(block: dict[str, str], text: str) -> None:
+    [message] = to_messages([HumanMessage([{"type": "text-plain", **block}])])
+    assert message.content == text
+
+
+def test_a_plain_file_that_is_no_text_is_refused() -> None:
+    with pytest.raises(RequestError, match="no text in UTF-8"):
+        to_messages([HumanMessage([{"type": "text-plain", "base64": "/w=="}])])
+
+
+def test_an_answer_to_a_call_that_could_not_be_read_gets_its_name_too() -> None:
+    broken = {"name": "add", "args": "{", "id": "1", "error": None, "type": "invalid_tool_call"}
+    _, answered = to_messages([AIMessage("", invalid_tool_calls=[broken]), ToolMessage("no JSON", tool_call_id="1")])
+    assert answered.name == "add"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "image", "audio", "file"])

@@ -1,4 +1,4 @@
-"""What the standard suites leave open: presets, events, blocks, interleaving, chains written for other models."""
+"""What the standard suites leave open: ensembles, events, blocks, interleaving, chains written for other models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import Document
+from langchain_core.exceptions import ModelNotFoundError
 from langchain_core.messages import AIMessageChunk
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
-from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import ConfigurableField, Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.runnables.history import RunnableWithMessageHistory
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleConfig, EnsembleEngine
-from specfuse_shared.errors import ConfigError, RequestTimeoutError
+from specfuse_shared.errors import RequestTimeoutError
 from specfuse_shared.events import SegmentEvent
 
 QUESTION = "Write one sentence about the sea."
@@ -103,22 +104,37 @@ async def test_leaving_a_stream_ends_its_answer(model: ChatSpecFuse) -> None:
     assert (await model.ainvoke(QUESTION)).content
 
 
-# ── presets and identity ─────────────────────────────────────────────────────────────────────────
+# ── ensembles and identity ───────────────────────────────────────────────────────────────────────
 
 
 def test_a_call_may_choose_another_ensemble() -> None:
-    model = ChatSpecFuse(members=["no/one"], presets={"pair": ["no/one", "no/two"]})
-    assert model._engine_of("pair").config.names == ("one", "two")
-    assert model._engine_of(None).config.names == ("one",)
-    with pytest.raises(ConfigError, match=r"'trio' is no preset: use one of \['demo', 'pair'\]"):
-        model.invoke("Hi", model="trio")
+    model = ChatSpecFuse(members=["no/one"], ensembles={"pair": ["no/one", "no/two"]})
+    assert model._ensemble("pair").names == ("one", "two")
+    assert model._ensemble().names == model._ensemble("one").names == ("one",)
+    for option in ("model", "model_name"):
+        with pytest.raises(ModelNotFoundError, match=r"'trio' is no ensemble here: use one of \['demo', 'pair'\]"):
+            model.invoke("Hi", **{option: "trio"})
 
 
-def test_models_with_different_presets_or_tools_have_different_cache_keys() -> None:
+def test_an_ensemble_may_be_named_instead_of_its_members() -> None:
+    demo, pair = ChatSpecFuse(model="demo"), ChatSpecFuse(model_name="pair", ensembles={"pair": ["no/one", "no/two"]})
+    assert demo._ensemble() == ChatSpecFuse(members="demo")._ensemble()
+    assert pair._ensemble().names == ("one", "two")
+    assert pair.model_name == pair._get_ls_params()["ls_model_name"] == "pair"
+    chosen = ChatSpecFuse(members=["no/one"], ensembles=pair.ensembles).configurable_fields(
+        model_name=ConfigurableField(id="who")
+    )
+    named, _ = chosen.prepare({"configurable": {"who": "pair"}})  # type: ignore[attr-defined]
+    assert named._ensemble().names == ("one", "two")
+    with pytest.raises(ModelNotFoundError, match="'trio' is no ensemble here"):
+        ChatSpecFuse(model="trio")
+
+
+def test_models_with_different_ensembles_or_tools_have_different_cache_keys() -> None:
     config = EnsembleConfig(["no/one"])
     models = [
         ChatSpecFuse(config=config),
-        ChatSpecFuse(config=config, presets={"pair": ["no/one", "no/two"]}),
+        ChatSpecFuse(config=config, ensembles={"pair": ["no/one", "no/two"]}),
         ChatSpecFuse(config=config, parallel_tool_calls=True),
     ]
     tool = {"type": "function", "function": {"name": "now"}}

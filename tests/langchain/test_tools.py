@@ -63,7 +63,7 @@ def model(demo_engine: EnsembleEngine) -> ChatSpecFuse:
     ("choice", "expected"),
     [
         (None, "auto"), ("auto", "auto"), ("any", "any"), ("required", "any"), (True, "any"), ("none", "none"),
-        (False, "none"), ("add", "add"), ({"type": "function", "function": {"name": "shout"}}, "shout"),
+        (False, "auto"), ("add", "add"), ({"type": "function", "function": {"name": "shout"}}, "shout"),
         ({"type": "tool", "name": "add"}, "add"), ({"type": "any"}, "any"),
     ],
 )  # fmt: skip

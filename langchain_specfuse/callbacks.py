@@ -1,0 +1,158 @@
+"""Custom events for verified segments, whichever way LangChain runs the model.
+
+Every way tells the callbacks of a run each chunk once, in `on_llm_new_token`, so that is where the events come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+from uuid import UUID
+
+from langchain_core.callbacks import (
+    AsyncCallbackHandler,
+    AsyncCallbackManager,
+    BaseCallbackHandler,
+    CallbackManager,
+    Callbacks,
+)
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models.chat_model_stream import AsyncChatModelStream, ChatModelStream
+from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk, LLMResult
+from langchain_core.runnables import RunnableConfig, ensure_config
+
+SEGMENT_EVENT = "specfuse_segment"
+"""Name of the event; its data is the segment's record and the `text` that it added to the answer."""
+
+Chunk = GenerationChunk | ChatGenerationChunk | None
+
+
+class _SegmentEvents(BaseCallbackHandler):
+    """Tells the other handlers of a run about its segments."""
+
+    run_inline = True
+
+    def __init__(self, others: CallbackManager) -> None:
+        self._others = others
+
+    def on_llm_new_token(self, token: Any, *, chunk: Chunk = None, run_id: UUID, **kwargs: Any) -> None:
+        for data in _segments(chunk):
+            self._others.on_custom_event(SEGMENT_EVENT, data, run_id=run_id)
+
+
+class _AsyncSegmentEvents(AsyncCallbackHandler):
+    """The same on an event loop."""
+
+    run_inline = True
+
+    def __init__(self, others: AsyncCallbackManager) -> None:
+        self._others = others
+
+    async def on_llm_new_token(self, token: Any, *, chunk: Chunk = None, run_id: UUID, **kwargs: Any) -> None:
+        for data in _segments(chunk):
+            await self._others.on_custom_event(SEGMENT_EVENT, data, run_id=run_id)
+
+
+class SegmentEvents(BaseChatModel):
+    """A chat model that dispatches a custom event for every segment of its answers, if asked to."""
+
+    segment_events: bool = False
+    """Dispatch a custom event "specfuse_segment" for every verified segment."""
+
+    def generate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return super().generate(messages, stop, self._listening(callbacks, kwargs), **kwargs)
+
+    async def agenerate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return await super().agenerate(messages, stop, self._alistening(callbacks, kwargs), **kwargs)
+
+    def stream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessageChunk]:
+        return super().stream(input, self._told(config), stop=stop, **kwargs)
+
+    def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        return super().astream(input, self._atold(config), stop=stop, **kwargs)
+
+    def _chat_model_stream_v3(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> ChatModelStream:
+        return super()._chat_model_stream_v3(input, self._told(config), stop=stop, **kwargs)
+
+    async def _achat_model_stream_v3(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncChatModelStream:
+        return await super()._achat_model_stream_v3(input, self._atold(config), stop=stop, **kwargs)
+
+    def _told(self, config: RunnableConfig | None) -> RunnableConfig:
+        config = ensure_config(config)
+        return {**config, "callbacks": self._listening(config.get("callbacks"), config)}
+
+    def _atold(self, config: RunnableConfig | None) -> RunnableConfig:
+        config = ensure_config(config)
+        return {**config, "callbacks": self._alistening(config.get("callbacks"), config)}
+
+    def _listening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
+        """The callbacks of a call, with one more that tells them and the model's own ones about segments."""
+        if not self.segment_events:
+            return callbacks
+        others = CallbackManager.configure(
+            callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
+        )
+        return _joined(callbacks, _SegmentEvents(others))
+
+    def _alistening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
+        if not self.segment_events:
+            return callbacks
+        others = AsyncCallbackManager.configure(
+            callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
+        )
+        return _joined(callbacks, _AsyncSegmentEvents(others))
+
+
+def _joined(callbacks: Callbacks, handler: BaseCallbackHandler) -> Callbacks:
+    if callbacks is None or isinstance(callbacks, list):
+        return [*(callbacks or ()), handler]
+    manager = callbacks.copy()
+    manager.add_handler(handler, inherit=False)
+    return manager
+
+
+def _segments(chunk: Chunk) -> Iterator[dict[str, Any]]:
+    if isinstance(chunk, ChatGenerationChunk):
+        for record in chunk.message.additional_kwargs.get("specfuse_segments", ()):
+            yield {"text": chunk.message.text, **record}

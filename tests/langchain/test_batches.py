@@ -1,0 +1,137 @@
+"""Batches: bounded threads, a run for each input, and all of them in the engine together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage
+
+from langchain_specfuse import ChatSpecFuse
+from specfuse_shared import EnsembleEngine
+from specfuse_shared.errors import PromptTooLongError
+
+QUESTIONS = [f"What is {number}?" for number in range(12)]
+LONG = "Tell me about the sea. " * 400
+Batch = Callable[..., list[Any]]
+
+
+class Runs(BaseCallbackHandler):
+    """Keeps the runs, and how many went on at once."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.ended: list[Any] = []
+        self.open = self.most = 0
+        self._lock = threading.Lock()
+
+    def on_chat_model_start(self, *args: Any, run_id: Any, **kwargs: Any) -> None:
+        with self._lock:
+            self.started.append(run_id)
+            self.open += 1
+            self.most = max(self.most, self.open)
+
+    def on_llm_end(self, *args: Any, run_id: Any, **kwargs: Any) -> None:
+        with self._lock:
+            self.ended.append(run_id)
+            self.open -= 1
+
+    def on_llm_error(self, *args: Any, run_id: Any, **kwargs: Any) -> None:
+        self.on_llm_end(run_id=run_id)
+
+
+def batch(model: ChatSpecFuse, *args: Any, **options: Any) -> list[Any]:
+    return model.batch(*args, **options)
+
+
+def as_completed(model: ChatSpecFuse, *args: Any, **options: Any) -> list[Any]:
+    return [answer for _, answer in sorted(model.batch_as_completed(*args, **options), key=lambda pair: pair[0])]
+
+
+@pytest.mark.parametrize("way", [batch, as_completed])
+def test_each_input_is_a_run_of_its_own_and_the_engine_is_full(chat: ChatSpecFuse, way: Batch) -> None:
+    runs, before = Runs(), threading.active_count()
+    with watched_threads() as most:
+        answers = way(chat, QUESTIONS, {"callbacks": [runs]}, max_tokens=4)
+    assert [a.text for a in answers] == [chat.invoke(q, max_tokens=4).text for q in QUESTIONS]
+    assert len(set(runs.started)) == len(QUESTIONS) == len(runs.ended)
+    limit = chat._ensemble().max_concurrent
+    assert 1 < runs.most <= limit
+    assert max(most) - before <= limit + 1, "no thread more than answers run at once"
+
+
+@pytest.mark.parametrize("way", [batch, as_completed])
+def test_max_concurrency_may_allow_fewer(chat: ChatSpecFuse, way: Batch) -> None:
+    runs = Runs()
+    way(chat, QUESTIONS[:6], {"callbacks": [runs], "max_concurrency": 2}, max_tokens=4)
+    assert runs.most <= 2
+
+
+def test_a_given_run_is_that_of_the_first_input_only(chat: ChatSpecFuse) -> None:
+    runs, given = Runs(), uuid4()
+    with pytest.warns(RuntimeWarning, match="first element"):
+        chat.batch(QUESTIONS[:4], {"callbacks": [runs], "run_id": given}, max_tokens=2)
+    assert runs.started.count(given) == 1
+    assert len(set(runs.started)) == 4
+
+
+@pytest.mark.parametrize("way", [batch, as_completed])
+def test_exceptions_stay_with_their_input(chat: ChatSpecFuse, way: Batch) -> None:
+    first, failed, last = way(chat, ["One?", LONG, "Two?"], return_exceptions=True, max_tokens=4)
+    assert isinstance(failed, PromptTooLongError)
+    assert isinstance(first, AIMessage)
+    assert isinstance(last, AIMessage)
+    with pytest.raises(PromptTooLongError):
+        way(chat, ["One?", LONG], max_tokens=4)
+
+
+def test_configurations_may_differ_by_input(chat: ChatSpecFuse) -> None:
+    one, two = Runs(), Runs()
+    chat.batch(QUESTIONS[:2], [{"callbacks": [one]}, {"callbacks": [two]}], max_tokens=2)
+    assert len(one.started) == len(two.started) == 1
+    assert one.started != two.started
+    assert chat.batch([]) == list(chat.batch_as_completed([])) == []
+
+
+async def test_an_asynchronous_batch_is_bounded_too(chat: ChatSpecFuse) -> None:
+    runs = Runs()
+    answers = await chat.abatch(QUESTIONS, {"callbacks": [runs]}, max_tokens=4)
+    assert [a.text for a in answers] == [a.text for a in chat.batch(QUESTIONS, max_tokens=4)]
+    assert len(set(runs.started)) == len(QUESTIONS)
+    assert 1 < runs.most <= chat._ensemble().max_concurrent
+    told = [pair async for pair in chat.abatch_as_completed(QUESTIONS[:5], max_tokens=4)]
+    assert {index: answer.text for index, answer in told} == {i: answers[i].text for i in range(5)}
+
+
+async def test_asynchronous_exceptions_stay_with_their_input(chat: ChatSpecFuse) -> None:
+    first, failed = await chat.abatch(["One?", LONG], return_exceptions=True, max_tokens=4)
+    assert isinstance(failed, PromptTooLongError)
+    assert isinstance(first, AIMessage)
+
+
+def test_an_engine_that_refuses_to_queue_takes_a_batch_all_the_same(tiny: EnsembleEngine) -> None:
+    config = type(tiny.config)(tiny.config.members, max_concurrent=2, max_queue=2, when_busy="raise")
+    with EnsembleEngine(config) as engine:
+        assert len(ChatSpecFuse(engine=engine, max_tokens=2).batch(QUESTIONS)) == len(QUESTIONS)
+
+
+class watched_threads:
+    """Samples how many threads there are while a block runs."""
+
+    def __enter__(self) -> list[int]:
+        self._counts, self._over = [threading.active_count()], threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self._counts
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self._counts.append(threading.active_count() - 1)
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._watcher.join()

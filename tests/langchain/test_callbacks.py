@@ -1,0 +1,154 @@
+"""What callbacks hear, whichever way LangChain runs the model: each chunk once, and each segment where wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langgraph.graph import END, START, MessagesState, StateGraph
+
+from langchain_specfuse import ChatSpecFuse
+from specfuse_shared import EnsembleEngine
+
+QUESTION = "What does the sea do?"
+pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
+Run = Callable[[ChatSpecFuse, Any], Any]
+
+
+class Recorder(BaseCallbackHandler):
+    """Keeps tokens and custom events, with their runs."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.events: list[tuple[str, Any]] = []
+        self.runs: set[Any] = set()
+
+    def on_llm_new_token(self, token: str, *, run_id: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.tokens.append(token)
+        self.runs.add(run_id)
+
+    def on_custom_event(self, name: str, data: Any, *, run_id: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.events.append((name, data))
+        self.runs.add(run_id)
+
+
+class AsyncRecorder(AsyncCallbackHandler):
+    """Keeps custom events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    async def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.events.append((name, data))
+
+
+@pytest.fixture
+def telling(tiny: EnsembleEngine) -> ChatSpecFuse:
+    return ChatSpecFuse(engine=tiny, max_tokens=12, segment_events=True)
+
+
+def invoke(model: ChatSpecFuse, config: Any) -> str:
+    return str(model.invoke(QUESTION, config).text)
+
+
+def stream(model: ChatSpecFuse, config: Any) -> str:
+    return "".join(chunk.text for chunk in model.stream(QUESTION, config))
+
+
+def stream_v3(model: ChatSpecFuse, config: Any) -> str:
+    return str(model.stream_events(QUESTION, config, version="v3").output.text)
+
+
+def graph_of(model: ChatSpecFuse) -> Any:
+    graph = StateGraph(MessagesState)
+    graph.add_node("answer", lambda state: {"messages": [model.invoke(state["messages"])]})
+    graph.add_edge(START, "answer")
+    graph.add_edge("answer", END)
+    return graph.compile()
+
+
+def messages_of_a_graph(model: ChatSpecFuse, config: Any) -> str:
+    told = graph_of(model).stream({"messages": [("user", QUESTION)]}, config, stream_mode="messages")
+    return "".join(chunk.text for chunk, _ in told if isinstance(chunk, AIMessageChunk))
+
+
+WAYS = [invoke, stream, stream_v3, messages_of_a_graph]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_segment_events_come_whichever_way_the_model_runs(telling: ChatSpecFuse, way: Run) -> None:
+    heard = Recorder()
+    text = way(telling, {"callbacks": [heard]})
+    assert {name for name, _ in heard.events} == {"specfuse_segment"}
+    assert "".join(data["text"] for _, data in heard.events) == text != ""
+    assert all(data["member"] in ("chat", "base", None) for _, data in heard.events)
+    assert len(heard.runs) == 1, "tokens and segments are of one run"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_segment_events_there_are_none(chat: ChatSpecFuse, way: Run) -> None:
+    heard = Recorder()
+    way(chat, {"callbacks": [heard]})
+    assert heard.events == []
+
+
+async def test_segment_events_come_in_every_asynchronous_way(telling: ChatSpecFuse) -> None:
+    heard, handler = AsyncRecorder(), Recorder()
+    config: Any = {"callbacks": [heard, handler]}
+    whole = (await telling.ainvoke(QUESTION, config)).text
+    first = len(heard.events)
+    assert "".join(data["text"] for _, data in heard.events) == whole
+    assert "".join([chunk.text async for chunk in telling.astream(QUESTION, config)]) == whole
+    assert len(heard.events) == 2 * first == len(handler.events)
+    events = [event async for event in telling.astream_events(QUESTION, version="v2")]
+    told = [event["data"] for event in events if event["event"] == "on_custom_event"]
+    assert told == [data for _, data in heard.events[:first]]
+    in_graph = graph_of(telling).astream_events({"messages": [("user", QUESTION)]}, version="v2")
+    assert [e["data"] async for e in in_graph if e["event"] == "on_custom_event"] == told
+
+
+def test_a_model_s_own_callbacks_hear_of_segments(tiny: EnsembleEngine) -> None:
+    heard = Recorder()
+    model = ChatSpecFuse(engine=tiny, max_tokens=8, segment_events=True, callbacks=[heard])
+    assert "".join(data["text"] for _, data in heard.events) == ""
+    text = stream(model, None)
+    assert "".join(data["text"] for _, data in heard.events) == text
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_callbacks_hear_each_chunk_once(chat: ChatSpecFuse, way: Run) -> None:
+    heard = Recorder()
+    text = way(chat, {"callbacks": [heard]})
+    assert "".join(heard.tokens) == text != ""
+    assert len(heard.tokens) > 2
+
+
+async def test_callbacks_hear_each_chunk_once_on_an_event_loop(chat: ChatSpecFuse) -> None:
+    heard, again = Recorder(), Recorder()
+    whole: AIMessage = await chat.ainvoke(QUESTION, {"callbacks": [heard]})
+    streamed = [chunk.text async for chunk in chat.astream(QUESTION, {"callbacks": [again]})]
+    assert "".join(heard.tokens) == whole.text
+    assert again.tokens == streamed
+
+
+@pytest.mark.parametrize("settings", [{"streaming": True}, {}])
+@pytest.mark.parametrize("options", [{"stream": True}, {"stream": False}, {}])
+def test_streaming_may_be_asked_for_and_callbacks_still_hear_each_chunk_once(
+    tiny: EnsembleEngine, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    heard = Recorder()
+    model = ChatSpecFuse(engine=tiny, max_tokens=12, **settings)
+    answer = model.invoke(QUESTION, {"callbacks": [heard]}, **options)
+    assert "".join(heard.tokens) == answer.text != ""
+
+
+def test_a_stream_that_is_switched_off_is_one_message(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(engine=tiny, max_tokens=12, streaming=False)
+    [whole] = model.stream(QUESTION)
+    assert whole.text == ChatSpecFuse(engine=tiny, max_tokens=12).invoke(QUESTION).text
