@@ -18,8 +18,9 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
+from specfuse_shared import Message, ToolCall
+from specfuse_shared.adapters import Role
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import Message, Role, ToolCall
 
 _ROLES: dict[type[BaseMessage], Role] = {
     SystemMessage: "system",

@@ -12,7 +12,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel
 
 from specfuse_shared import ConfigError, Grammar, Message, Tool
-from specfuse_shared.text.tool_calls import schema_request
+from specfuse_shared.adapters import schema_request
 
 Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 ToolLike = Foreign | Tool

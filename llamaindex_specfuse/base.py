@@ -31,10 +31,9 @@ from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
-from specfuse_shared.adapters import EnsembleSettings
+from specfuse_shared.adapters import EnsembleSettings, ToolUse
 from specfuse_shared.errors import ConfigError, RequestError, UnfinishedValueError, ValueTooLongError
 from specfuse_shared.events import Event
-from specfuse_shared.text.tool_calls import ToolUse
 
 logger = logging.getLogger(__name__)
 

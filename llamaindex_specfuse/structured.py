@@ -21,8 +21,8 @@ from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import from_json
 
 from specfuse_shared import Grammar
+from specfuse_shared.adapters import schema_request
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.text.tool_calls import schema_request
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")

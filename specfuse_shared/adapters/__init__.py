@@ -14,7 +14,8 @@ from specfuse_shared.adapters.records import (
     usage_record,
 )
 from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, EnsembleSettings, Members, OnSegment, config_of
-from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse, schema_request
+from specfuse_shared.types import Role, arguments_of
 
 __all__ = [
     "TRANSPORT_OPTIONS",
@@ -24,13 +25,17 @@ __all__ = [
     "EnsembleSettings",
     "Members",
     "OnSegment",
+    "Role",
     "TextDelta",
+    "ToolUse",
+    "arguments_of",
     "candidate_records",
     "config_of",
     "finish_reason",
     "ledger",
     "openai_logprobs",
     "plain_config",
+    "schema_request",
     "segment_record",
     "usage_record",
 ]
