@@ -13,7 +13,7 @@ from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
-from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
+from tests.engine.comparing import SCORES, assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
 PROMPTS = {
     "english": "Why is the sky blue? Explain it to a child.",
@@ -29,9 +29,9 @@ def question(text: str) -> list[Message]:
     return [Message("user", text)]
 
 
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
-    config = with_settings(exact_engine.config, exit="never", segment_tokens=8)
+@pytest.mark.parametrize(("kind", "score"), [*((kind, {}) for kind in PROMPTS), ("english", SCORES[1])], ids=str)
+def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str, score: dict[str, str]) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=8, **score)
     params = SamplingParams(max_tokens=200)
     records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=3)
     assert records
