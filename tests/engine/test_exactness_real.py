@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,20 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
     params = SamplingParams(max_tokens=200, repetition_penalty=1.1)
     records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS["english"]), params, rounds=6)
     assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
+
+
+@pytest.mark.parametrize("chance", [{}, {"temperature": 0.8, "seed": 4}], ids=["greedy", "seeded"])
+def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
+    exact_engine: EnsembleEngine, chance: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=24, **chance)  # type: ignore[arg-type]
+    whole = exact_engine.generate(PROMPTS["english"], params)
+    borders = [r.start for r in whole.rounds[1:]]
+    for start in (borders[0] - 2, borders[1] + 1, borders[-1] - 1):
+        stops = [whole.text[start + 1 : start + 5], whole.text[start : start + 4]]
+        at, stop = min((whole.text.find(stop), stop) for stop in stops)
+        result = exact_engine.generate(PROMPTS["english"], replace(params, stop=stops))
+        assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
 
 
 def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:

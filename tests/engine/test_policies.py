@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specfuse_shared import policies
-from specfuse_shared.config import AGGREGATES, PER, SCORES
+from specfuse_shared.config import AGGREGATES, PER, SCORES, EnsembleConfig
 from specfuse_shared.policies import (
     CandidateLogprobs,
     MeanLogprob,
@@ -18,6 +18,7 @@ from specfuse_shared.policies import (
     OnlineFeedback,
     RetentionExit,
     ScorePolicy,
+    Stretch,
     rewards,
 )
 
@@ -63,6 +64,20 @@ def test_per_byte_does_not_favour_long_tokens() -> None:
     assert score(MeanLogprob("token"), *long_token) < score(MeanLogprob("token"), *short_tokens)
     assert score(MeanLogprob("byte"), *long_token) == pytest.approx(score(MeanLogprob("byte"), *short_tokens))
     assert score(MeanProb("byte"), *long_token) == pytest.approx(score(MeanProb("byte"), *short_tokens))
+
+
+def test_each_setting_of_a_score_makes_the_policy_that_it_names() -> None:
+    made = {
+        (name, per): EnsembleConfig(["a/b"], score=name, per=per).score_policy()
+        for name, choices in PER.items()
+        for per in (None, *choices)
+    }
+    assert made[("mean_logprob", None)] == made[("mean_logprob", "text")] == MeanLogprob("text")
+    assert made[("mean_prob", None)] == made[("mean_prob", "token")] == MeanProb("token")
+    assert made[("stretch", None)] == made[("stretch", "token")] == Stretch("token", "shortest")
+    assert made[("stretch", "byte")] == Stretch("byte", "shortest")
+    assert EnsembleConfig(["a/b"], score="stretch", stretch="word").score_policy() == Stretch("token", "word")
+    assert made[("mean_logprob", "root")] == MeanLogprob("root")
 
 
 OWN = [[0], [1]]
