@@ -59,7 +59,7 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
     params = SamplingParams(max_tokens=24, **chance)  # type: ignore[arg-type]
     whole = exact_engine.generate(PROMPTS["english"], params)
     borders = [r.start for r in whole.rounds[1:]]
-    for start in (borders[0] - 2, borders[1] + 1, borders[-1] - 1):
+    for start in (borders[0] - 2, borders[-1] - 1):
         stops = [whole.text[start + 1 : start + 5], whole.text[start : start + 4]]
         at, stop = min((whole.text.find(stop), stop) for stop in stops)
         result = exact_engine.generate(PROMPTS["english"], replace(params, stop=stops))
