@@ -30,6 +30,7 @@ from specfuse_shared.errors import (
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.policies import (
     AggregatePolicy,
+    CandidateLogprobs,
     ExitDecision,
     ExitPolicy,
     FeedbackPolicy,
@@ -38,6 +39,7 @@ from specfuse_shared.policies import (
     OnlineFeedback,
     RetentionExit,
     ScorePolicy,
+    Stretch,
 )
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
@@ -71,6 +73,7 @@ __all__ = [
     "AggregatePolicy",
     "CallOptions",
     "Candidate",
+    "CandidateLogprobs",
     "ConfigError",
     "EngineBusyError",
     "EngineClosedError",
@@ -116,6 +119,7 @@ __all__ = [
     "SegmentEvent",
     "SpecFuseError",
     "StartEvent",
+    "Stretch",
     "ThinkingEvent",
     "TokenLogprob",
     "Tool",

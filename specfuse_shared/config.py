@@ -16,11 +16,18 @@ from specfuse_shared.validation import Settings, check, check_choice
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PER = ("text", "root", "token", "byte")
-SCORES: dict[str, Callable[[Any], ScorePolicy]] = {
+SCORES: dict[str, Callable[..., ScorePolicy]] = {
     "mean_logprob": policies.MeanLogprob,
     "mean_prob": policies.MeanProb,
+    "stretch": policies.Stretch,
 }
+PER: dict[str, tuple[str, ...]] = {
+    "mean_logprob": ("text", "root", "token", "byte"),
+    "mean_prob": ("token", "byte"),
+    "stretch": ("token", "byte"),
+}
+"""What each score may be per; the first, if unset."""
+STRETCHES = ("shortest", "word")
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
     "seconded_mean": policies.seconded_mean,
@@ -156,8 +163,10 @@ class EnsembleConfig(Settings):
     `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
     `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.pretrained.cache_folder`.
 
-    score: "mean_logprob" (per "text", "root", "token" or "byte") | "mean_prob" (per "token" or "byte"); the first
-    `per` of each, if unset. aggregate: "seconded_mean" (among three or more, nobody carries its candidate alone) |
+    score: "mean_logprob" (per "text", "root", "token" or "byte") | "mean_prob" (per "token" or "byte") | "stretch": of
+    what all candidates cover, with the token across its border whole or in proportion (per "token" or "byte"), as long
+    as the shortest candidate or at least a word (`stretch` "shortest" | "word"). The first `per` of each, if unset.
+    aggregate: "seconded_mean" (among three or more, nobody carries its candidate alone) |
     "weighted_mean" | "trimmed_mean" (without the extreme votes) | "geometric_mean" | "others_mean" (nobody votes on its
     own candidate) | "share_mean" | "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" |
     "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "never" | "entropy" | "fixed"
@@ -177,6 +186,7 @@ class EnsembleConfig(Settings):
     first_segment_tokens: int | None = None
     score: str | ScorePolicy = "mean_logprob"
     per: str | None = None
+    stretch: str = "shortest"
     aggregate: str | AggregatePolicy = "seconded_mean"
     feedback: str | FeedbackPolicy = "constant"
     feedback_rate: float = 0.5
@@ -202,15 +212,11 @@ class EnsembleConfig(Settings):
             count = getattr(self, name)
             unset = count is None and name == "first_segment_tokens"
             check(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
-        check_choice("EnsembleConfig.per", self.units, PER)
-        check(
-            self.units in ("token", "byte") or self.score != "mean_prob",
-            f'EnsembleConfig.per={self.per!r} goes with score="mean_logprob": with "mean_prob" use "token" or "byte"',
-        )
         for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
             value = getattr(self, name)
             if not callable(value):
                 check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
+        self._check_score()
         check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
         check(
             0 < self.exit_threshold <= 1,
@@ -227,6 +233,16 @@ class EnsembleConfig(Settings):
         if self.reference is not None:
             check_choice("EnsembleConfig.reference", self.reference, self.names)
 
+    def _check_score(self) -> None:
+        """`per` and `stretch` suit the score; an object has settings of its own."""
+        if self.per is not None and isinstance(self.score, str):
+            check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
+        check_choice("EnsembleConfig.stretch", self.stretch, STRETCHES)
+        check(
+            self.score == "stretch" or self.stretch == STRETCHES[0],
+            f'EnsembleConfig.stretch={self.stretch!r} goes with score="stretch", not {self.score!r}',
+        )
+
     @classmethod
     def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
         """The settings of a paper or the default (`PRESETS`), each of which may be replaced."""
@@ -238,9 +254,9 @@ class EnsembleConfig(Settings):
         return (self.first_segment_tokens or self.segment_tokens) if round_index == 1 else self.segment_tokens
 
     @property
-    def units(self) -> str:
-        """What `score` is per: `per`, or what suits the score."""
-        return self.per or ("token" if self.score == "mean_prob" else "text")
+    def units(self) -> str | None:
+        """What `score` is per: `per`, or the first that the score knows."""
+        return self.per or (PER[self.score][0] if isinstance(self.score, str) else None)
 
     @property
     def longest_segment(self) -> int:
@@ -260,7 +276,10 @@ class EnsembleConfig(Settings):
         return self.reference or self.names[0]
 
     def score_policy(self) -> ScorePolicy:
-        return SCORES[self.score](self.units) if isinstance(self.score, str) else self.score
+        if not isinstance(self.score, str):
+            return self.score
+        more = {"least": self.stretch} if self.score == "stretch" else {}
+        return SCORES[self.score](per=self.units, **more)
 
     def aggregate_policy(self) -> AggregatePolicy:
         return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from specfuse_shared.events import SegmentEvent
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Codec, Encoding
-from specfuse_shared.text.stops import StopHold, StopMatch, find_stop
+from specfuse_shared.text.stops import StopHold, StopMatch, find_stops
 from specfuse_shared.types import FinishReason, RoundRecord
 
 
-class AnswerText:
-    """Grows by segments; `codec` is that of the reference member, which counts tokens."""
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A segment as it becomes part of the answer: why the answer ends with it, if it does, and at which stop string."""
 
-    def __init__(self, params: SamplingParams, codec: Codec) -> None:
+    text: str
+    reason: FinishReason | None
+    stop: StopMatch | None = None
+
+
+class AnswerText:
+    """Grows by segments; `codec` is that of the reference member, which counts tokens.
+
+    `may_end`: whether a stop string may leave a text as the whole answer, always if unset; else it is text like other.
+    """
+
+    def __init__(self, params: SamplingParams, codec: Codec, may_end: Callable[[str], bool] | None = None) -> None:
         self.text = ""
         self.first_seconds: float | None = None
-        self._limit, self._stops, self._codec = params.max_tokens, params.stops, codec
+        self._limit, self._stops, self._codec, self._may_end = params.max_tokens, params.stops, codec, may_end
         self._counted, self._hold = Encoding(), StopHold(params.stops)
         self._began = time.monotonic()
 
-    def find_stop(self, addition: str) -> StopMatch | None:
-        """The first stop string that `addition` completes."""
-        return find_stop(self.text, addition, self._stops)
+    def fit(self, segment: str, reason: FinishReason | None, own_count: int | None = None) -> Fitted:
+        """The segment within `max_tokens`, and what of it stands before a stop string.
 
-    def fit(
-        self, segment: str, reason: FinishReason | None, own_count: int | None = None
-    ) -> tuple[str, FinishReason | None]:
-        """The segment within `max_tokens`, and why the answer ends with it, if it does.
-
-        `reason`: why it ends in any case. `own_count`: tokens of the reference member where it decodes alone, which
-        need no encoding of the text.
+        `reason`: why the answer ends with it in any case. `own_count`: tokens of the reference member where it decodes
+        alone, which need no encoding of the text.
         """
+        segment, reason = self._within_limit(segment, reason, own_count)
+        for stop in find_stops(self.text, segment, self._stops):
+            whole = (self.text + segment)[: stop.start]
+            if self._may_end is None or self._may_end(whole):
+                return Fitted(whole[len(self.text) :], FinishReason.STOP, stop)
+        return Fitted(segment, reason)
+
+    def _within_limit(
+        self, segment: str, reason: FinishReason | None, own_count: int | None
+    ) -> tuple[str, FinishReason | None]:
         if own_count is not None:
             return segment, reason or (FinishReason.LENGTH if own_count >= self._limit else None)
         counted = self._codec.extend(self._counted, segment)
@@ -48,12 +66,12 @@ class AnswerText:
         self.text += segment
         return self._segment(self._hold.feed(segment), record)
 
-    def finish(self, segment: str, stop: StopMatch | None, record: RoundRecord | None) -> SegmentEvent | None:
+    def finish(self, segment: Fitted, record: RoundRecord | None) -> SegmentEvent | None:
         """Append the last segment, cut at the stop string, and release what was held back."""
-        self.text += segment
-        if stop is not None:
-            self.text = self.text[: stop.start]
-        shown = self._hold.finish(segment, len(self.text))
+        self.text += segment.text
+        if segment.stop is not None:
+            self.text = self.text[: segment.stop.start]
+        shown = self._hold.finish(segment.text, len(self.text))
         return self._segment(shown, record) if shown or record is not None else None
 
     def _segment(self, text: str, record: RoundRecord | None) -> SegmentEvent:

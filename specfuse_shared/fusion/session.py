@@ -18,14 +18,14 @@ from typing import Any
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.fusion.answer_text import AnswerText
+from specfuse_shared.fusion.answer_text import AnswerText, Fitted
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.members.base import Draft, Member, Question, Stage, Thought, Verdict
+from specfuse_shared.policies import CandidateLogprobs, Electorate
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.constraint import AnswerConstraint
-from specfuse_shared.text.stops import StopMatch
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import (
     Candidate,
@@ -48,12 +48,13 @@ Work = Generator[Jobs, Outcomes | None, None]
 
 @dataclass(slots=True)
 class DistinctCandidate:
-    """A distinct candidate: the text that would be added, what is scored for it, and who drafted it."""
+    """A distinct candidate: the text that would be added, whether the turn ends behind it, and who drafted it.
+
+    Stop strings are unknown to it: they cut the answer that would have been given.
+    """
 
     text: str
-    scored: str
     ends: bool
-    stop: StopMatch | None
     drafters: list[str]
     tokens: int
     over: FinishReason | None = None
@@ -70,7 +71,7 @@ class DistinctCandidate:
     @property
     def reason(self) -> FinishReason | None:
         """Why the answer ends with this candidate, if it does."""
-        return self.over or (FinishReason.STOP if self.ends or self.stop is not None else None)
+        return self.over or (FinishReason.STOP if self.ends else None)
 
     def record(self) -> Candidate:
         drafters, scores = tuple(self.drafters), dict(self.scores)
@@ -106,13 +107,13 @@ class AnswerSession:
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
         self.participants = Participants(config, members, messages, params, tools.offered, self.seed or 0)
         grammar, codec = params.grammar, self.participants.reference.member.codec
-        self._answer = AnswerText(params, codec)
         self._constraint = AnswerConstraint(grammar, codec, params.max_tokens) if grammar else None
+        self._answer = AnswerText(params, codec, self._constraint.is_value if self._constraint else None)
         self._rounds: list[RoundRecord] = []
         self._verified_rounds = 0
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
-        self._ended: tuple[FinishReason, StopMatch | None] | None = None
+        self._ended: Fitted | None = None
         self._began, self._prefilled = time.monotonic(), 0.0
         self.events: deque[Event] = deque()
         self.finished = False
@@ -145,12 +146,12 @@ class AnswerSession:
             self.participants.drop_full(self._next)
             self.events.extend(map(ExitEvent, self.participants.exits))
             if not self._active:
-                self._finish("", None, FinishReason.LENGTH, None)
+                self._finish(Fitted("", FinishReason.LENGTH))
             elif len(self._active) == 1 and self._constraint is None:
                 yield from self._round_alone()
             else:
                 yield from self._round()
-        yield from self._close(*self._ended)
+        yield from self._close(self._ended)
 
     def release(self) -> None:
         """Free every cache. Safe to call twice."""
@@ -186,36 +187,35 @@ class AnswerSession:
         choices = yield from self._draft()
         clock.append(time.monotonic())
         if not choices:
-            self._finish("", None, FinishReason.STOP, None)
+            self._finish(Fitted("", FinishReason.STOP))
             return
         verified = len(choices) > 1
-        if verified:
-            yield from self._verify(choices)
-        winner = max(choices, key=lambda c: c.score or 0.0)
+        winner = (yield from self._verify(choices)) if verified else choices[0]
         clock.append(time.monotonic())
-        segment, reason = self._answer.fit(*self._unstuck(winner))
-        if reason is None:
-            yield from self._all("commit", {n: self.participants[n].session.commit(segment) for n in self._active})
+        segment = self._answer.fit(*self._unstuck(winner))
+        if segment.reason is None:
+            jobs = {name: self.participants[name].session.commit(segment.text) for name in self._active}
+            yield from self._all("commit", jobs)
             if self._constraint is not None:
-                self._constraint.commit(segment)
+                self._constraint.commit(segment.text)
         clock.append(time.monotonic())
         weights = self.participants.weights
-        retention = self._learn(choices) if verified and reason is None else {}
+        retention = self._learn(choices) if verified and segment.reason is None else {}
         record = RoundRecord(
             index=self._next,
             active=active,
             candidates=tuple(c.record() for c in choices),
             winner=winner.drafters[0],
-            text=segment,
+            text=segment.text,
             start=len(self.text),
-            end=len(self.text) + len(segment),
+            end=len(self.text) + len(segment.text),
             verified=verified,
             weights=weights,
             retention=retention,
             exits=(*exits, *self.participants.exits),
             timing=RoundTiming(*(b - a for a, b in itertools.pairwise(clock))),
         )
-        self._publish(record, winner.stop, reason)
+        self._publish(record, segment)
 
     def _draft(self) -> Generator[Jobs, Outcomes, list[DistinctCandidate]]:
         """Every active member's candidate; equal ones count once.
@@ -224,7 +224,7 @@ class AnswerSession:
         """
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
-            return [DistinctCandidate(forced, forced, False, None, list(self._active), 0, over)]
+            return [DistinctCandidate(forced, False, list(self._active), 0, over)]
         limit = self._config.segment_limit(self._next)
         jobs = {name: self.participants[name].session.draft(limit, self._next) for name in self._active}
         drafts: dict[str, Draft] = yield from self._all("draft", jobs)
@@ -232,7 +232,7 @@ class AnswerSession:
         for name, draft in drafts.items():
             self.participants[name].drafted += draft.tokens
             choice = self._choice(name, draft)
-            same = next((c for c in choices if (c.scored, c.ends) == (choice.scored, choice.ends)), None)
+            same = next((c for c in choices if (c.text, c.ends) == (choice.text, choice.ends)), None)
             if same is not None:
                 same.drafters.append(name)
             elif choice.text or choice.finishes:
@@ -240,32 +240,30 @@ class AnswerSession:
         return choices
 
     def _choice(self, name: str, draft: Draft) -> DistinctCandidate:
-        """A draft that completes a stop string ends there; it is scored with the string, without an end of turn."""
-        match, known = self._answer.find_stop(draft.text), len(self.text)
-        text = draft.text[: max(0, match.start - known)] if match else draft.text
-        if self._constraint is not None and not (match and self._constraint.accepts(text)):
-            admitted = self._constraint.admit(draft.text, draft.ends)
-            return DistinctCandidate(
-                admitted.text, admitted.text, admitted.ends, None, [name], draft.tokens, admitted.reason
-            )
-        if match is None:
-            return DistinctCandidate(text, text, draft.ends, None, [name], draft.tokens)
-        return DistinctCandidate(text, draft.text[: match.end - known], False, match, [name], draft.tokens)
+        """A draft as far as the grammar admits it."""
+        if self._constraint is None:
+            return DistinctCandidate(draft.text, draft.ends, [name], draft.tokens)
+        admitted = self._constraint.admit(draft.text, draft.ends)
+        return DistinctCandidate(admitted.text, admitted.ends, [name], draft.tokens, admitted.reason)
 
-    def _verify(self, choices: list[DistinctCandidate]) -> Work:
-        questions = [Question(c.scored, c.ends) for c in choices]
+    def _verify(self, choices: list[DistinctCandidate]) -> Generator[Jobs, Outcomes, DistinctCandidate]:
+        """Score every candidate; the winner."""
+        questions = [Question(c.text, c.ends) for c in choices]
         jobs = {name: self.participants[name].session.verify(questions) for name in self._active}
         judged: dict[str, list[Verdict]] = yield from self._all("verify", jobs)
-        for name, verdicts in judged.items():
-            for choice, verdict in zip(choices, verdicts, strict=True):
-                # a verifier to which the candidate is invisible has no opinion on it
-                choice.scores[name] = self._score(verdict.logprobs, verdict.token_bytes) if verdict.logprobs else 0.0
-        table = [[c.scores[name] for c in choices] for name in self._active]
+        table = [
+            [CandidateLogprobs(c.text, c.ends, v.logprobs, v.token_bytes) for c, v in zip(choices, own, strict=True)]
+            for own in judged.values()
+        ]
         drafters = [[self._active.index(name) for name in c.drafters if name in self._active] for c in choices]
-        votes = self._aggregate(table, list(self.participants.weights.values()), drafters)
-        for choice, score in zip(choices, votes, strict=True):
+        for choice in choices:
             choice.repeats = self._config.repetition_guard and repeats(self.text, choice.text)
-            choice.score = 0.0 if choice.repeats else score
+        voters = Electorate(self._score, self._aggregate, list(self.participants.weights.values()))
+        election = voters.elect(table, drafters, [c.repeats for c in choices])
+        for index, choice in enumerate(choices):
+            choice.scores = {name: row[index] for name, row in zip(judged, election.scores, strict=True)}
+            choice.score = election.votes[index]
+        return choices[election.winner]
 
     def _unstuck(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer; nothing more, where all that is left is a circle.
@@ -308,50 +306,50 @@ class AnswerSession:
         side.drafted += draft.tokens
         side.alone = before + draft.tokens
         choice = self._choice(name, draft)
-        segment, reason = self._answer.fit(*self._unstuck(choice), side.alone if is_reference else None)
+        segment = self._answer.fit(*self._unstuck(choice), side.alone if is_reference else None)
         record = RoundRecord(
             index=self._next,
             active=(name,),
             candidates=(choice.record(),),
             winner=name,
-            text=segment,
+            text=segment.text,
             start=len(self.text),
-            end=len(self.text) + len(segment),
+            end=len(self.text) + len(segment.text),
             verified=False,
             weights={name: 1.0},
             retention={},
             exits=tuple(exits),
             timing=RoundTiming(draft=time.monotonic() - clock),
         )
-        self._publish(record, choice.stop, reason)
+        self._publish(record, segment)
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _publish(self, record: RoundRecord, stop: StopMatch | None, reason: FinishReason | None) -> None:
+    def _publish(self, record: RoundRecord, segment: Fitted) -> None:
         self._rounds.append(record)
-        if reason is not None:
-            self._finish(record.text, stop, reason, record)
+        if segment.reason is not None:
+            self._finish(segment, record)
             return
         self.events.append(self._answer.add(record.text, record))
         self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
-    def _finish(self, segment: str, stop: StopMatch | None, reason: FinishReason, record: RoundRecord | None) -> None:
+    def _finish(self, segment: Fitted, record: RoundRecord | None = None) -> None:
         """Release what was held back, up to the stop string, and close the answer."""
-        if reason is FinishReason.LENGTH and self._constraint is not None and not self._constraint.accepts(segment):
+        constraint = self._constraint if segment.reason is FinishReason.LENGTH else None
+        if constraint is not None and not constraint.accepts(segment.text):
             message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
             raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
-        stop = stop if reason is FinishReason.STOP else None
-        last = self._answer.finish(segment, stop, record)
+        last = self._answer.finish(segment, record)
         if last is not None:
             self.events.append(last)
-        self._ended = reason, stop
+        self._ended = segment
 
-    def _close(self, reason: FinishReason, stop: StopMatch | None) -> Work:
+    def _close(self, last: Fitted) -> Work:
         """Free the caches, and let the last event tell the whole result."""
         usage, self.finished = self.participants.usage(self.text), True
         self.release()
         logprobs = (yield from self._score_answer()) if self._params.logprobs else None
-        self.events.append(FinishEvent(self._result(reason, stop.stop if stop else None, usage, logprobs)))
+        self.events.append(FinishEvent(self._result(last, usage, logprobs)))
 
     def _score_answer(self) -> Generator[Jobs, Outcomes, tuple[TokenLogprob, ...] | None]:
         """Log p of the answer's tokens by the reference member, which reads the answer once more, as a whole.
@@ -373,13 +371,12 @@ class AnswerSession:
             for piece, logprob in zip(pieces, verdict.logprobs, strict=True)
         )
 
-    def _result(
-        self, reason: FinishReason, stop: str | None, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None
-    ) -> EnsembleResult:
+    def _result(self, last: Fitted, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
+        assert last.reason is not None, "the answer goes on"
         return EnsembleResult(
             text=self.text,
-            finish_reason=reason,
-            stop_sequence=stop,
+            finish_reason=last.reason,
+            stop_sequence=last.stop.stop if last.stop else None,
             usage=usage,
             rounds=tuple(self._rounds),
             members=tuple(self.participants.sides),

@@ -142,18 +142,17 @@ class Codec:
         return [*_PROBES, *(f"a b{token}c d e f" for token in readable)]
 
     def _token_bytes(self, token_id: int) -> bytes:
-        token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
         if self._byte_level:
-            return bytes(_BYTE_OF[char] for char in token) if set(token) <= _BYTE_OF.keys() else token.encode()
+            return bytes(_BYTE_OF[char] for char in token) if set(token) <= _BYTE_OF.keys() else str(token).encode()
         if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
+        return str(token).replace("▁", " ").encode()
 
     def _count_bytes(self, token_id: int) -> int:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is None or _BYTE_TOKEN.fullmatch(token):
-            return 1
-        return max(1, len(token) if self._byte_level else len(token.encode()))
+        return max(1, len(self._token_bytes(token_id)))
 
 
 def _text_encoder(tokenizer: Any, control_ids: frozenset[int]) -> Any:

@@ -48,6 +48,7 @@ class AnswerConstraint:
     def __init__(self, grammar: Grammar, codec: Codec, max_tokens: int) -> None:
         self._codec, self._limit, self._counted = codec, max_tokens, Encoding()
         self._matcher = guidance().LLMatcher(_byte_vocabulary(), grammar.compiled, log_level=0)
+        self._start = self._matcher.deep_copy()
         shortest = _closing(self._matcher)
         self._can_finish = shortest is not None
         if shortest is not None and (needs := len(codec.encode(shortest))) > max_tokens:
@@ -67,12 +68,12 @@ class AnswerConstraint:
 
     def admit(self, text: str, ends: bool) -> Admitted:
         """The longest part of a draft that is valid and leaves room to finish; the finish itself if there is none."""
-        after, text = self._follow(text)
+        after, text = _follow(self._matcher, text)
         if self._fits(after, text):
             reason = FinishReason.STOP if after.is_stopped() else None
             return Admitted(text, ends and after.is_accepting() and reason is None, reason)
         for size in range(len(text) - 1, 0, -1):
-            after, head = self._follow(text[:size])
+            after, head = _follow(self._matcher, text[:size])
             if self._fits(after, head):
                 return Admitted(head, False, None)
         return Admitted(self.finish(), False, FinishReason.LENGTH)
@@ -83,22 +84,20 @@ class AnswerConstraint:
 
     def accepts(self, text: str) -> bool:
         """Whether the answer is a complete value once `text` is added."""
-        after, valid = self._follow(text)
-        return valid == text and bool(after.is_accepting())
+        return self._is_complete(self._matcher, text)
+
+    def is_value(self, text: str) -> bool:
+        """Whether `text` by itself is a complete value."""
+        return self._is_complete(self._start, text)
 
     def commit(self, text: str) -> None:
         """`text`, admitted before, is now part of the answer."""
-        self._matcher, _ = self._follow(text)
+        self._matcher, _ = _follow(self._matcher, text)
         self._counted = self._codec.extend(self._counted, text)
 
-    def _follow(self, text: str) -> tuple[Any, str]:
-        """The matcher behind the longest valid part of `text`, and that part, in whole characters."""
-        after, data = self._matcher.deep_copy(), text.encode()
-        valid = after.validate_tokens(list(data))
-        if valid < len(data):
-            text = data[:valid].decode(errors="ignore")
-        after.consume_tokens(list(text.encode()))
-        return after, text
+    def _is_complete(self, matcher: Any, text: str) -> bool:
+        after, valid = _follow(matcher, text)
+        return valid == text and bool(after.is_accepting())
 
     def _fits(self, after: Any, text: str) -> bool:
         """Whether the value can be finished behind `text`; one token stays free until it is."""
@@ -178,6 +177,16 @@ class _Bytes:
 def _byte_vocabulary() -> Any:
     library = guidance()
     return library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=_END + 1, eos_token=_END, slices=[])
+
+
+def _follow(matcher: Any, text: str) -> tuple[Any, str]:
+    """The matcher behind the longest valid part of `text`, and that part, in whole characters."""
+    after, data = matcher.deep_copy(), text.encode()
+    valid = after.validate_tokens(list(data))
+    if valid < len(data):
+        text = data[:valid].decode(errors="ignore")
+    after.consume_tokens(list(text.encode()))
+    return after, text
 
 
 def _closing(matcher: Any) -> str | None:

@@ -15,16 +15,23 @@ class StopMatch:
     stop: str
 
 
-def find_stop(text: str, addition: str, stops: Sequence[str]) -> StopMatch | None:
-    """The first stop string in `text + addition` that `text` alone does not hold, if any."""
+def find_stops(text: str, addition: str, stops: Sequence[str]) -> list[StopMatch]:
+    """Stop strings in `text + addition` that `text` alone does not hold: the earliest first, the longest of equals."""
     reach = max((len(s) for s in stops), default=1) - 1
     offset = max(0, len(text) - reach)
     window = text[offset:] + addition
-    hits = [(at, -len(stop), stop) for stop in stops if (at := window.find(stop)) >= 0]
-    if not hits:
-        return None
-    at, _, stop = min(hits)
-    return StopMatch(offset + at, offset + at + len(stop), stop)
+    found = (
+        StopMatch(offset + at, offset + at + len(stop), stop)
+        for stop in stops
+        for at in range(len(window))
+        if window.startswith(stop, at)
+    )
+    return sorted((m for m in found if m.end > len(text)), key=lambda m: (m.start, -m.end))
+
+
+def find_stop(text: str, addition: str, stops: Sequence[str]) -> StopMatch | None:
+    """The first of `find_stops`, if any."""
+    return next(iter(find_stops(text, addition, stops)), None)
 
 
 def partial_stop(text: str, stops: Sequence[str]) -> int:

@@ -17,6 +17,8 @@ from specfuse_shared.serving.scheduler import run_alone
 from specfuse_shared.types import RoundRecord
 from tests.engine.naive import NaiveRound, naive_rounds
 
+SCORES = ({}, {"score": "stretch"}, {"score": "stretch", "per": "byte", "stretch": "word"})
+"""Settings of the scores that are held against the naive rounds."""
 FAULT_ROW = "fault"
 """Name of a test's property: what was injected, when, into what, and what happened."""
 """What the fault tests injected and saw, for the summary of the run."""

@@ -7,6 +7,7 @@ written out again here; what text and ids are (templates, canonical encoding, cu
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -63,15 +64,50 @@ class NaiveMember:
         at = [text.find(end) for end in self.turn_ends if end in text]
         return text[: min(at)].rstrip("\n") if at else text
 
-    def score(self, answer: str, candidate: str, ends: bool, per: str) -> float:
-        """exp(Σ log p / units) of the candidate's canonical tokens (and of any end of turn)."""
+    def judge(self, answer: str, candidate: str, ends: bool) -> list[tuple[float, int]]:
+        """log p and bytes of the candidate's canonical tokens (and of any end of turn)."""
         ids = self.codec.encode(answer + candidate)
         start = common_prefix(self.codec.encode(answer), ids)
         logp = self.logits(ids).log_softmax(-1)
-        picked = [float(logp[i, ids[i]]) for i in range(start, len(ids))]
-        picked += [float(logp[len(ids), self.stop_ids].logsumexp(0))] if ends else []
-        units = {"text": 1, "root": math.sqrt(len(picked)), "token": len(picked)}[per]
-        return math.exp(sum(picked) / units)
+        found = [(float(logp[i, ids[i]]), self.codec.token_bytes([ids[i]])[0]) for i in range(start, len(ids))]
+        return found + ([(float(logp[len(ids), self.stop_ids].logsumexp(0)), 1)] if ends else [])
+
+
+Draft = tuple[str, bool]
+Judged = dict[Draft, list[tuple[float, int]]]
+
+
+def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
+    """What one verifier thinks of each candidate: exp(Σ log p / units), or the probability of the stretch."""
+    if config.score == "stretch":
+        return _stretch(judged, config.units == "token", config.stretch == "word")
+    units = {"text": lambda n: 1, "root": math.sqrt, "token": lambda n: n}[config.units or ""]
+    return {d: math.exp(sum(lp for lp, _ in tokens) / units(len(tokens))) for d, tokens in judged.items()}
+
+
+def _stretch(judged: Judged, whole: bool, word: bool) -> dict[Draft, float]:
+    """Up to where all have text (but for short ends: a word), and never past a point where some candidate ends."""
+    size = {d: len(d[0].encode()) for d in judged}
+    border = min(size.values())
+    if word and (going := [d for d in judged if not d[1]]):
+        first = max(len(re.findall(r"^\s*\S*", text)[0].encode()) for text, _ in going)
+        border = max(border, min(first, *(size[d] for d in going)))
+    found = {}
+    for draft, tokens in judged.items():
+        behind = [e for e in judged if e[1] and e != draft and draft[0].startswith(e[0])]
+        reach = min([border, *(size[e] for e in behind)])
+        at = min(0, size[draft] - sum(b for _, b in tokens[: len(tokens) - draft[1]]))
+        score = 1.0
+        for logp, count in tokens[: len(tokens) - draft[1]]:
+            if at < reach:
+                score *= math.exp(logp) if whole else math.exp(logp) ** min(1, (reach - at) / count)
+                at += count
+        if draft[1] and size[draft] <= reach:
+            score *= math.exp(tokens[-1][0])
+        elif at == reach and (over := [e for e in behind if size[e] == reach]):
+            score *= 1 - math.exp(judged[over[0]][-1][0])
+        found[draft] = score
+    return found
 
 
 @torch.inference_mode()
@@ -86,16 +122,11 @@ def naive_rounds(
         index += 1
         drafts = {m.name: m.draft(answer, config.segment_limit(index), index) for m in active}
         distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
-        scores = {m.name: {f"{t}|{e}": m.score(answer, t, e, config.units) for t, e in distinct} for m in active}
-        if len(distinct) == 1:
-            scores = {}
+        judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in active if len(distinct) > 1}
         authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
-        total = {
-            d: _vote([(s[f"{d[0]}|{d[1]}"], weight[j], authors[d] == [j]) for j, s in scores.items()], config)
-            for d in distinct
-        }
-        total |= {d: 0.0 for d in distinct if config.repetition_guard and scores and repeats(answer, d[0])}
-        text, ended = max(distinct, key=lambda d: total[d])
+        circling = {d for d in distinct if config.repetition_guard and judged and repeats(answer, d[0])}
+        (text, ended), table, total = _elect(judged, weight, authors, circling, config)
+        scores = {name: {f"{t}|{e}": s for (t, e), s in row.items()} for name, row in table.items()}
         winner = next(name for name, d in drafts.items() if d == (text, ended))
         text, ended = ("", True) if config.repetition_guard and is_stuck(answer, text) else (text, ended)
         yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in active])
@@ -116,6 +147,30 @@ def naive_rounds(
             active = [m for m in active if m.name not in gone]
             mass = sum(weight[m.name] for m in active)
             weight = {m.name: weight[m.name] / mass for m in active}
+
+
+def _elect(
+    judged: dict[str, Judged],
+    weight: dict[str, float],
+    authors: dict[Draft, list[str]],
+    circling: set[Draft],
+    config: EnsembleConfig,
+) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
+    """The winner, each verifier's scores, the votes. What nobody tells apart is compared again, among itself."""
+    scores = {name: _scores(row, config) for name, row in judged.items()}
+    total = {d: _vote([(s[d], weight[j], own == [j]) for j, s in scores.items()], config) for d, own in authors.items()}
+    total |= dict.fromkeys(circling, 0.0)
+    best = max(total, key=lambda d: total[d])
+    rows = [*scores.values(), total]
+    same = [d for d in authors if total[best] > 0 and all(math.isclose(r[d], r[best], rel_tol=1e-4) for r in rows)]
+    if len(same) == len(authors):
+        least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
+        begun = not least[1] and any(d[0].startswith(least[0]) and d[0] != least[0] for d in same)
+        same = [d for d in same if d != least or not begun]
+    if 1 < len(same) < len(authors):
+        again = {name: {d: row[d] for d in same} for name, row in judged.items()}
+        return _elect(again, weight, {d: authors[d] for d in same}, set(), config)[0], scores, total
+    return (same or [best])[0], scores, total
 
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:

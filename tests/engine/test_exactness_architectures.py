@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
-from tests.engine.comparing import assert_equals_naive, local_members, with_settings
+from tests.engine.comparing import SCORES, assert_equals_naive, local_members, with_settings
 from tests.engine.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model
 
 ROW_BY_ROW = {"lfm2", "mamba"}
@@ -35,17 +35,40 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
             assert any(r.verified for r in records)
         if execution == "dynamic":  # weights and exits know nothing of it
-            learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3)
-            assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=6)
+            for score in SCORES[:2]:
+                learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3, **score)
+                assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
 
 
-def test_three_members_equal_the_naive_round(partner: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", SCORES, ids=str)
+def test_three_members_equal_the_naive_round(partner: Path, tmp_path: Path, score: dict[str, str]) -> None:
     """Among three, votes and weights know who wrote a candidate and who finds it thinkable."""
     members = [MemberConfig(str(partner), name="one", dtype="float32")]
     for number, kind in enumerate(("gpt2", "qwen3"), start=2):
         save_model(kind, byte_level_tokenizer(), tmp_path / kind, seed=number)
         members.append(MemberConfig(str(tmp_path / kind), name=kind, dtype="float32"))
-    with EnsembleEngine(EnsembleConfig(members=members)) as engine:
+    with EnsembleEngine(EnsembleConfig(members=members, **score)) as engine:
         for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=8)
             assert all(len(r.active) == 3 for r in records)
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+def test_ends_and_common_beginnings_equal_the_naive_round(partner: Path, tmp_path: Path, score: dict[str, str]) -> None:
+    """Members that end their turn at any time, and two of one model, whose drafts begin alike."""
+    save_model("gpt2", byte_level_tokenizer(), tmp_path)
+    often = tuple(range(40, 300, 3))
+    members = [
+        MemberConfig(str(partner), name="one", dtype="float32", stop_token_ids=often),
+        MemberConfig(str(tmp_path), name="two", dtype="float32", stop_token_ids=often),
+        MemberConfig(str(tmp_path), name="three", dtype="float32", stop_token_ids=often),
+    ]
+    ends, beginnings = 0, 0
+    with EnsembleEngine(EnsembleConfig(members=members, repetition_guard=False, **score)) as engine:
+        for seed in range(12):
+            params = SamplingParams(max_tokens=300, temperature=0.5, seed=seed)
+            for record in assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=3):
+                ends += sum(c.ends for c in record.candidates)
+                texts = [c.text for c in record.candidates]
+                beginnings += any(a != b and b.startswith(a) for a in texts for b in texts)
+    assert min(ends, beginnings) >= 5

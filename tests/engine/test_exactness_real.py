@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
-from tests.engine.comparing import assert_equals_naive, local_members, open_session, run_rounds, with_settings
+from tests.engine.comparing import SCORES, assert_equals_naive, local_members, open_session, run_rounds, with_settings
 
 PROMPTS = {
     "english": "Why is the sky blue? Explain it to a child.",
@@ -29,9 +30,9 @@ def question(text: str) -> list[Message]:
     return [Message("user", text)]
 
 
-@pytest.mark.parametrize("kind", PROMPTS)
-def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
-    config = with_settings(exact_engine.config, exit="never", segment_tokens=8)
+@pytest.mark.parametrize(("kind", "score"), [*((kind, {}) for kind in PROMPTS), ("english", SCORES[1])], ids=str)
+def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str, score: dict[str, str]) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=8, **score)
     params = SamplingParams(max_tokens=200)
     records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=3)
     assert records
@@ -49,6 +50,20 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
     params = SamplingParams(max_tokens=200, repetition_penalty=1.1)
     records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS["english"]), params, rounds=6)
     assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
+
+
+@pytest.mark.parametrize("chance", [{}, {"temperature": 0.8, "seed": 4}], ids=["greedy", "seeded"])
+def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
+    exact_engine: EnsembleEngine, chance: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=24, **chance)  # type: ignore[arg-type]
+    whole = exact_engine.generate(PROMPTS["english"], params)
+    borders = [r.start for r in whole.rounds[1:]]
+    for start in (borders[0] - 2, borders[-1] - 1):
+        stops = [whole.text[start + 1 : start + 5], whole.text[start : start + 4]]
+        at, stop = min((whole.text.find(stop), stop) for stop in stops)
+        result = exact_engine.generate(PROMPTS["english"], replace(params, stop=stops))
+        assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
 
 
 def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:

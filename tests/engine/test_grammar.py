@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -255,8 +257,18 @@ def test_a_stop_string_does_not_break_a_value(tiny_engine: EnsembleEngine) -> No
     assert result.stop_sequence is None
 
 
-def test_a_stop_string_ends_a_text_that_the_grammar_accepts(tiny_engine: EnsembleEngine) -> None:
-    params = SamplingParams(max_tokens=60, grammar=Grammar.regex("(ab)+"), stop="baba")
-    result = tiny_engine.generate(QUESTION, params)
-    assert (result.text, result.stop_sequence) != ("", None) or result.finish_reason is FinishReason.STOP
-    assert set(result.text) <= {"a", "b"}
+def test_a_stop_string_cuts_a_value_where_what_stands_before_it_is_one(tiny_engine: EnsembleEngine) -> None:
+    pattern = r"[a-e ,]{5,}"
+    cut, ignored, across = 0, 0, 0
+    for seed in range(8):
+        params = SamplingParams(max_tokens=50, grammar=Grammar.regex(pattern), temperature=1.0, seed=seed)
+        whole = tiny_engine.generate(QUESTION, params)
+        for start in range(1, len(whole.text) - 3, 3):
+            stop = whole.text[start : start + 3]
+            places = (n for n in range(len(whole.text)) if whole.text.startswith(stop, n))
+            at = next((n for n in places if re.fullmatch(pattern, whole.text[:n])), None)
+            result = tiny_engine.generate(QUESTION, replace(params, stop=[stop, "nowhere"]))
+            assert (result.text, result.stop_sequence) == (whole.text[:at], stop if at is not None else None)
+            cut, ignored = cut + (at is not None), ignored + (at is None)
+            across += at is not None and at < result.rounds[-1].start
+    assert min(cut, ignored, across) >= 1

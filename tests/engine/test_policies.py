@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specfuse_shared import policies
-from specfuse_shared.config import AGGREGATES
-from specfuse_shared.policies import MeanLogprob, MeanProb, OnlineFeedback, RetentionExit, rewards
+from specfuse_shared.config import AGGREGATES, PER, SCORES, EnsembleConfig
+from specfuse_shared.policies import (
+    CandidateLogprobs,
+    Electorate,
+    MeanLogprob,
+    MeanProb,
+    OnlineFeedback,
+    RetentionExit,
+    ScorePolicy,
+    Stretch,
+    rewards,
+)
 
 LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=12)
 SQUARE = st.integers(2, 5).flatmap(
@@ -18,43 +32,68 @@ SQUARE = st.integers(2, 5).flatmap(
 )
 
 
+def score(policy: ScorePolicy, logprobs: Sequence[float], sizes: Sequence[int]) -> float:
+    """Of a single candidate that goes on."""
+    return policy([CandidateLogprobs("x" * sum(sizes), False, logprobs, sizes)])[0]
+
+
 @given(LOGPROBS)
 def test_scores_lie_between_zero_and_one(logprobs: list[float]) -> None:
     sizes = [1 + i % 3 for i in range(len(logprobs))]
-    for policy in (
-        MeanLogprob("token"),
-        MeanLogprob("byte"),
-        MeanLogprob("text"),
-        MeanLogprob("root"),
-        MeanProb("token"),
-        MeanProb("byte"),
-    ):
-        assert 0 <= policy(logprobs, sizes) <= 1 + 1e-9
+    for name, choices in PER.items():
+        for per in choices:
+            assert 0 <= score(SCORES[name](per=per), logprobs, sizes) <= 1 + 1e-9
 
 
 def test_mean_logprob_is_the_geometric_mean_and_mean_prob_the_arithmetic() -> None:
     logprobs = [math.log(0.9), math.log(0.1)]
-    assert MeanLogprob()(logprobs, [1, 1]) == pytest.approx(0.3)
-    assert MeanProb()(logprobs, [1, 1]) == pytest.approx(0.5)
+    assert score(MeanLogprob(), logprobs, [1, 1]) == pytest.approx(0.3)
+    assert score(MeanProb(), logprobs, [1, 1]) == pytest.approx(0.5)
 
 
 def test_per_text_is_the_probability_of_the_whole() -> None:
-    assert MeanLogprob("text")([math.log(0.5), math.log(0.25)], [3, 1]) == pytest.approx(0.125)
+    assert score(MeanLogprob("text"), [math.log(0.5), math.log(0.25)], [3, 1]) == pytest.approx(0.125)
 
 
 def test_per_root_stands_between_the_mean_and_the_whole() -> None:
     logprobs = [math.log(0.5)] * 4
-    assert MeanLogprob("root")(logprobs, [1] * 4) == pytest.approx(0.25)
-    short, long = [math.log(0.5)] * 2, [math.log(0.55)] * 9
-    assert MeanLogprob("token")(long, [1] * 9) > MeanLogprob("token")(short, [1] * 2)
-    assert MeanLogprob("root")(long, [1] * 9) < MeanLogprob("root")(short, [1] * 2)
+    assert score(MeanLogprob("root"), logprobs, [1] * 4) == pytest.approx(0.25)
+    short, long = ([math.log(0.5)] * 2, [1] * 2), ([math.log(0.55)] * 9, [1] * 9)
+    assert score(MeanLogprob("token"), *long) > score(MeanLogprob("token"), *short)
+    assert score(MeanLogprob("root"), *long) < score(MeanLogprob("root"), *short)
 
 
 def test_per_byte_does_not_favour_long_tokens() -> None:
-    long_token, short_tokens = [math.log(0.25)], [math.log(0.5), math.log(0.5)]
-    assert MeanLogprob("token")(long_token, [2]) < MeanLogprob("token")(short_tokens, [1, 1])
-    assert MeanLogprob("byte")(long_token, [2]) == pytest.approx(MeanLogprob("byte")(short_tokens, [1, 1]))
-    assert MeanProb("byte")(long_token, [2]) == pytest.approx(MeanProb("byte")(short_tokens, [1, 1]))
+    long_token, short_tokens = ([math.log(0.25)], [2]), ([math.log(0.5), math.log(0.5)], [1, 1])
+    assert score(MeanLogprob("token"), *long_token) < score(MeanLogprob("token"), *short_tokens)
+    assert score(MeanLogprob("byte"), *long_token) == pytest.approx(score(MeanLogprob("byte"), *short_tokens))
+    assert score(MeanProb("byte"), *long_token) == pytest.approx(score(MeanProb("byte"), *short_tokens))
+
+
+def test_each_setting_of_a_score_makes_the_policy_that_it_names() -> None:
+    made = {
+        (name, per): EnsembleConfig(["a/b"], score=name, per=per).score_policy()
+        for name, choices in PER.items()
+        for per in (None, *choices)
+    }
+    assert made[("mean_logprob", None)] == made[("mean_logprob", "text")] == MeanLogprob("text")
+    assert made[("mean_prob", None)] == made[("mean_prob", "token")] == MeanProb("token")
+    assert made[("stretch", None)] == made[("stretch", "token")] == Stretch("token", "shortest")
+    assert made[("stretch", "byte")] == Stretch("byte", "shortest")
+    assert EnsembleConfig(["a/b"], score="stretch", stretch="word").score_policy() == Stretch("token", "word")
+    assert made[("mean_logprob", "root")] == MeanLogprob("root")
+
+
+def test_the_documented_policy_of_a_users_own_decides_a_round() -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
+    [example] = [code for code in re.findall(r"(?ms)^```python\n(.*?)^```", text) if "aggregate=" in code]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    config = names["config"]
+    row = [CandidateLogprobs(text, False, [logprob], [1]) for text, logprob in (("a", -1.0), ("b", -2.0), ("c", -0.5))]
+    voters = Electorate(config.score_policy(), config.aggregate_policy(), [1.0])
+    election = voters.elect([row], [[0], [], []], [False] * 3)
+    assert (election.votes, election.winner) == ([1, 0, 2], 2)
 
 
 OWN = [[0], [1]]

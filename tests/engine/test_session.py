@@ -15,7 +15,7 @@ from specfuse_shared.errors import EngineClosedError, GenerationError, PromptToo
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.fusion.repetition import repeats
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.policies import ExitDecision, Matrix
+from specfuse_shared.policies import CandidateLogprobs, ExitDecision, Matrix
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.scheduler import run_alone
 from specfuse_shared.types import FinishReason
@@ -80,24 +80,43 @@ def test_max_tokens_counts_on_the_reference_tokenizer(tiny_engine: EnsembleEngin
     assert longer.text.startswith(result.text)
 
 
-def test_stop_strings_hold_across_borders_and_never_show(tiny_engine: EnsembleEngine) -> None:
-    whole = result_of(tiny_engine, SamplingParams(max_tokens=80))
-    found = 0
-    for record in whole.rounds[1:-1]:
-        stop = whole.text[record.start - 2 : record.start + 2]
-        events = events_of(tiny_engine, SamplingParams(max_tokens=80, stop=[stop]))
-        last = events[-1]
-        assert isinstance(last, FinishEvent)
-        result = last.result
-        shown = "".join(e.text for e in events if isinstance(e, SegmentEvent))
-        assert stop not in shown
-        assert shown == result.text
-        assert all(stop not in c.text for r in result.rounds for c in r.candidates)
-        if result.stop_sequence is not None:
-            found += 1
-            assert result.finish_reason is FinishReason.STOP
-            assert result.stop_sequence == stop
-    assert found >= 3
+def shown_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> tuple[str, EnsembleResult]:
+    """What the events show, and the result."""
+    events = events_of(engine, params, **settings)
+    last = events[-1]
+    assert isinstance(last, FinishEvent)
+    return "".join(e.text for e in events if isinstance(e, SegmentEvent)), last.result
+
+
+@pytest.mark.parametrize("score", ["mean_logprob", "stretch"])
+@pytest.mark.parametrize("chance", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
+    tiny_engine: EnsembleEngine, chance: dict[str, float], score: str
+) -> None:
+    """Inside a segment, across the borders of two, and of several stops the first."""
+    params = SamplingParams(max_tokens=40, **chance)  # type: ignore[arg-type]
+    whole = result_of(tiny_engine, params, score=score)
+    text, across = whole.text, 0
+    for record in whole.rounds[1:-1:2]:
+        for start, size in ((record.start - 2, 4), (record.start + 1, 2)):
+            stop = text[start : start + size]
+            both = [stop, text[start + size - 1 : start + size + 3]]
+            for stops in ([stop], both):
+                shown, result = shown_of(tiny_engine, replace(params, stop=stops), score=score)
+                assert shown == result.text == text[: text.find(stop)]
+                assert (result.finish_reason, result.stop_sequence) == (FinishReason.STOP, stop)
+                assert [r.winner for r in result.rounds] == [r.winner for r in whole.rounds[: len(result.rounds)]]
+                across += start < result.rounds[-1].start
+    assert across >= 2
+    assert shown_of(tiny_engine, replace(params, stop=["nowhere"]), score=score)[0] == text
+
+
+def test_a_stop_string_that_max_tokens_cuts_off_is_none(tiny_engine: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=23)
+    text = result_of(tiny_engine, params).text
+    longer = result_of(tiny_engine, replace(params, max_tokens=60)).text
+    result = result_of(tiny_engine, replace(params, stop=[longer[len(text) - 1 : len(text) + 1]]))
+    assert (result.text, result.finish_reason, result.stop_sequence) == (text, FinishReason.LENGTH, None)
 
 
 def test_a_stop_string_cuts_a_lone_members_answer_exactly(tiny_engine: EnsembleEngine) -> None:
@@ -180,8 +199,8 @@ class OnlyTheFirst:
     def __init__(self) -> None:
         self.rounds: list[int] = []
 
-    def score(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
-        return 1 / (1 + len(logprobs))
+    def score(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
+        return [1 / (1 + len(c.logprobs)) for c in candidates]
 
     def aggregate(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         return [1.0] + [0.0] * (len(scores[0]) - 1)

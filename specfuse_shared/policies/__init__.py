@@ -1,0 +1,60 @@
+"""The decisions of a round as pure functions over numbers: score, aggregate, elect, feedback, exit.
+
+They know no tokenizer, no tensor and no framework. Each policy is a callable that a user may replace by an object of
+the same signature (`protocols`). Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
+
+Sources: SpecFuse (arXiv 2412.07380 v1/v2) for exit, SpecEM (v3, NeurIPS 2025) for feedback. The exit formulas are
+a reconstruction: the papers' exact ones could not be read.
+"""
+
+from specfuse_shared.policies.aggregates import (
+    geometric_mean,
+    others_mean,
+    rank_mean,
+    seconded_mean,
+    share_mean,
+    trimmed_mean,
+    weighted_mean,
+)
+from specfuse_shared.policies.election import Election, Electorate
+from specfuse_shared.policies.exits import RetentionExit, entropy, never
+from specfuse_shared.policies.feedback import OnlineFeedback, normalised, rewards, uniform
+from specfuse_shared.policies.protocols import (
+    AggregatePolicy,
+    CandidateLogprobs,
+    ExitDecision,
+    ExitPolicy,
+    FeedbackPolicy,
+    Matrix,
+    ScorePolicy,
+)
+from specfuse_shared.policies.scores import MeanLogprob, MeanProb, Stretch
+
+__all__ = [
+    "AggregatePolicy",
+    "CandidateLogprobs",
+    "Election",
+    "Electorate",
+    "ExitDecision",
+    "ExitPolicy",
+    "FeedbackPolicy",
+    "Matrix",
+    "MeanLogprob",
+    "MeanProb",
+    "OnlineFeedback",
+    "RetentionExit",
+    "ScorePolicy",
+    "Stretch",
+    "entropy",
+    "geometric_mean",
+    "never",
+    "normalised",
+    "others_mean",
+    "rank_mean",
+    "rewards",
+    "seconded_mean",
+    "share_mean",
+    "trimmed_mean",
+    "uniform",
+    "weighted_mean",
+]

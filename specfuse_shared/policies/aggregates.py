@@ -1,0 +1,89 @@
+"""Aggregates: all verifiers' scores become one vote on each candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from specfuse_shared.policies.protocols import Matrix
+
+
+def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j s_ji (the papers')."""
+    return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
+
+
+def trimmed_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """The weighted mean without each candidate's highest and lowest vote, where three or more members vote.
+
+    So a member that is sure of its own nonsense cannot carry it, and no single verifier can veto.
+    """
+
+    def mean(i: int) -> float:
+        votes = sorted((row[i], w) for row, w in zip(scores, weights, strict=True))
+        votes = votes[1:-1] if len(votes) > 2 else votes
+        return math.fsum(s * w for s, w in votes) / math.fsum(w for _, w in votes)
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
+SECOND = 1000.0
+"""A candidate is unthinkable to a verifier that finds it less than 1/`SECOND` as likely as another one."""
+
+
+def seconded_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """The weighted mean, in which, where three or more vote, a candidate of one member needs a second.
+
+    Its author's vote counts at most `SECOND` times the highest other one: a member that is sure of its own nonsense
+    cannot carry it, and votes for what anybody else finds thinkable stay as they are. So a member that finds nothing
+    likely but its own adds nothing and takes nothing: the others are ranked as without it.
+    """
+
+    def counted(j: int, i: int) -> float:
+        if len(scores) < 3 or list(drafters[i]) != [j]:
+            return scores[j][i]
+        second = max(row[i] for k, row in enumerate(scores) if k != j)
+        return min(scores[j][i], SECOND * second)
+
+    return weighted_mean([[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters)
+
+
+def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
+
+    With equal weights this ranks by regret too: how much less each verifier thinks of a candidate than of its own.
+    """
+
+    def mean(i: int) -> float:
+        if any(row[i] <= 0 for row in scores):
+            return 0.0
+        return math.exp(math.fsum(w * math.log(row[i]) for w, row in zip(weights, scores, strict=True)))
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
+def others_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """The weighted mean over those that did not write the candidate; over all, where everyone did."""
+
+    def mean(i: int) -> float:
+        judges = [j for j in range(len(scores)) if j not in drafters[i]] or range(len(scores))
+        return math.fsum(weights[j] * scores[j][i] for j in judges) / math.fsum(weights[j] for j in judges)
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
+def share_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j s_ji / Σ_k s_jk: every verifier has one vote to share out, whatever the height of its scores."""
+    shares = [[s / (math.fsum(row) or 1.0) for s in row] for row in scores]
+    return weighted_mean(shares, weights, drafters)
+
+
+def rank_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j · share of the rivals that verifier j puts below candidate i (Borda); ties count ½."""
+
+    def beaten(row: Sequence[float], i: int) -> float:
+        wins = (1.0 if row[i] > s else 0.5 if row[i] == s else 0.0 for k, s in enumerate(row) if k != i)
+        return math.fsum(wins) / (len(row) - 1)
+
+    ranks = [[beaten(row, i) for i in range(len(row))] for row in scores]
+    return weighted_mean(ranks, weights, drafters)

@@ -1,0 +1,73 @@
+"""What a policy sees and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Matrix = Sequence[Sequence[float]]
+"""`[j][i]`: what verifier j thinks of candidate i."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateLogprobs:
+    """One candidate of a round in the eyes of one verifier, in that verifier's own tokens.
+
+    `logprobs`: natural log p of each token; `token_bytes`: UTF-8 bytes each stands for (≥ 1). The tokens end where
+    `text` ends; where encodings join badly they begin before it, in the answer. A candidate that `ends` the turn has
+    one more of both, the last: the end of turn.
+    """
+
+    text: str
+    ends: bool
+    logprobs: Sequence[float]
+    token_bytes: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of the text."""
+        return len(self.text.encode())
+
+
+class ScorePolicy(Protocol):
+    """Turns one verifier's log-probabilities of all candidates of a round into a score in [0, 1] for each."""
+
+    def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
+        """At least one candidate, each with a token or more, no two of equal text and end."""
+        ...
+
+
+class AggregatePolicy(Protocol):
+    """Turns all verifiers' scores into one score per candidate."""
+
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the largest S_i wins (`elect` has the rule for equals).
+
+        `drafters[i]`: the verifiers that wrote candidate i themselves.
+        """
+        ...
+
+
+class FeedbackPolicy(Protocol):
+    """Learns the verifiers' weights from a finished round."""
+
+    def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+        """`scores[j][i]`: verifier j on member i's candidate (n × n); rounds count from 1. Returns Σ = 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExitDecision:
+    """Retention probability of each active member, and the indices of those that leave."""
+
+    retention: tuple[float, ...]
+    leavers: tuple[int, ...]
+
+
+class ExitPolicy(Protocol):
+    """Decides after a verified round who leaves the answer."""
+
+    def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
+        """`totals[i]` = Σ over rounds of member i's aggregate score. Must leave at least one member."""
+        ...

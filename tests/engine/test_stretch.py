@@ -1,0 +1,314 @@
+"""Candidates compared over equal stretches: with numbers worked out by hand, and against every possible rival."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specfuse_shared import policies
+from specfuse_shared.policies import (
+    AggregatePolicy,
+    CandidateLogprobs,
+    Election,
+    Electorate,
+    MeanLogprob,
+    ScorePolicy,
+    Stretch,
+)
+
+
+def candidate(*pieces: tuple[str, float], end: float | None = None) -> CandidateLogprobs:
+    """A candidate of tokens with their probabilities, and that of the end of the turn."""
+    tail = [] if end is None else [end]
+    return CandidateLogprobs(
+        "".join(text for text, _ in pieces),
+        end is not None,
+        [math.log(p) for _, p in pieces] + [math.log(p) for p in tail],
+        [len(text.encode()) for text, _ in pieces] + [1] * len(tail),
+    )
+
+
+WHOLE = Stretch()
+
+
+def elect(
+    *rows: Sequence[CandidateLogprobs],
+    weights: Sequence[float] | None = None,
+    score: ScorePolicy = WHOLE,
+    aggregate: AggregatePolicy = policies.weighted_mean,
+    barred: Sequence[int] = (),
+) -> Election:
+    weights = weights or [1 / len(rows)] * len(rows)
+    drafters = [[min(i, len(rows) - 1)] for i in range(len(rows[0]))]
+    return Electorate(score, aggregate, weights).elect(rows, drafters, [i in barred for i in range(len(rows[0]))])
+
+
+# ── by hand ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_candidate_is_judged_by_what_all_of_them_cover() -> None:
+    short, long = candidate((" The", 0.2)), candidate((" A", 0.25), (" comet", 0.5), (" tart", 0.01))
+    assert Stretch()([short, long]) == pytest.approx([0.2, 0.125])
+    assert MeanLogprob("text")([short, long]) == pytest.approx([0.2, 0.00125])
+
+
+def test_the_token_across_the_border_counts_whole_or_in_proportion_to_its_bytes() -> None:
+    pair = candidate(("abc", 0.5)), candidate(("x", 0.5), ("yzzz", 0.0625))
+    assert Stretch("token")(pair) == pytest.approx([0.5, 0.5 * 0.0625])
+    assert Stretch("byte")(pair) == pytest.approx([0.5, 0.5 * 0.0625 ** (2 / 4)])
+
+
+def test_bytes_are_counted_and_not_characters() -> None:
+    pair = candidate(("é", 0.5)), candidate(("a", 0.5), ("b", 0.5), ("c", 0.5))
+    assert Stretch()(pair) == pytest.approx([0.5, 0.25])
+
+
+def test_an_encoding_that_reaches_back_into_the_answer_is_aligned_at_its_end() -> None:
+    joined = CandidateLogprobs("et tart", False, [math.log(0.5), math.log(0.5), math.log(0.1)], [5, 3, 2])
+    assert joined.size == 7, "the first token holds three bytes of the answer"
+    assert Stretch("token")([joined, candidate(("et", 0.3))]) == pytest.approx([0.5, 0.3])
+    assert Stretch("byte")([joined, candidate(("e", 0.3))]) == pytest.approx([0.5 ** (4 / 5), 0.3])
+
+
+def test_ending_here_and_going_on_are_the_outcomes_of_one_event_whatever_follows() -> None:
+    ends = candidate((" Paris", 0.5), end=0.4)
+    for what_follows in ([(",", 0.9)], [(",", 1e-9), (" the", 1e-9), (" capital", 1e-9)]):
+        goes_on = candidate((" Paris", 0.5), *what_follows)
+        assert Stretch()([ends, goes_on]) == pytest.approx([0.5 * 0.4, 0.5 * 0.6])
+        assert elect([ends, goes_on]).winner == 1
+    surer = candidate((" Paris", 0.5), end=0.6)
+    assert elect([surer, candidate((" Paris", 0.5), (",", 0.99))]).winner == 0
+
+
+def test_equal_texts_of_which_one_ends_are_told_apart_by_the_end_alone() -> None:
+    pair = candidate((" Yes", 0.5), end=0.3), candidate((" Yes", 0.5))
+    assert Stretch()(pair) == pytest.approx([0.15, 0.35])
+
+
+def test_the_end_of_a_candidate_beyond_the_stretch_is_not_asked_about() -> None:
+    pair = candidate((" No", 0.2)), candidate((" Yes", 0.5), (".", 0.9), end=1e-6)
+    assert Stretch()(pair) == pytest.approx([0.2, 0.5])
+
+
+def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None:
+    stops, one, other = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
+    assert Stretch()([stops, one, other]) == pytest.approx([0.4, 0.6, 0.6])
+    assert elect([stops, one, other]).winner == 2, "those that go on are then compared among themselves"
+    assert elect([candidate(end=0.7), one, other]).winner == 0
+
+
+def test_at_least_a_word_is_compared_of_those_that_go_on() -> None:
+    full_stop = candidate((".", 0.3), end=0.9)
+    which = candidate((" wh", 0.5), ("ich", 0.2), (" is", 0.1))
+    and_so = candidate((" and", 0.4), (" so", 0.9))
+    row = [full_stop, which, and_so]
+    assert Stretch(least="shortest")(row) == pytest.approx([0.27, 0.5, 0.4])
+    assert Stretch(least="word")(row) == pytest.approx([0.27, 0.1, 0.36])
+    assert (elect(row).winner, elect(row, score=Stretch(least="word")).winner) == (1, 2)
+    behind = candidate((".", 0.3), (" It", 1e-4))
+    assert Stretch(least="word")([full_stop, behind, which])[1] == pytest.approx(0.3 * 0.1), "no word against an end"
+    assert Stretch(least="word")([full_stop, candidate((".", 0.3), (".", 0.5), end=0.9)])[1] == pytest.approx(0.03)
+    going_on = [which, candidate((" a", 0.1))]
+    assert Stretch(least="word")(going_on) == Stretch()(going_on), "no candidate that goes on is shorter"
+
+
+def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins() -> None:
+    rows = [[candidate((" The", p)), candidate((" The", p), (" tart", 0.01))] for p in (0.3, 0.6)]
+    election = elect(*rows)
+    assert election.winner == 1
+    assert election.votes == pytest.approx([0.45, 0.45])
+    assert elect(*rows, barred=[1]).winner == 0
+
+
+def test_what_a_short_beginning_left_open_is_compared_without_it() -> None:
+    start = candidate((" The", 0.6))
+    fox, tart = candidate((" The", 0.6), (" fox", 0.2), (" ran", 0.9)), candidate((" The", 0.6), (" tart", 0.3))
+    rival = candidate((" A", 0.3), (" tart", 0.9))
+    for row in ([start, fox, tart, rival], [rival, tart, start, fox]):
+        assert row[elect(row).winner] is tart
+    barely = [candidate(end=0.1), candidate(("b", 0.6)), candidate(("b", 0.6), ("a", 0.2)), candidate(("a", 0.3))]
+    assert elect(barely).winner == 2, "what was not compared yet gives way to nothing"
+    ends = candidate((" The", 0.6), (" fox", 0.2), end=0.7)
+    row = [start, ends, fox]
+    assert row[elect(row).winner] is ends
+
+
+def test_verifiers_see_the_same_candidates_in_tokens_of_their_own() -> None:
+    one = [candidate((" The", 0.5), (" tart", 0.5)), candidate((" A", 0.4))]
+    other = [candidate((" ", 0.9), ("T", 0.9), ("he", 0.9), (" tart", 0.5)), candidate((" A", 0.01))]
+    election = elect(one, other, weights=[0.25, 0.75])
+    assert election.scores == [pytest.approx([0.5, 0.4]), pytest.approx([0.81, 0.01])]
+    assert election.votes == pytest.approx([0.25 * 0.5 + 0.75 * 0.81, 0.25 * 0.4 + 0.75 * 0.01])
+    geometric = elect(one, other, weights=[0.25, 0.75], aggregate=policies.geometric_mean)
+    assert geometric.votes == pytest.approx([0.5**0.25 * 0.81**0.75, 0.4**0.25 * 0.01**0.75])
+
+
+def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
+    def row(sense: float, nonsense: float) -> list[CandidateLogprobs]:
+        return [candidate((" sky", sense)), candidate((" is", sense / 3)), candidate((" zq", nonsense), ("xx", 1.0))]
+
+    rows = [row(0.3, 1e-9), row(0.2, 1e-9), row(1e-6, 0.99)]
+    assert elect(*rows).winner == 2
+    assert elect(*rows, aggregate=policies.seconded_mean).winner == 0
+
+
+def test_a_verifier_to_which_a_candidate_is_invisible_has_no_opinion_on_it() -> None:
+    unseen = CandidateLogprobs("\u200b", False, (), ())
+    election = elect([unseen, candidate((" a", 0.1))], [candidate(("\u200b", 0.5)), candidate((" a", 0.2))])
+    assert election.scores == [[0.0, pytest.approx(0.1)], pytest.approx([0.5, 0.2])]
+
+
+def test_the_first_of_equals_wins_where_nothing_tells_them_apart() -> None:
+    row = [candidate((" a", 0.2)), candidate((" b", 0.2))]
+    assert elect(row).winner == 0
+    assert elect(row, barred=[0, 1]).winner == 0
+    assert elect(row, barred=[0]).winner == 1
+
+
+# ── against every rival ──────────────────────────────────────────────────────────────────────────
+
+LETTERS = "ab"
+TOKENS = ("a", "b", "ab", "ba", "aab")
+END = ""
+Draft = tuple[str, bool]
+"""A text, and whether the turn ends behind it."""
+
+
+@lru_cache(maxsize=100_000)
+def next_token(seed: int, vocabulary: Sequence[str], sharpness: float, before: Sequence[str]) -> dict[str, float]:
+    dice = Random(f"{seed} {' '.join(before)}")
+    mass = {token: dice.random() ** sharpness + 1e-9 for token in (*vocabulary, END)}
+    return {token: m / sum(mass.values()) for token, m in mass.items()}
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A language model over `TOKENS`, whose probabilities hang on all tokens before, and its encoding of texts."""
+
+    seed: int
+    vocabulary: tuple[str, ...]
+    sharpness: float
+
+    def encode(self, text: str) -> list[str]:
+        """The longest token first, as far as its vocabulary has it."""
+        ids: list[str] = []
+        while text:
+            ids.append(max((t for t in self.vocabulary if text.startswith(t)), key=len))
+            text = text[len(ids[-1]) :]
+        return ids
+
+    def judge(self, text: str, ends: bool) -> CandidateLogprobs:
+        ids = self.encode(text)
+        line = [*ids, END] if ends else ids
+        own = (self.seed, self.vocabulary, self.sharpness)
+        found = [math.log(next_token(*own, tuple(line[:n]))[token]) for n, token in enumerate(line)]
+        return CandidateLogprobs(text, ends, found, [max(1, len(token)) for token in line])
+
+
+TEXTS = ["".join(letters) for n in range(5) for letters in itertools.product(LETTERS, repeat=n)]
+CHOICES = [(text, ends) for text in TEXTS for ends in (False, True) if text or ends]
+VERIFIERS = st.lists(
+    st.builds(
+        Verifier,
+        st.integers(0, 10**6),
+        st.sets(st.sampled_from(TOKENS[2:])).map(lambda more: (*LETTERS, *sorted(more))),
+        st.sampled_from([0.5, 2.0, 12.0]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+WEIGHTS = st.lists(st.floats(0.05, 1), min_size=3, max_size=3)
+DRAFTS = st.lists(st.sampled_from(CHOICES), min_size=2, max_size=6, unique=True)
+LEAST = st.sampled_from(["shortest", "word"])
+
+
+def tables(verifiers: Sequence[Verifier], drafts: Sequence[Draft]) -> list[list[CandidateLogprobs]]:
+    return [[verifier.judge(*draft) for draft in drafts] for verifier in verifiers]
+
+
+@settings(max_examples=300, deadline=None)
+@given(VERIFIERS, WEIGHTS, DRAFTS, LEAST)
+def test_scores_of_candidates_that_differ_within_the_stretch_are_probabilities_of_one_outcome(
+    verifiers: list[Verifier], raw: list[float], drafts: list[Draft], least: str
+) -> None:
+    weights = policies.normalised(raw[: len(verifiers)])
+    distinct = _distinct_within(drafts)
+    found = elect(*tables(verifiers, distinct), weights=weights, score=Stretch("token", least))  # type: ignore[arg-type]
+    for row in found.scores:
+        assert sum(row) <= 1 + 1e-9
+    assert sum(found.votes) <= 1 + 1e-9
+
+
+def _distinct_within(drafts: Sequence[Draft]) -> list[Draft]:
+    """As many of the drafts as differ within the stretch that these cover: in text, or in whether they end."""
+    border = min(len(text) for text, _ in drafts)
+    seen: dict[Draft, Draft] = {}
+    for text, ends in sorted(drafts, key=lambda d: len(d[0])):
+        seen.setdefault((text[:border], ends and len(text) <= border), (text, ends))
+    return list(seen.values())
+
+
+def weighted(verifiers: Sequence[Verifier], weights: Sequence[float], draft: Draft) -> float:
+    """Weighted probability of a whole draft."""
+    return sum(w * math.exp(sum(v.judge(*draft).logprobs)) for w, v in zip(weights, verifiers, strict=True))
+
+
+def survives(
+    draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier], weights: Sequence[float], least: str
+) -> bool:
+    """Whether the draft wins among `drafts`, or what goes on from it where it does not end.
+
+    Not asked of beginnings that a verifier encodes in other tokens than the draft's own: to it they exclude each other.
+    """
+    drafts = [d for d in drafts if d == draft or d[1] or all(_joins(v, d[0], draft[0]) for v in verifiers)]
+    score = Stretch("token", least)  # type: ignore[arg-type]
+    winner = drafts[elect(*tables(verifiers, drafts), weights=weights, score=score).winner]
+    return winner == draft or (not draft[1] and winner[0].startswith(draft[0]))
+
+
+def _joins(verifier: Verifier, text: str, longer: str) -> bool:
+    beginning = verifier.encode(text)
+    return not longer.startswith(text) or verifier.encode(longer)[: len(beginning)] == beginning
+
+
+@settings(max_examples=200, deadline=None)
+@given(VERIFIERS, WEIGHTS, st.lists(st.sampled_from(CHOICES), min_size=1, max_size=4), LEAST)
+def test_a_draft_with_half_of_the_probability_wins_against_any_rivals(
+    verifiers: list[Verifier], raw: list[float], rivals: list[Draft], least: str
+) -> None:
+    weights = policies.normalised(raw[: len(verifiers)])
+    for draft in CHOICES:
+        if weighted(verifiers, weights, draft) > 0.5:
+            assert survives(draft, list(dict.fromkeys([*rivals, draft])), verifiers, weights, least)
+            assert survives(draft, list(dict.fromkeys([draft, *rivals])), verifiers, weights, least)
+
+
+@pytest.mark.parametrize("least", ["shortest", "word"])
+def test_a_certain_draft_wins_against_each_of_all_rivals(least: str) -> None:
+    verifiers, weights, met = [Verifier(3, (*LETTERS, "ab"), 30.0), Verifier(8, ("a", "b"), 30.0)], [0.7, 0.3], 0
+    for draft in CHOICES:
+        for rival in CHOICES if weighted(verifiers, weights, draft) > 0.5 else ():
+            assert survives(draft, list(dict.fromkeys([rival, draft])), verifiers, weights, least)
+            met += 1
+    assert met >= 2 * len(CHOICES)
+
+
+@settings(max_examples=100, deadline=None)
+@given(VERIFIERS, DRAFTS, st.sampled_from(["token", "byte"]), LEAST, st.data())
+def test_the_winner_does_not_hang_on_the_order_of_candidates(
+    verifiers: list[Verifier], drafts: list[Draft], per: str, least: str, data: st.DataObject
+) -> None:
+    score, moved = Stretch(per, least), data.draw(st.permutations(drafts))  # type: ignore[arg-type]
+    for aggregate in (policies.weighted_mean, policies.geometric_mean):
+        found = elect(*tables(verifiers, drafts), score=score, aggregate=aggregate)
+        again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)
+        assert drafts[found.winner] == moved[again.winner]
+        assert all(0 <= vote <= 1 + 1e-9 for vote in found.votes)
