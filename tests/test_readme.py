@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/llamaindex.md",)
+PAGES = ("docs/langchain.md", "docs/llamaindex.md")
 PLACES = ("langchain_specfuse", "llamaindex_specfuse", "specfuse_shared")
 
 
