@@ -32,9 +32,10 @@ from shapes import members
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
 from specfuse_shared.loading.pretrained import OnProgress
-from specfuse_shared.members.base import Question
 from specfuse_shared.members.jobs import run_stage
-from specfuse_shared.members.local import LocalMember, LocalSession
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.stages import Question
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
 SEGMENT, CANDIDATES = 10, 5

@@ -30,6 +30,12 @@ class SamplingParams(Settings):
     """The same seed gives the same answer; without one, a sampled request picks its own and reports it."""
     stop: str | Sequence[str] = ()
     """Strings that end the answer and never appear in it."""
+    min_tokens: int = 0
+    """No member ends its turn, and the repetition guard nothing, before the answer has so many tokens of the reference
+    member; stop strings still end it. Not together with a grammar or tools, which say when an answer is complete."""
+    ignore_eos: bool = False
+    """Ends of turn and the repetition guard never end the answer: it goes on to `max_tokens`, a stop string or the end
+    of all contexts. Not together with a grammar or tools."""
     grammar: Grammar | None = None
     """What the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was left. With
     tools, an answer is calls or a value."""
@@ -47,6 +53,7 @@ class SamplingParams(Settings):
         )
         for name, low, high in (
             ("max_tokens", 1, math.inf),
+            ("min_tokens", 0, self.max_tokens),
             ("temperature", 0, 100),
             ("top_p", 1e-6, 1),
             ("top_k", 0, math.inf),
@@ -62,6 +69,11 @@ class SamplingParams(Settings):
         check(
             self.grammar is None or isinstance(self.grammar, Grammar),
             f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
+        )
+        check(
+            self.grammar is None or not (self.min_tokens or self.ignore_eos),
+            "SamplingParams.min_tokens and ignore_eos cannot keep an answer open that ends when its grammar or tool "
+            "call is complete: leave them out",
         )
 
     @property

@@ -23,13 +23,13 @@ class Fitted:
 
 
 class AnswerText:
-    """Grows by segments; `codec` is that of the reference member, which counts tokens.
+    """Grows by segments; `codec` is that of the reference member, which counts `tokens`.
 
     `may_end`: whether a stop string may leave a text as the whole answer, always if unset; else it is text like other.
     """
 
     def __init__(self, params: SamplingParams, codec: Codec, may_end: Callable[[str], bool] | None = None) -> None:
-        self.text = ""
+        self.text, self.tokens = "", 0
         self.first_seconds: float | None = None
         self._limit, self._stops, self._codec, self._may_end = params.max_tokens, params.stops, codec, may_end
         self._counted, self._hold = Encoding(), StopHold(params.stops)
@@ -52,14 +52,20 @@ class AnswerText:
         self, segment: str, reason: FinishReason | None, own_count: int | None
     ) -> tuple[str, FinishReason | None]:
         if own_count is not None:
+            self.tokens = own_count
             return segment, reason or (FinishReason.LENGTH if own_count >= self._limit else None)
         counted = self._codec.extend(self._counted, segment)
         if len(counted.ids) > self._limit:
             text = self._codec.head(counted, self._limit)
             self._counted = self._codec.extend(Encoding(), text)
+            self.tokens = len(self._counted.ids)
             return text[len(self.text) :], FinishReason.LENGTH
-        self._counted = counted
+        self._counted, self.tokens = counted, len(counted.ids)
         return segment, reason or (FinishReason.LENGTH if len(counted.ids) == self._limit else None)
+
+    def tokens_with(self, segment: str) -> int:
+        """Tokens of the answer with a segment."""
+        return len(self._codec.extend(self._counted, segment).ids)
 
     def add(self, segment: str, record: RoundRecord) -> SegmentEvent:
         """Append a segment; the event shows what no stop string can begin in."""

@@ -11,9 +11,9 @@ from typing import Literal
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError
-from specfuse_shared.members.base import Member, MemberSession
+from specfuse_shared.members.base import Member
+from specfuse_shared.members.stages import NOTHING_YET, Close, TokenCounts
 from specfuse_shared.policies import normalised
-from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.types import MemberExit, MemberUsage, Message, Tool, Usage
 
 _ROOM_PER_TOKEN = 8
@@ -22,11 +22,12 @@ _ROOM_PER_TOKEN = 8
 
 @dataclass(slots=True)
 class Participant:
-    """A member's part in an answer."""
+    """A member's part in an answer. `counts`: what its lane last said of it."""
 
     member: Member
-    session: MemberSession
+    prompt: tuple[int, ...]
     weight: float
+    counts: TokenCounts = NOTHING_YET
     total: float = 0.0
     drafted: int = 0
     alone: int | None = None
@@ -40,29 +41,18 @@ class Participants:
     """
 
     def __init__(
-        self,
-        config: EnsembleConfig,
-        members: Sequence[Member],
-        messages: Sequence[Message],
-        params: SamplingParams,
-        tools: Sequence[Tool],
-        seed: int,
+        self, config: EnsembleConfig, members: Sequence[Member], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> None:
         self._segment = config.longest_segment
-        prompts = [member.encode_prompt(messages, tools) for member in members]
+        prompts = [tuple(member.encode_prompt(messages, tools)) for member in members]
         for member, prompt in zip(members, prompts, strict=True):
             self._check_room(member, len(prompt), len(members))
-        weights = normalised([member.weight for member in members])
-        self.sides = {
-            m.name: Participant(m, m.open(p, params, seed), w)
-            for m, p, w in zip(members, prompts, weights, strict=True)
-        }
+        weights = normalised([member.info.weight for member in members])
+        self.sides = {m.name: Participant(m, p, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
         self.reference = self.sides[config.reference_name]
-        self._params = params
-        self._scorer: MemberSession | None = None
-        self._reference_prompt = prompts[config.names.index(config.reference_name)]
         self._exits: list[MemberExit] = []
+        self._leaving: dict[str, Close] = {}
 
     def __getitem__(self, name: str) -> Participant:
         return self.sides[name]
@@ -75,7 +65,7 @@ class Participants:
     @property
     def prompt_tokens(self) -> Mapping[str, int]:
         """Prompt length of each member."""
-        return {name: side.session.prompt_tokens for name, side in self.sides.items()}
+        return {name: len(side.prompt) for name, side in self.sides.items()}
 
     def drop(
         self,
@@ -84,9 +74,9 @@ class Participants:
         reason: Literal["retention", "context", "fault"],
         retention: Mapping[str, float] | None = None,
     ) -> None:
-        """Members leave in round `round_index` and free their caches; those who stay share their weight."""
+        """Members leave in round `round_index`; those who stay share their weight."""
         for name in names:
-            self.sides[name].session.release(remember=reason == "retention")
+            self._leaving[name] = Close(remember=reason == "retention")
             self.active.remove(name)
             kept = retention[name] if retention else None
             self._exits.append(MemberExit(name, round_index, reason, kept))
@@ -108,30 +98,21 @@ class Participants:
         exits, self._exits = self._exits, []
         return exits
 
-    def reopen_reference(self) -> MemberSession:
-        """A new session of the reference member behind the same prompt; the answer's own must be released."""
-        self._scorer = self.reference.member.open(self._reference_prompt, self._params, 0)
-        return self._scorer
-
-    def release(self, remember: bool) -> None:
-        """Free every cache. Safe to call twice."""
-        for side in self.sides.values():
-            side.session.release(remember=remember)
-        if self._scorer is not None:
-            self._scorer.release()
+    def take_closes(self) -> dict[str, Close]:
+        """What those who left still hold, which the caller will let go."""
+        closes, self._leaving = self._leaving, {}
+        return closes
 
     def usage(self, text: str) -> Usage:
-        """What each member read, drafted and was fed for the answer `text`."""
+        """What each member read, drafted and computed for the answer `text`."""
 
         def usage(side: Participant) -> MemberUsage:
             answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
-            return MemberUsage(
-                side.session.prompt_tokens, side.drafted, side.session.fed, answer, side.session.thinking_tokens
-            )
+            return MemberUsage(len(side.prompt), side.drafted, side.counts.computed, answer, side.counts.thinking)
 
         members = {name: usage(side) for name, side in self.sides.items()}
         reference = self.reference.member.name
-        return Usage(self.reference.session.prompt_tokens, members[reference].answer, reference, members)
+        return Usage(len(self.reference.prompt), members[reference].answer, reference, members)
 
     def thinking_room(self, name: str, most: int) -> int:
         """Tokens that a member's thoughts may have, `most` where its context holds them."""
@@ -139,11 +120,11 @@ class Participants:
         limit = side.member.context_limit
         if limit is None:
             return most
-        return max(1, min(most, limit - side.session.prompt_tokens - 2 * self._room(len(self.active))))
+        return max(1, min(most, limit - len(side.prompt) - 2 * self._room(len(self.active))))
 
     def _is_full(self, side: Participant) -> bool:
         limit = side.member.context_limit
-        used = side.session.prompt_tokens + side.session.thinking_tokens + side.session.answer_tokens
+        used = len(side.prompt) + side.counts.thinking + side.counts.answer
         return limit is not None and used + self._room(len(self.active)) > limit
 
     def _room(self, members: int) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.members.sequence import ForwardRequest, SequenceState, TreeSequence
+from specfuse_shared.members.requests import ForwardRequest
+from specfuse_shared.members.sequence import SequenceState, TreeSequence
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.model_runner import ModelRunner
 
@@ -50,12 +51,12 @@ class BranchwiseSequence(SequenceState):
         self._snapshots, self._end = [], None
         self._forget_tree()
 
-    def feed_alone(self, feed: ForwardRequest) -> None:
-        if feed.prompt:
+    def feed_alone(self, request: ForwardRequest) -> None:
+        if request.prompt:
             self._end = self._read_prompt()
             self.prompt_remaining = 0
         else:
-            self._feed([self._path(branch) for branch in feed.branches])
+            self._feed([self._path(branch) for branch in request.branches])
 
     def _read_prompt(self) -> torch.Tensor:
         """Logits (V) after the prompt. Its last token is fed apart, so that a snapshot stands before every parent."""
@@ -83,7 +84,7 @@ class BranchwiseSequence(SequenceState):
             run.length += len(lead)
             self._rows.update(zip(missing, rows, strict=True))
             self._runs[run.nodes] = run
-            self.fed += len(ids)
+            self.computed_tokens += len(ids)
 
     def _start(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
         """The state to go on from: the run that drafted this path so far, or a copy of the nearest snapshot."""

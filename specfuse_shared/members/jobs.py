@@ -1,58 +1,66 @@
-"""Stages on their way: each waits for a feed, and those of one member are fed together, whatever fails.
+"""Stages on their way: each waits for a forward, and those of one member share it, whatever fails.
 
-A feed that fails in company is run alone, so that one poisoned request fails alone; lack of memory halves the batch,
-then takes back what only saves time.
+A stage is a coroutine that yields what it wants to go through the model (`ForwardRequest`), is sent what came of that
+(`ForwardResult`), and returns its value. A forward that fails in company is run alone, so that one poisoned request
+fails alone; lack of memory halves the batch, then takes back what only saves time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from specfuse_shared.members.base import Stage
-from specfuse_shared.members.sequence import ForwardRequest, feed_together
+from specfuse_shared.members.requests import ForwardRequest, ForwardResult
+from specfuse_shared.members.sequence import feed_together
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Stage: TypeAlias = Generator[ForwardRequest, Any, T]
+"""A stage of one member of one answer; it is sent the `ForwardResult` of what it yields."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A stage of one member of one request, and the feed that it waits for."""
+    """A stage, the forward that it waits for, and what came of that; in the end its value, or why it has none."""
 
-    stage: Stage
-    feed: ForwardRequest | None = None
-    outcome: Any = None
+    stage: Stage[Any]
+    request: ForwardRequest | None = None
+    result: ForwardResult = None
+    value: Any = None
+    error: Exception | None = None
     done: bool = False
 
     def advance(self) -> None:
-        """Run the stage up to its next feed that needs a forward, or to its end."""
+        """Run the stage up to its next request that needs a forward, or to its end."""
         try:
-            feed = next(self.stage)
-            while not feed.context.needs(feed):
-                feed = next(self.stage)
-            self.feed = feed
+            request = self.stage.send(self.result)
+            while not request.context.needs(request):
+                [known] = feed_together([request])
+                request = self.stage.send(known)
+            self.request, self.result = request, None
         except StopIteration as stop:
-            self.outcome, self.done = stop.value, True
+            self.value, self.done = stop.value, True
         except Exception as error:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        self.outcome, self.done = error, True
+        self.error, self.done = error, True
 
 
 def within(chunk: int, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs of a step, their prompt pieces trimmed to `chunk` tokens; those beyond it wait for the next step."""
+    """The jobs of a forward, their prompt pieces trimmed to `chunk` tokens; those beyond it wait for the next one."""
     chosen = []
     for job in jobs:
-        if job.feed is not None and job.feed.prompt:
+        if job.request is not None and job.request.prompt:
             if chunk <= 0:
                 continue
-            job.feed = replace(job.feed, prompt=min(job.feed.prompt, chunk))
-            chunk -= job.feed.prompt
+            job.request = replace(job.request, prompt=min(job.request.prompt, chunk))
+            chunk -= job.request.prompt
         chosen.append(job)
     return chosen
 
@@ -60,7 +68,7 @@ def within(chunk: int, jobs: Sequence[Job]) -> list[Job]:
 def feed_all(jobs: Sequence[Job], is_last_try: bool = False) -> None:
     """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
     try:
-        feed_together([job.feed for job in jobs if job.feed is not None])
+        results = feed_together([job.request for job in jobs if job.request is not None])
     except Exception as error:
         if len(jobs) > 1:
             size = (len(jobs) + 1) // 2 if is_out_of_memory(error) else 1
@@ -68,23 +76,26 @@ def feed_all(jobs: Sequence[Job], is_last_try: bool = False) -> None:
             for start in range(0, len(jobs), size):
                 feed_all(jobs[start : start + size])
         elif is_out_of_memory(error) and not is_last_try:
-            assert jobs[0].feed is not None
-            jobs[0].feed.context.runner.free_reclaimable()
+            assert jobs[0].request is not None
+            jobs[0].request.context.runner.free_reclaimable()
             feed_all(jobs, is_last_try=True)
         else:
             jobs[0].fail(error)
+        return
+    for job, result in zip(jobs, results, strict=True):
+        job.result = result
 
 
 @torch.inference_mode()
-def run_stage(stage: Stage) -> Any:
-    """Run one stage by itself; its result, or the exception that it raised."""
+def run_stage(stage: Stage[T]) -> T | Exception:
+    """Run one stage by itself; its value, or the exception that it raised."""
     job = Job(stage)
     job.advance()
     while not job.done:
         feed_all([job])
         if not job.done:
             job.advance()
-    return job.outcome
+    return job.error or job.value
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,8 @@ import torch
 
 from specfuse_shared.errors import UnsupportedModelError
 from specfuse_shared.members.branchwise import new_sequence
-from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, SequenceState, feed_together
+from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.sequence import SequenceState, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
@@ -172,10 +173,13 @@ def _draft_deltas(runner: ModelRunner, contexts: Sequence[SequenceState]) -> lis
         DraftRequest(Branch(len(context.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
         for n, context in enumerate(contexts)
     ]
-    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    found = feed_together(
+        [ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)]
+    )
     deltas = []
-    for context, draft in zip(contexts, drafts, strict=True):
-        ids, _ = context.drafted(draft, ())
+    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+        assert isinstance(chosen, ChosenTokens)
+        ids, _ = context.drafted(draft, chosen, ())
         deltas.append(_deltas(runner, context, Branch(draft.branch.base, tuple(ids))))
     return deltas
 

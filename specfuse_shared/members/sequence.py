@@ -8,66 +8,34 @@ It knows ids, not text.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from specfuse_shared.members.requests import (
+    PREFILL_CHUNK,
+    ChosenTokens,
+    DraftRequest,
+    ForwardRequest,
+    ForwardResult,
+    LogprobRequest,
+)
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.logprobs import Judgement, Line
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
+from specfuse_shared.runtime.static_runner import DraftInput
 
-PREFILL_CHUNK = 1024
 _TREE_ROOM = 64
-
-
-@dataclass(slots=True, eq=False)
-class DraftRequest:
-    """`count` tokens to choose and feed behind a known `branch` in one go, without the host in between.
-
-    `run`: where they are once that was fed, in column `column`.
-    """
-
-    branch: Branch
-    count: int
-    sampler: Sampler
-    blocked: torch.Tensor | None = None
-    run: DraftRun | None = None
-    column: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class LogprobRequest:
-    """Branches to judge once they are fed, and the stop ids of those that end; `found`: the answer on its way."""
-
-    questions: Sequence[tuple[Branch, Sequence[int]]]
-    found: Judgement | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardRequest:
-    """What a context wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
-
-    `asking`: what it wants to know of the branches.
-    """
-
-    context: SequenceState
-    branches: tuple[Branch, ...] = ()
-    prompt: int = 0
-    draft: DraftRequest | None = None
-    asking: LogprobRequest | None = None
 
 
 class SequenceState(ABC):
     """The state of one answer in one model.
 
     `prompt` is frozen, and `prompt_remaining` counts its tokens that are not in the cache yet; `answer` are the
-    committed answer ids; the cache always holds exactly `prompt + answer` between rounds. `fed` counts the tokens that
-    went through the model after the prompt.
+    committed answer ids; the cache always holds exactly `prompt + answer` between rounds. `computed_tokens`
+    counts those that went through the model after the prompt.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -75,7 +43,7 @@ class SequenceState(ABC):
         self.prompt: tuple[int, ...] = ()
         self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()
-        self.fed = 0
+        self.computed_tokens = 0
         self._end: torch.Tensor | None = None
         self._forget_tree()
 
@@ -94,13 +62,13 @@ class SequenceState(ABC):
         """Make the next-token logits known after every token of each branch, feeding only what is new."""
         feed_together([ForwardRequest(self, tuple(branches))])
 
-    def needs(self, feed: ForwardRequest) -> bool:
-        """Whether the feed holds anything that the model has not seen."""
-        if feed.prompt:
+    def needs(self, request: ForwardRequest) -> bool:
+        """Whether the request holds anything that the model has not seen."""
+        if request.prompt:
             return self.prompt_remaining > 0
-        if feed.draft is not None:
+        if request.draft is not None:
             return True
-        return any(node not in self._rows for branch in feed.branches for node in self._path(branch))
+        return any(node not in self._rows for branch in request.branches for node in self._path(branch))
 
     def logits(self, branch: Branch) -> torch.Tensor:
         """Next-token logits (V) after the branch, which must have been extended."""
@@ -108,30 +76,23 @@ class SequenceState(ABC):
         return self._logits_row(path[-1] if path else ROOT)
 
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
-        """`judge` of one branch."""
-        return self.judge(LogprobRequest([(branch, stop_ids)]))[0]
-
-    def judge(self, asking: LogprobRequest) -> list[list[float]]:
-        """Natural log p of each token of each branch given all before it; waits for the device once.
+        """Natural log p of each token of a branch given all before it; waits for the device.
 
         With stop ids, one more entry: log p that any of them comes next (the member's end of turn).
         """
-        if asking.found is None:
-            self.ask(asking)
-        assert asking.found is not None
-        return asking.found.read()
+        return self.judge(LogprobRequest([(branch, stop_ids)])).read()[0]
 
-    def ask(self, asking: LogprobRequest) -> None:
-        """Let the device find out, without waiting for it."""
-        lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in asking.questions]
-        asking.found = Judgement(lines, self._logits_row)
+    def judge(self, request: LogprobRequest) -> Judgement:
+        """Let the device find the log p of branches that were extended, without waiting for it."""
+        lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
+        return Judgement(lines, self._logits_row)
 
     @property
     def drafts_ahead(self) -> bool:
         """Whether it takes feeds that draft; else tokens are chosen one by one."""
         return False
 
-    def drafted(self, draft: DraftRequest, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+    def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
         raise NotImplementedError
 
@@ -157,8 +118,8 @@ class SequenceState(ABC):
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for later prompts that begin the same way. Safe to call twice."""
 
-    def feed_alone(self, feed: ForwardRequest) -> None:
-        """Run a feed of a context that cannot share a forward."""
+    def feed_alone(self, request: ForwardRequest) -> None:
+        """Run a request of a sequence that cannot share a forward."""
         raise NotImplementedError
 
     @abstractmethod
@@ -212,14 +173,15 @@ class TreeSequence(SequenceState):
         self._row, self._end = None, None
         self._forget_tree()
 
-    def job(self, feed: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
-        """The segment to feed and its nodes (none for a piece of the prompt); None if all is known already."""
-        assert self._row is not None, "the context was released"
-        if feed.prompt:
+    def forward_input(self, request: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
+        """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
+        assert self._row is not None, "the sequence was released"
+        if request.prompt:
             start = len(self.prompt) - self.prompt_remaining
-            ids = self.prompt[start : start + feed.prompt]
+            ids = self.prompt[start : start + request.prompt]
             return ForwardInput(self._row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
-        paths = [self._path(branch) for branch in feed.branches]
+        branches = request.branches if request.draft is None else (request.draft.branch,)
+        paths = [self._path(branch) for branch in branches]
         nodes = sorted({node for path in paths for node in path if node not in self._rows})
         if not nodes:
             return None
@@ -230,7 +192,7 @@ class TreeSequence(SequenceState):
         return ForwardInput(self._row, tokens, visible, positions, wanted=len(nodes)), nodes
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
-        """Logits (nodes, V) of a fed job; those of a prompt's last token become the trunk's end."""
+        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end."""
         if nodes:
             self._take(nodes, list(rows))
             return
@@ -245,15 +207,14 @@ class TreeSequence(SequenceState):
 
     def draft_input(self, draft: DraftRequest) -> DraftInput:
         """What the runner needs to go on from the draft's branch."""
-        assert self._row is not None, "the context was released"
+        assert self._row is not None, "the sequence was released"
         assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
         history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
         return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
 
-    def drafted(self, draft: DraftRequest, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
-        assert draft.run is not None, "the draft was not fed"
-        assert self._row is not None, "the context was released"
-        ids, ended = draft.run.tokens(draft.column, draft.count, stop_ids)
+    def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        assert self._row is not None, "the sequence was released"
+        ids, ended = chosen.run.tokens(chosen.column, draft.count, stop_ids)
         draft.sampler.drawn += len(ids)
         start = self.length + len(draft.branch.tokens)
         fed = ids[: draft.count - 1]
@@ -262,12 +223,12 @@ class TreeSequence(SequenceState):
         for n, node in enumerate(nodes):
             self._tree.nodes[node].slot = start + n
         self._row.used = start + len(nodes)
-        self._take(nodes, draft.run.logits(draft.column, len(nodes)))
+        self._take(nodes, chosen.run.logits(chosen.column, len(nodes)))
         return ids, ended
 
     def _take(self, nodes: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         self._rows.update(zip(nodes, rows, strict=True))
-        self.fed += len(nodes)
+        self.computed_tokens += len(nodes)
         self._fed_nodes += nodes
 
     def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,28 +252,35 @@ class TreeSequence(SequenceState):
         self._fed_nodes: list[int] = []
 
 
-def feed_together(feeds: Sequence[ForwardRequest]) -> None:
-    """Run what contexts of one model ask for: packed ones in one forward, drafts in one run of forwards, others one
-    after another."""
-    jobs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
+def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    """Run what sequences of one model ask for: packed ones in one forward, drafts in one run of forwards, others one
+    after another. What each wanted to know, in their order, as far as the device has got."""
+    inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
     drafts: list[tuple[TreeSequence, DraftRequest]] = []
-    for feed in feeds:
-        if not isinstance(feed.context, TreeSequence):
-            feed.context.feed_alone(feed)
-        elif feed.draft is not None:
-            drafts.append((feed.context, feed.draft))
-        elif (job := feed.context.job(feed)) is not None:
-            jobs.append((feed.context, *job))
-    if jobs:
-        found = jobs[0][0].runner.step([segment for _, segment, _ in jobs])
-        for (context, _, nodes), rows in zip(jobs, found, strict=True):
+    for request in requests:
+        if not isinstance(request.context, TreeSequence):
+            request.context.feed_alone(request)
+            continue
+        if request.draft is not None:
+            drafts.append((request.context, request.draft))
+        if (found := request.context.forward_input(request)) is not None:
+            inputs.append((request.context, *found))
+    if inputs:
+        logits = inputs[0][0].runner.step([segment for _, segment, _ in inputs])
+        for (context, _, nodes), rows in zip(inputs, logits, strict=True):
             context.take(nodes, rows)
-    if drafts:
-        static = drafts[0][0].runner.static
-        assert static is not None, "only contexts of fixed-shape runners draft ahead"
-        run = static.draft([context.draft_input(draft) for context, draft in drafts])
-        for column, (_, draft) in enumerate(drafts):
-            draft.run, draft.column = run, column
-    for feed in feeds:
-        if feed.asking is not None:
-            feed.context.ask(feed.asking)
+    columns = _run_drafts(drafts) if drafts else iter(())
+    return [next(columns) if request.draft is not None else _result(request) for request in requests]
+
+
+def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
+    static = drafts[0][0].runner.static
+    assert static is not None, "only sequences of fixed-shape runners draft ahead"
+    run = static.draft([context.draft_input(draft) for context, draft in drafts])
+    return (ChosenTokens(run, column) for column in range(len(drafts)))
+
+
+def _result(request: ForwardRequest) -> ForwardResult:
+    if request.logprobs is not None:
+        return request.context.judge(request.logprobs)
+    return request.context.logits(request.branches[-1]) if request.branches else None

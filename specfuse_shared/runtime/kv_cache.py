@@ -223,7 +223,7 @@ class CachePool:
         return slot_bytes(self.slots)
 
     def _block(self, slots: int) -> CacheBlock:
-        capacity = row_capacity(slots, self._device)
+        capacity = row_capacity(slots, smallest_row(self._device))
         return self._blocks.setdefault(capacity, CacheBlock(weakref.proxy(self), capacity))
 
 
@@ -232,7 +232,11 @@ def slot_bytes(slots: Mapping[int, Layer]) -> int:
     return sum(t.nbytes for pair in slots.values() for t in pair)
 
 
-def row_capacity(slots: int, device: torch.device | str) -> int:
-    """Slots of the row that holds `slots` and a spare one: a power of two, not too small for the device."""
-    smallest = _SMALLEST_ROW.get(torch.device(device).type, _DEFAULT_SMALLEST_ROW)
+def row_capacity(slots: int, smallest: int) -> int:
+    """Slots of the row that holds `slots` and a spare one: a power of two, at least the smallest row."""
     return max(smallest, 1 << (slots + _SPARE - 1).bit_length())
+
+
+def smallest_row(device: torch.device) -> int:
+    """Slots of the smallest row on a device."""
+    return _SMALLEST_ROW.get(device.type, _DEFAULT_SMALLEST_ROW)

@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.members.base import Member
-from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.runtime.kv_cache import row_capacity
 
-_SHARE_OF_FREE = {"cpu": 0.5}
-_DEFAULT_SHARE = 0.9
 _PREFIX_SHARE = 0.125
 
 
@@ -22,17 +19,17 @@ class Budget:
     """Bytes that running answers may take on each device, and how many may run and wait.
 
     What an answer needs on a device: for each member the cache row that holds its prompt and longest answer, and the
-    logits of a round's candidates (tokens · vocabulary · 4 bytes).
+    logits of a round's candidates (tokens · vocabulary · 4 bytes). `free`: bytes for answers on each device.
     """
 
-    def __init__(self, config: EnsembleConfig, members: Sequence[Member]) -> None:
+    def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
         self._config, self._members = config, tuple(members)
         self.max_queue = config.max_queue
         self._sharing = Counter(device for m in members for device in m.devices)
-        self.limits = {d: config.cache_bytes or _free_bytes(d) for d in self._sharing}
+        self.limits = {d: config.cache_bytes or free[d] for d in self._sharing}
         self._taken: Counter[str] = Counter()
 
-    def prefix_bytes(self, member: Member) -> int:
+    def prefix_bytes(self, member: MemberInfo) -> int:
         """Bytes for what a member remembers of past answers."""
         own = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
         return int(self._prefix_share * min(own))
@@ -46,8 +43,8 @@ class Budget:
             slots += session.max_thinking_tokens if member.thinks else 0
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
+            cache = row_capacity(slots, member.smallest_row) * member.bytes_per_token
             for device, share in member.devices.items():
-                cache = row_capacity(slots, device) * member.bytes_per_token
                 needed[device] += int(share * (cache + drafted * member.vocabulary_size * LOGIT_BYTES))
         for device, amount in needed.items():
             if amount > self._room(device):
@@ -76,8 +73,3 @@ class Budget:
 
     def _room(self, device: str) -> float:
         return self.limits[device] * (1 - self._prefix_share)
-
-
-def _free_bytes(device: str) -> int:
-    """Memory that is free on a device now, with the weights in place, less a reserve."""
-    return int(free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE))

@@ -21,7 +21,8 @@ from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.planning import plan_ensemble, stated_context
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress
-from specfuse_shared.members.base import Member
+from specfuse_shared.members.assembly import Assembly, assemble
+from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
@@ -61,7 +62,7 @@ class EnsembleEngine:
 
     def __init__(self, config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> None:
         self.config = as_config(config, **settings)
-        self._members: tuple[Member, ...] = ()
+        self._assembly = Assembly(())
         self._scheduler: Scheduler | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
@@ -94,29 +95,32 @@ class EnsembleEngine:
         with self._loading:
             self._check_open()
             if self._scheduler is None:
-                members = tuple(self._load_all(on_progress))
-                budget = Budget(self.config, members)
-                for member in members:
-                    member.remember(budget.prefix_bytes(member))
-                self._members, self._scheduler = members, Scheduler(members, budget, self._metrics)
+                assembly = self._assemble(on_progress)
+                infos = [member.info for member in assembly.members]
+                free = {device: size for lane in assembly.lanes for device, size in lane.memory().items()}
+                budget = Budget(self.config, infos, free)
+                for lane in assembly.lanes:
+                    lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
+                self._assembly, self._scheduler = assembly, Scheduler(assembly, budget, self._metrics)
                 weakref.finalize(self, self._scheduler.close)
                 _spare_forks()
         return self
 
     def describe(self) -> tuple[MemberReport, ...]:
         """What each member turned out to be; loads them if need be."""
-        return tuple(member.report for member in self.load()._members)
+        infos = {info.name: info for lane in self.load()._assembly.lanes for info in lane.members}
+        return tuple(infos[member.name].report for member in self._members)
 
     def metrics(self) -> MetricsSnapshot:
         """Counters and histograms since the start; loads nothing."""
         running, waiting = self._scheduler.load if self._scheduler else (0, 0)
-        used = [member.cache_use() for member in self._members]
+        use = sum((lane.cache_use() for lane in self._assembly.lanes), CacheUse())
         return self._metrics.snapshot(
             running=running,
             waiting=waiting,
-            cache_bytes=sum(use.cache_bytes for use in used),
-            prefix_bytes=sum(use.prefix_bytes for use in used),
-            reused_prompt_tokens=sum(use.reused_tokens for use in used),
+            cache_bytes=use.cache_bytes,
+            prefix_bytes=use.prefix_bytes,
+            reused_prompt_tokens=use.reused_tokens,
         )
 
     def tokenize(self, text: str) -> list[int]:
@@ -227,7 +231,7 @@ class EnsembleEngine:
         """Free the members. Running answers end with an error that carries their text. Safe to call twice."""
         with self._loading:
             self._closed = True
-            scheduler, self._scheduler, self._members = self._scheduler, None, ()
+            scheduler, self._scheduler, self._assembly = self._scheduler, None, Assembly(())
         if scheduler is not None:
             scheduler.close()
 
@@ -284,7 +288,15 @@ class EnsembleEngine:
         if not opening.cancelled() and opening.exception() is None:
             self._cancel(opening.result())
 
-    def _load_all(self, on_progress: OnProgress | None) -> Iterator[Member]:
+    @property
+    def _members(self) -> tuple[Member, ...]:
+        return self._assembly.members
+
+    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+        """The members and their lanes; here is where members of another kind would come in."""
+        return assemble(tuple(self._load_all(on_progress)), self._metrics.forward)
+
+    def _load_all(self, on_progress: OnProgress | None) -> Iterator[LocalMember]:
         names = self.config.names
 
         def report(name: str, stage: str) -> None:

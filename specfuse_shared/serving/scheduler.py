@@ -1,12 +1,9 @@
-"""Many answers at once: one worker runs every member's stages of all running answers in shared forwards.
+"""Many answers at once: who may run, what each one's members shall do next, and who listens.
 
-Answers join and leave between two forwards. A stage asks for feeds (`specfuse_shared.members.sequence.ForwardRequest`);
-a step of a member runs the feeds of all its answers together: some draft, some verify, some still read their prompt. A
-feed that fails in company is run alone, so that one poisoned request fails alone. Members step at the same time where
-they can (`specfuse_shared.members.lanes`); the answers themselves go on in the worker alone.
-
-Members of static execution draft a whole segment in one feed, so their answers join and leave between two segments.
-Such drafts wait within a turn until those who verify have committed, so that all draft together.
+The worker gives the answers what came of their stages, and the lanes (`specfuse_shared.members.base.Lane`) what the
+answers want next, all of it in one submission to each lane, so that stages of many answers share forwards. Lanes run
+stages by themselves; only the one without a thread of its own is stepped here, a forward at a time, so that answers
+join, leave and are cancelled between two forwards.
 """
 
 from __future__ import annotations
@@ -16,13 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
-
-import torch
 
 from specfuse_shared.errors import (
     EngineBusyError,
@@ -33,20 +26,18 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.session import AnswerSession, Work
-from specfuse_shared.members.base import Member
-from specfuse_shared.members.jobs import Job, feed_all, run_stage, within
-from specfuse_shared.members.lanes import Lanes
-from specfuse_shared.members.sequence import PREFILL_CHUNK, ForwardRequest
+from specfuse_shared.members.assembly import Assembly
+from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-SHARED_PREFILL_CHUNK = 256
-"""Prompt tokens a step while other answers run, so that they keep streaming; a step that drafts ahead takes more."""
-
 Deliver = Callable[[Event | Exception], None]
-Wanted = Callable[[ForwardRequest], bool]
+
+
+class LaneDiedError(RuntimeError):
+    """A lane of this process broke; nothing can be said of what it ran."""
 
 
 @dataclass(eq=False)
@@ -56,22 +47,34 @@ class Request:
     session: AnswerSession
     deliver: Deliver
     deadline: float | None = None
+    number: int = 0
     needs: dict[str, int] = field(default_factory=dict)
     submitted: float = field(default_factory=time.monotonic)
     work: Work | None = None
-    jobs: dict[str, Job] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    """Members that run a stage for it now."""
+    results: dict[str, StageResult] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    """Members that hold a cache for it."""
+    closing: set[str] = field(default_factory=set)
+    """Members that were asked to let it go."""
     cancelled: bool = False
     over: bool = False
+    """Nothing is told of it any more; it goes once no member holds a cache for it."""
 
 
 class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
-    def __init__(self, members: Sequence[Member], budget: Budget, metrics: Metrics) -> None:
-        self._lanes, self._budget, self._metrics = Lanes[list[Request]](members), budget, metrics
+    def __init__(self, assembly: Assembly, budget: Budget, metrics: Metrics) -> None:
+        self._assembly, self._budget, self._metrics = assembly, budget, metrics
+        self._lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
         self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
         self._queue: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._running: dict[int, Request] = {}
+        self._arrived: deque[StageResult] = deque()
+        self._wanted: list[StageRequest] = []
         self._closed: Exception | None = None
         self._process = os.getpid()
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
@@ -93,6 +96,7 @@ class Scheduler:
                 if not self._changed.wait(left):
                     raise RequestTimeoutError("the timeout passed while the request waited for a place", text="")
                 self._check_open()
+            request.number = next(self._numbers)
             self._queue.append(request)
             self._changed.notify_all()
 
@@ -103,7 +107,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End every request with `EngineClosedError` and stop the worker."""
+        """End every request with `EngineClosedError`, stop the worker and close the lanes."""
         if self._process != os.getpid():
             return  # a fork has no worker, and its copy of the lock may never be free
         with self._changed:
@@ -122,170 +126,166 @@ class Scheduler:
     # ── the worker ───────────────────────────────────────────────────────────────────────────────
 
     def _work(self) -> None:
+        own = self._assembly.own
         try:
-            with torch.inference_mode():
-                while self._await_work():
-                    self._turn()
+            while self._await_work():
+                self._pass_on()
+                if own is not None and own.has_work:
+                    own.step()
         except BaseException as error:
             logger.exception("the engine's worker stopped")
             with self._changed:
                 self._closed = EngineClosedError(f"the engine's worker stopped ({type(error).__name__}: {error})")
                 self._changed.notify_all()
-        for request in [*self._running, *self._queue]:
-            self._end(request, EngineClosedError(str(self._closed), text=request.session.text))
+        for request in [*self._running.values(), *self._queue]:
+            if not request.over:
+                self._end(request, EngineClosedError(str(self._closed), text=request.session.text))
         self._running.clear()
         self._queue.clear()
-        self._lanes.close()
+        for lane in self._assembly.lanes:
+            lane.close()
 
     def _await_work(self) -> bool:
-        """Sort out who runs; wait while nobody does; False once the scheduler is closed."""
+        """Sort out who runs; wait while there is nothing to do; False once the scheduler is closed."""
+        own = self._assembly.own
         with self._changed:
             while self._closed is None:
                 self._remove_stopped()
                 admitted = self._admit()
-                if self._running:
+                if admitted or self._arrived or self._wanted or (own is not None and own.has_work):
                     break
                 self._changed.wait(self._next_deadline())
             else:
                 return False
         for request in admitted:
-            self._start(request)
+            request.work = request.session.run()
+            self._advance(request)
         return True
 
     def _remove_stopped(self) -> None:
         now = time.monotonic()
-        for request in [*self._running, *self._queue]:
-            if not (request.over or request.cancelled or (request.deadline or now) < now):
+        for request in [*self._running.values(), *self._queue]:
+            if request.over or not (request.cancelled or (request.deadline or now) < now):
                 continue
-            if request in self._running:
-                self._running.remove(request)
-                self._budget.free(request.needs)
-            else:
-                self._queue.remove(request)
-            if not request.over:
-                self._end(request, None if request.cancelled else RequestTimeoutError.of(request.session.text))
-            self._changed.notify_all()
+            self._end(request, None if request.cancelled else RequestTimeoutError.of(request.session.text))
 
     def _admit(self) -> list[Request]:
         """Let queued requests in, in order, as far as memory and `max_concurrent` allow."""
         admitted: list[Request] = []
         while self._queue and self._budget.take(self._queue[0].needs, len(self._running)):
             request = self._queue.popleft()
-            self._running.append(request)
+            self._running[request.number] = request
             admitted.append(request)
             self._metrics.started(time.monotonic() - request.submitted)
             self._changed.notify_all()
         return admitted
 
     def _next_deadline(self) -> float | None:
-        deadlines = [r.deadline for r in self._queue if r.deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        waiting = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
+        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
 
-    def _start(self, request: Request) -> None:
-        request.work = request.session.run()
-        self._advance(request, None)
+    # ── between answers and lanes ────────────────────────────────────────────────────────────────
 
-    def _turn(self) -> None:
-        """One forward of every member for all that is known; then, if some draft ahead, for them."""
-        self._run(lambda feed: feed.draft is None)
-        jobs = [job for request in self._running for job in request.jobs.values() if not job.done]
-        if any(job.feed is not None and job.feed.draft for job in jobs):
-            self._run(lambda feed: bool(feed.branches))
-            self._run(lambda feed: feed.draft is not None)
+    def _take(self, results: Sequence[StageResult]) -> None:
+        """What a lane found, from any thread."""
+        with self._changed:
+            self._arrived.extend(results)
+            self._changed.notify_all()
 
-    def _run(self, wanted: Wanted) -> None:
-        """A forward of every member; then the answers that have all they waited for go on."""
-        step = partial(self._step, wanted=wanted, chunk=self._prefill_chunk())
-        for request in itertools.chain(*self._lanes.turn(step)):
-            self._advance_if_ready(request)
+    def _pass_on(self) -> None:
+        """Give answers what arrived; then every lane what they want next."""
+        while self._arrived:
+            self._receive(self._arrived.popleft())
+        wanted, self._wanted = self._wanted, []
+        by_lane: dict[int, list[StageRequest]] = defaultdict(list)
+        for request in wanted:
+            by_lane[self._lane_of[request.member]].append(request)
+        for number, requests in by_lane.items():
+            self._assembly.lanes[number].submit(requests, self._take)
 
-    def _prefill_chunk(self) -> int:
-        """Prompt tokens of the next step: few where an answer that has begun would wait for them."""
-        feeds = [job.feed for request in self._running for job in request.jobs.values() if job.feed is not None]
-        begun = any(request.session.rounds for request in self._running)
-        if begun and len(self._running) > 1 and not any(feed.context.drafts_ahead for feed in feeds):
-            return SHARED_PREFILL_CHUNK
-        return PREFILL_CHUNK
-
-    def _step(self, members: Sequence[Member], wanted: Wanted, chunk: int) -> list[Request]:
-        """A forward of members in turn, then what each gave: a device goes on computing while the host reads.
-
-        Changes their own jobs and nothing else, because other members may step meanwhile; returns whose they are.
-        """
-        fed = [pair for member in members for pair in self._feed(member, wanted, chunk)]
-        for _, job in fed:
-            if not job.done:
-                job.advance()
-        return [request for request, _ in fed]
-
-    def _feed(self, member: Member, wanted: Wanted, chunk: int) -> list[tuple[Request, Job]]:
-        """One forward of a member for what its answers wait for and is wanted now; those answers and their jobs."""
-        waiting = [(r, job) for r in self._running if (job := r.jobs.get(member.name)) and not job.done]
-        waiting = [(r, job) for r, job in waiting if not (r.over or r.cancelled) and job.feed and wanted(job.feed)]
-        jobs = within(chunk, [job for _, job in waiting])
-        if not jobs:
-            return []
-        began = time.monotonic()
-        feed_all(jobs)
-        self._metrics.forward(member.name, len(jobs), time.monotonic() - began)
-        return [(request, job) for request, job in waiting if job in jobs]
-
-    def _advance_if_ready(self, request: Request) -> None:
-        while not request.over and request.jobs and all(job.done for job in request.jobs.values()):
-            self._advance(request, {name: job.outcome for name, job in request.jobs.items()})
-
-    def _advance(self, request: Request, outcomes: Any) -> None:
-        """Give an answer what its members found; start what it wants next."""
-        session, work = request.session, request.work
-        assert work is not None
-        request.jobs = {}
-        try:
-            stages = work.send(outcomes)
-            request.jobs = {name: Job(stage) for name, stage in stages.items()}
-            for job in request.jobs.values():
-                job.advance()
-        except StopIteration:
-            self._deliver(request)
-            self._finish(request)
+    def _receive(self, result: StageResult) -> None:
+        if result.error is not None and result.error.is_fatal:
+            raise LaneDiedError(f"{result.error.kind}: {result.error.message}")
+        request = self._running.get(result.answer)
+        if request is None:
             return
+        if isinstance(result.value, Closed):
+            request.held.discard(result.member)
+        if request.over:
+            self._remove_if_free(request)
+            return
+        request.asked.discard(result.member)
+        request.results[result.member] = result
+        if not request.asked:
+            self._advance(request)
+
+    def _advance(self, request: Request) -> None:
+        """Give an answer what its members found; note what it wants next."""
+        assert request.work is not None
+        results, request.results = request.results, {}
+        try:
+            # a generator takes nothing before its first stages
+            ops = request.work.send(results) if results else next(request.work)
+        except StopIteration:
+            self._finish(request)
         except SpecFuseError as error:
             self._fail(request, error)
-            return
         except Exception as error:
-            cause = GenerationError(
-                f"the answer failed: {type(error).__name__}: {error}", member=None, text=session.text
-            )
+            message = f"the answer failed: {type(error).__name__}: {error}"
+            cause = GenerationError(message, member=None, text=request.session.text)
             cause.__cause__ = error
             self._fail(request, cause)
-            return
-        self._deliver(request)
-        if outcomes is None:
-            self._advance_if_ready(request)
+        else:
+            self._want(request, ops)
+            self._deliver(request)
 
-    def _deliver(self, request: Request) -> None:
-        for event in _taken(request.session):
-            self._metrics.observe(event)
-            self._send(request, event)
+    def _want(self, request: Request, ops: Mapping[str, Op]) -> None:
+        request.asked = set(ops)
+        opening = {name for name, op in ops.items() if isinstance(op, Open)}
+        request.held |= opening
+        request.closing = (request.closing - opening) | {n for n, op in ops.items() if isinstance(op, Close)}
+        self._wanted += [StageRequest(request.number, name, op) for name, op in ops.items()]
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, request: Request) -> None:
+        """The session has let its caches go already."""
         request.over = True
-        request.session.release()
         self._metrics.ended("finished")
+        self._remove_if_free(request)
+        self._deliver(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._deliver(request)
         self._end(request, error)
 
     def _end(self, request: Request, error: Exception | None) -> None:
-        """Close a request early and free its caches; `error` None: it was cancelled, nobody listens."""
+        """End a request early and have its caches freed; `error` None: it was cancelled, nobody listens."""
         request.over = True
         if request.work is not None:
             request.work.close()
-        for job in request.jobs.values():
-            job.stage.close()
-        request.session.release()
+        self._wanted = [w for w in self._wanted if w.answer != request.number or isinstance(w.op, Close)]
+        self._want(request, {name: Close() for name in request.held - request.closing})
+        with self._changed:
+            if request in self._queue:
+                self._queue.remove(request)
+                self._changed.notify_all()
         self._metrics.ended("cancelled" if error is None else "failed")
+        self._remove_if_free(request)
         self._send(request, error or EngineClosedError("the request was cancelled"))
+
+    def _remove_if_free(self, request: Request) -> None:
+        with self._changed:
+            if not request.held and self._running.pop(request.number, None) is not None:
+                self._budget.free(request.needs)
+                self._changed.notify_all()
+
+    def _deliver(self, request: Request) -> None:
+        events = request.session.events
+        while events:
+            event = events.popleft()
+            self._metrics.observe(event)
+            self._send(request, event)
 
     def _send(self, request: Request, item: Event | Exception) -> None:
         try:
@@ -297,22 +297,3 @@ class Scheduler:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
-
-
-def run_alone(session: AnswerSession) -> Iterator[Event]:
-    """Run one answer in this thread, without a scheduler; its events as they come."""
-    work, outcomes = session.run(), None
-    while True:
-        try:
-            stages = work.send(outcomes)
-        except StopIteration:
-            yield from _taken(session)
-            return
-        yield from _taken(session)
-        outcomes = {name: run_stage(stage) for name, stage in stages.items()}
-
-
-def _taken(session: AnswerSession) -> list[Event]:
-    events = list(session.events)
-    session.events.clear()
-    return events

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
+from specfuse_shared.events import Event
+from specfuse_shared.fusion.participants import Participant
 from specfuse_shared.fusion.session import AnswerSession
+from specfuse_shared.members.lane_thread import LaneThread
 from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local_lane import LocalLane
+from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.stages import Op, StageRequest, StageResult
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.serving.scheduler import run_alone
 from specfuse_shared.types import RoundRecord
 from tests.engine.naive import NaiveRound, naive_rounds
 
@@ -25,27 +30,91 @@ FAULT_ROW = "fault"
 
 
 def local_members(engine: EnsembleEngine) -> list[LocalMember]:
-    members = engine.load()._members
-    assert all(isinstance(m, LocalMember) for m in members)
-    return [m for m in members if isinstance(m, LocalMember)]
+    """The loaded models of an engine, in the members' order."""
+    lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
+    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
+    return [found[name] for name in engine.config.names]
 
 
 def with_settings(config: EnsembleConfig, **settings: Any) -> EnsembleConfig:
     return replace(config, **settings)
 
 
+@dataclass
+class Side:
+    """What a member's lane holds of an answer, and what its session knows of it."""
+
+    session: LocalSession
+    participant: Participant
+
+    @property
+    def drafted(self) -> int:
+        return self.participant.drafted
+
+
+class OpenAnswer:
+    """One answer of members in this thread, without a scheduler: its session, and the lane that it asks."""
+
+    def __init__(
+        self, config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
+    ) -> None:
+        self.lane = LocalLane(members)
+        self._session = AnswerSession(config, [member.member for member in members], messages, params)
+        self._work = self._session.run()
+        self.release = self.lane.close
+
+    @property
+    def text(self) -> str:
+        return self._session.text
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        return list(self._session.rounds)
+
+    @property
+    def finished(self) -> bool:
+        return self._session.finished
+
+    @property
+    def participants(self) -> dict[str, Side]:
+        sides = self._session.participants.sides
+        return {name: Side(held[0], sides[name]) for name, held in self.lane._sessions.items()}
+
+    def events(self) -> Iterator[Event]:
+        """Its events as they come; stages run when the next one is asked for."""
+        ops = next(self._work)
+        while True:
+            yield from self._taken()
+            try:
+                ops = self._work.send(self._results(ops))
+            except StopIteration:
+                break
+        yield from self._taken()
+
+    def _results(self, ops: Mapping[str, Op]) -> dict[str, StageResult]:
+        found: list[StageResult] = []
+        self.lane.submit([StageRequest(0, name, op) for name, op in ops.items()], found.extend)
+        while len(found) < len(ops):
+            self.lane.step()
+        return {result.member: result for result in found}
+
+    def _taken(self) -> Iterator[Event]:
+        while self._session.events:
+            yield self._session.events.popleft()
+
+
 def open_session(
     config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
-) -> AnswerSession:
-    return AnswerSession(config, members, messages, params)
+) -> OpenAnswer:
+    return OpenAnswer(config, members, messages, params)
 
 
-def run_rounds(session: AnswerSession, count: int) -> list[RoundRecord]:
-    """At most `count` rounds of a session, which stays open."""
-    events = run_alone(session)
-    while not session.finished and len(session.rounds) < count:
+def run_rounds(answer: OpenAnswer, count: int) -> list[RoundRecord]:
+    """At most `count` rounds of an answer, which stays open."""
+    events = answer.events()
+    while not answer.finished and len(answer.rounds) < count:
         next(events)
-    return list(session.rounds)
+    return answer.rounds
 
 
 @contextmanager

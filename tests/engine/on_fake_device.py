@@ -19,10 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specfuse_shared import SamplingParams
-from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, LogprobRequest, TreeSequence, feed_together
+from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
+from specfuse_shared.members.sequence import TreeSequence, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.logprobs import Judgement
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
@@ -66,17 +68,20 @@ def run(kind: str, device: torch.device) -> None:
     feed_together([ForwardRequest(context, prompt=99) for context in contexts])
     blocked = torch.zeros(3, dtype=torch.long, device=device)
     drafts = [DraftRequest(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
-    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
-    must_wait(lambda: contexts[0].drafted(drafts[0], ()))
-    for context, draft in zip(contexts, drafts, strict=True):
-        assert draft.run is not None
-        draft.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
-        context.drafted(draft, ())
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
+    chosen = [each for each in found if isinstance(each, ChosenTokens)]
+    must_wait(lambda: contexts[0].drafted(drafts[0], chosen[0], ()))
+    for context, draft, each in zip(contexts, drafts, chosen, strict=True):
+        each.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
+        context.drafted(draft, each, ())
     asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in contexts]
     branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
-    feed_together([ForwardRequest(c, branches, asking=asked) for c, asked in zip(contexts, asking, strict=True)])
-    for context, asked in zip(contexts, asking, strict=True):
-        must_wait(lambda context=context, asked=asked: context.judge(asked))  # type: ignore[misc]
+    judged = feed_together(
+        [ForwardRequest(c, branches, logprobs=asked) for c, asked in zip(contexts, asking, strict=True)]
+    )
+    for context, judgement in zip(contexts, judged, strict=True):
+        assert isinstance(judgement, Judgement)
+        must_wait(judgement.read)
         context.commit(Branch(0, (1, 2, 3)))
         assert context.logits(Branch(3, ())).device.type == device.type
 

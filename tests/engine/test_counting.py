@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
-from specfuse_shared.serving.scheduler import run_alone
 from specfuse_shared.text.codec import common_prefix
 from tests.engine.comparing import local_members, open_session, with_settings
 
@@ -17,11 +16,11 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
     members = local_members(demo_engine)
     config = with_settings(demo_engine.config, exit="never")
     session = open_session(config, members, [Message("user", text)], SamplingParams(max_tokens=70))
-    events, sides = run_alone(session), session.participants.sides
+    events, sides = session.events(), session.participants
     assert isinstance(next(events), StartEvent)
-    assert all(side.session.fed == 0 for side in sides.values()), "the prompt is counted apart"
+    assert all(side.session.counts.computed == 0 for side in sides.values()), "the prompt is counted apart"
     while not session.finished:
-        answer, fed = session.text, {n: s.session.fed for n, s in sides.items()}
+        answer, fed = session.text, {n: s.session.counts.computed for n, s in sides.items()}
         drafted = {n: s.drafted for n, s in sides.items()}
         next(events)
         record = session.rounds[-1]
@@ -33,7 +32,7 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
                 if name not in candidate.drafters:
                     ids = codec.encode(answer + candidate.text)
                     others += len(ids) - common_prefix(before, ids)
-            spent = sides[name].session.fed - fed[name]
+            spent = sides[name].session.counts.computed - fed[name]
             own = sides[name].drafted - drafted[name]
             assert spent <= own + others + 4, f"round {record.index}, {name}: {spent} fed for {own} + {others}"
 

@@ -13,8 +13,9 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.members import local
 from specfuse_shared.members.jobs import is_out_of_memory
+from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.stages import Commit, Op
 from specfuse_shared.results import EnsembleResult
 from tests.engine.comparing import FAULT_ROW, local_members
 
@@ -73,23 +74,20 @@ def fault_in(
     target = local_members(engine)[1]
     runner, plain_step = target.runner, target.runner.step
     marks: dict[int, str] = {}
-    originals = {name: getattr(local.LocalSession, name) for name in STAGES}
+    plain_stage = LocalSession.stage
 
-    def marked(name: str) -> Callable[..., Any]:
-        def run(session: Any, *arguments: Any) -> Any:
-            inner = originals[name](session, *arguments)
-            chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
-            if chosen and name == stage == "commit":
-                session.context.commit = lambda branch: broken_commit(session.context, branch)
-            try:
-                while True:
-                    feed = next(inner)
-                    marks[id(feed.context._row)] = name if chosen else ""
-                    yield feed
-            except StopIteration as stop:
-                return stop.value
-
-        return run
+    def marked(session: Any, op: Op) -> Any:
+        chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
+        if chosen and isinstance(op, Commit) and stage == "commit":
+            session.context.commit = lambda branch: broken_commit(session.context, branch)
+        inner, result = plain_stage(session, op), None
+        try:
+            while True:
+                request = inner.send(result)
+                marks[id(request.context._row)] = op.stage if chosen else ""
+                result = yield request
+        except StopIteration as stop:
+            return stop.value
 
     def broken_commit(context: Any, branch: Any) -> None:
         """A commit forwards nothing where the winner was verified, so the fault is in keeping its rows."""
@@ -104,14 +102,12 @@ def fault_in(
         found = plain_step(segments)
         return [fault(rows) if marks.get(id(s.row)) == stage else rows for s, rows in zip(segments, found, strict=True)]
 
-    for name in STAGES:
-        setattr(local.LocalSession, name, marked(name))
+    LocalSession.stage = marked  # type: ignore[method-assign]
     runner.step = step  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(local.LocalSession, name, original)
+        LocalSession.stage = plain_stage  # type: ignore[method-assign]
         del runner.step
 
 
@@ -262,14 +258,15 @@ def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEng
 
 def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1)) as engine:
-        turn, turns = engine.load()._scheduler._turn, iter(range(5))  # type: ignore[union-attr]
+        runner = local_members(engine)[0].runner
+        plain, steps = runner.step, iter(range(5))
 
-        def dies() -> None:
-            if next(turns, None) is None:
+        def dies(segments: Any) -> Any:
+            if next(steps, None) is None:
                 raise SystemExit("worker killed")
-            turn()
+            return plain(segments)
 
-        engine._scheduler._turn = dies  # type: ignore[union-attr, method-assign]
+        runner.step = dies  # type: ignore[method-assign]
         streams = [engine.stream(f"{NEIGHBOUR} {n}", PARAMS) for n in range(3)]
         for stream in streams:
             with pytest.raises(EngineClosedError, match="worker stopped"):

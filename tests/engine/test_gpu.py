@@ -13,7 +13,8 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
 from specfuse_shared.members.branchwise import new_sequence
-from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, feed_together
+from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -78,10 +79,11 @@ def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], lis
     for n, context in enumerate(contexts):
         context.prefill(list(range(20, 60 + 50 * n)))
     drafts = [DraftRequest(Branch(0, ()), 8, Sampler(params, n, "m", runner.device)) for n in range(3)]
-    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
     ids, logprobs = [], []
-    for context, draft in zip(contexts, drafts, strict=True):
-        own, _ = context.drafted(draft, ())
+    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+        assert isinstance(chosen, ChosenTokens)
+        own, _ = context.drafted(draft, chosen, ())
         context.extend([Branch(0, tuple(own)), Branch(0, (30, 31, 32)), Branch(0, (own[0], 33))])
         logprobs += context.logprobs(Branch(0, tuple(own))) + context.logprobs(Branch(0, (own[0], 33)))
         context.release()
@@ -115,12 +117,13 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(engine: Ensemble
     draft = DraftRequest(Branch(0, ()), 8, Sampler(SAMPLED, 1, "m", runner.device), blocked)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        feed_together([ForwardRequest(context, draft=draft)])
+        [chosen] = feed_together([ForwardRequest(context, draft=draft)])
+        assert isinstance(chosen, ChosenTokens)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            context.drafted(draft, ())
+            context.drafted(draft, chosen, ())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    ids, _ = context.drafted(draft, ())
+    ids, _ = context.drafted(draft, chosen, ())
     torch.cuda.set_sync_debug_mode("error")
     try:
         feed_together([ForwardRequest(context, (Branch(0, tuple(ids)), Branch(0, (30, 31, 32)), Branch(0, (30, 40))))])

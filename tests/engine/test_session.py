@@ -14,20 +14,19 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Messag
 from specfuse_shared.errors import EngineClosedError, GenerationError, PromptTooLongError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.fusion.repetition import repeats
-from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.policies import CandidateLogprobs, ExitDecision, Matrix
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.serving.scheduler import run_alone
 from specfuse_shared.types import FinishReason
-from tests.engine.comparing import answer_of, local_members, open_session, run_rounds, with_settings
+from tests.engine.comparing import OpenAnswer, answer_of, local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer, save_model
 
 QUESTION = [Message("user", "How do the tides follow the moon?")]
 
 
 def events_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> list[Event]:
-    session = AnswerSession(with_settings(engine.config, **settings), engine.load()._members, QUESTION, params)
-    return list(run_alone(session))
+    return list(
+        open_session(with_settings(engine.config, **settings), local_members(engine), QUESTION, params).events()
+    )
 
 
 def result_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> EnsembleResult:
@@ -123,7 +122,7 @@ def test_a_stop_string_cuts_a_lone_members_answer_exactly(tiny_engine: EnsembleE
     alone = EnsembleConfig(members=[tiny_engine.config.members[0]], segment_tokens=4)
     members = local_members(tiny_engine)[:1]
 
-    def answer(params: SamplingParams) -> AnswerSession:
+    def answer(params: SamplingParams) -> OpenAnswer:
         session = open_session(alone, members, QUESTION, params)
         run_rounds(session, 100)
         return session

@@ -17,7 +17,8 @@ from specfuse_shared.errors import ConfigError
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.probe import probe
-from specfuse_shared.members.sequence import DraftRequest, ForwardRequest, SequenceState, feed_together
+from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.sequence import SequenceState, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs, NoWaiting
 from specfuse_shared.runtime.kv_cache import CachePool
@@ -74,6 +75,12 @@ def one_by_one(context: SequenceState, sampler: Sampler, count: int) -> list[int
     return ids
 
 
+def drafted_by(contexts: list[SequenceState], drafts: list[DraftRequest]) -> list[ChosenTokens]:
+    """Runs drafts together."""
+    asked = [ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)]
+    return [chosen for chosen in feed_together(asked) if isinstance(chosen, ChosenTokens)]
+
+
 def drafts_of(contexts: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
     found = []
     for n, (context, count) in enumerate(zip(contexts, counts, strict=True)):
@@ -88,14 +95,14 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
     counts = [6, 9, 9, 1, 4, 9]
     contexts = [opened(runner, prompt) for prompt in prompts(member)]
     drafts, samplers = drafts_of(contexts, counts), [draft.sampler for draft in drafts_of(contexts, counts)]
-    feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+    found = drafted_by(contexts, drafts)
     plain = ModelRunner(runner.model, runner.plan)
-    for context, draft, prompt in zip(contexts, drafts, prompts(member), strict=True):
-        ids, ended = context.drafted(draft, ())
+    for context, draft, chosen, prompt in zip(contexts, drafts, found, prompts(member), strict=True):
+        ids, ended = context.drafted(draft, chosen, ())
         reference = opened(plain, prompt)
         assert ids == one_by_one(reference, samplers[contexts.index(context)], draft.count)
         assert not ended
-        assert context.fed == reference.fed == draft.count - 1
+        assert context.computed_tokens == reference.computed_tokens == draft.count - 1
         assert context._row.used == reference._row.used  # type: ignore[attr-defined]
         branch = Branch(0, tuple(ids))
         assert context.logprobs(branch) == pytest.approx(reference.logprobs(branch), abs=1e-4)
@@ -119,30 +126,28 @@ def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
     stop = next(token for token in whole[place:] if token not in whole[:place])
     context = opened(runner, prompt)
     [draft] = drafts_of([context], [9])
-    feed_together([ForwardRequest(context, draft=draft)])
-    ids, ended = context.drafted(draft, (0, stop))
+    ids, ended = context.drafted(draft, drafted_by([context], [draft])[0], (0, stop))
     assert (ids, ended) == (whole[: whole.index(stop)], True)
     assert context._row.used == len(prompt) + len(ids)  # type: ignore[attr-defined]
-    assert context.fed == len(ids)
+    assert context.computed_tokens == len(ids)
 
 
 @torch.inference_mode()
 def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMember, runner: ModelRunner) -> None:
-    def drafted(poisoned: int | None) -> tuple[list[SequenceState], list[DraftRequest]]:
+    def drafted(poisoned: int | None) -> tuple[list[SequenceState], list[tuple[DraftRequest, ChosenTokens]]]:
         contexts = [opened(runner, prompt) for prompt in prompts(member)[:3]]
         drafts = drafts_of(contexts, [5, 5, 5])
         if poisoned is not None:
             row = contexts[poisoned]._row  # type: ignore[attr-defined]
             for stack in row.block.stacks:
                 stack[:, row.index, :, : row.used] = float("nan")
-        feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
-        return contexts, drafts
+        return contexts, list(zip(drafts, drafted_by(contexts, drafts), strict=True))
 
     (contexts, drafts), (healthy, expected) = drafted(poisoned=1), drafted(None)
     with pytest.raises(NotFiniteError):
-        contexts[1].drafted(drafts[1], ())
+        contexts[1].drafted(*drafts[1], ())
     for n in (0, 2):
-        assert contexts[n].drafted(drafts[n], ()) == healthy[n].drafted(expected[n], ())
+        assert contexts[n].drafted(*drafts[n], ()) == healthy[n].drafted(*expected[n], ())
 
 
 @torch.inference_mode()
@@ -152,8 +157,8 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
     for _ in range(3):
         contexts = [opened(runner, prompt) for _ in range(len(texts) + 1)]
         drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in contexts]
-        feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
-        texts.append([context.drafted(draft, ())[0] for context, draft in zip(contexts, drafts, strict=True)])
+        found = zip(contexts, drafts, drafted_by(contexts, drafts), strict=True)
+        texts.append([context.drafted(draft, chosen, ())[0] for context, draft, chosen in found])
         for context in contexts:
             context.release()
         assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
@@ -274,7 +279,7 @@ def test_what_a_capture_could_not_survive_is_refused_before(member: LocalMember,
     contexts = [opened(runner, prompt) for prompt in prompts(member)]
     drafts = drafts_of(contexts, [4] * len(contexts))
     with NoWaiting(runner.device):
-        feed_together([ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)])
+        drafted_by(contexts, drafts)
     row = contexts[0].logits(Branch(0, ()))
     waiting: list[Callable[[], object]] = [
         lambda: row.max().item(),

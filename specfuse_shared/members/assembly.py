@@ -1,0 +1,34 @@
+"""The members of an ensemble, and the lanes that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specfuse_shared.members.base import Lane, Member, OnForward
+from specfuse_shared.members.lane_thread import LaneThread
+from specfuse_shared.members.lanes import lanes_of
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local_lane import LocalLane
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Members in the order of their configuration, and the lanes that have them all between them.
+
+    `own`: the lane whose steps the thread that coordinates runs itself, if there is one; `others` run by themselves.
+    """
+
+    members: tuple[Member, ...]
+    own: LocalLane | None = None
+    others: tuple[Lane, ...] = ()
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self.others if self.own is None else (self.own, *self.others)
+
+
+def assemble(members: Sequence[LocalMember], on_forward: OnForward) -> Assembly:
+    """Local members in lanes: with one lane there is no thread and nothing to wait for."""
+    own, *others = (LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members))
+    return Assembly(tuple(member.member for member in members), own, tuple(map(LaneThread, others)))

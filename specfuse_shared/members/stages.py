@@ -1,0 +1,198 @@
+"""What the method asks of a member and what comes back: plain data, which may cross a wire.
+
+A `StageRequest` says which member shall do what for which answer; a `StageResult` says what came of it. Text and
+numbers only: ids of the prompt are the one thing that belongs to a member's own vocabulary.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.types import StageName
+
+# ── asked ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begin an answer to `prompt` and read it."""
+
+    stage: ClassVar[StageName] = "prefill"
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """Think up to `limit` more tokens, `most` in all, before the answer begins → `Thought`."""
+
+    stage: ClassVar[StageName] = "think"
+    limit: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Drafted`.
+
+    `hold`: so many tokens of the draft come before the turn may end.
+    """
+
+    stage: ClassVar[StageName] = "draft"
+    limit: int
+    round_index: int
+    hold: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAlone:
+    """Plain decoding for the last active member: `limit` further tokens, committed as drafted → `Drafted`."""
+
+    stage: ClassVar[StageName] = "draft"
+    limit: int
+    round_index: int
+    hold: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A candidate put to a verifier: its text, and whether an end of turn follows."""
+
+    text: str
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Judge candidates for the next segment by the member's own probabilities → `Verdicts`."""
+
+    stage: ClassVar[StageName] = "verify"
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """`text` is now part of the answer."""
+
+    stage: ClassVar[StageName] = "commit"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget the answer → `Closed`, also where it is unknown.
+
+    A stage that still runs for it stops before its next forward, and gives no result. `remember` what the cache holds
+    for prompts that begin the same way.
+    """
+
+    stage: ClassVar[StageName] = "commit"
+    remember: bool = False
+
+
+Op = Open | Think | Draft | DraftAlone | Verify | Commit | Close
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """A whole stage of one member for one answer."""
+
+    answer: int
+    member: str
+    op: Op
+
+
+# ── answered ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled."""
+
+    text: str
+    ends: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of a member's thoughts; `ended`: they are over, and the answer may begin."""
+
+    text: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's log p of each of its own tokens of a candidate (and of the end of turn), and their bytes."""
+
+    logprobs: tuple[float, ...]
+    token_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """A verdict on each candidate, in their order."""
+
+    each: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The member's cache of the answer is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of one answer so far, in the member's own encoding.
+
+    `answer`: committed ones. `thinking`: of its own thoughts, which stand between its prompt and the answer.
+    `computed`: those that went through the model after the prompt.
+    """
+
+    answer: int = 0
+    thinking: int = 0
+    computed: int = 0
+
+
+NOTHING_YET = TokenCounts()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a stage failed: the error's class and message, and where it came from (`details`, for logs).
+
+    `is_fatal`: the lane itself broke, and whoever runs it with it.
+    """
+
+    kind: str
+    message: str
+    details: str = ""
+    is_fatal: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, *, is_fatal: bool = False) -> Self:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), is_fatal)
+
+
+Value = Drafted | Thought | Verdicts | Closed | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """What came of a request: a value, or the fault that kept it from one."""
+
+    answer: int
+    member: str
+    value: Value = None
+    counts: TokenCounts = NOTHING_YET
+    error: Fault | None = None
+
+
+Reply = Callable[[Sequence[StageResult]], None]
+"""Takes results, from any thread, in any order."""

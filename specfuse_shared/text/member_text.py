@@ -1,0 +1,36 @@
+"""A member's side of text: its chat template, its encoding, its tokens as a grammar reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS, PromptEncoder
+from specfuse_shared.text.constraint import token_vocabulary
+from specfuse_shared.types import Message, Tool
+
+
+class MemberText:
+    """What a member's tokenizer and template say, wherever its model runs.
+
+    `vocabulary_size`: rows of the model's logits. `turn_ends`: texts by which a base model ends its turn.
+    """
+
+    def __init__(self, prompts: PromptEncoder, stop_ids: Sequence[int], vocabulary_size: int) -> None:
+        self.prompts, self.codec = prompts, prompts.codec
+        self.turn_ends = PLAIN_TURN_ENDS if prompts.kind == "plain" else ()
+        self._stop_ids, self._vocabulary_size = tuple(stop_ids), vocabulary_size
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
+        return self.prompts.encode(messages, tools)
+
+    @cached_property
+    def vocabulary(self) -> Any:
+        """The tokens as the grammar library reads them; built when the first grammar comes."""
+        return token_vocabulary(self.prompts.tokenizer, self._vocabulary_size, self._stop_ids)
+
+    def prepare_grammars(self) -> None:
+        """Build `vocabulary`, in the thread that asks. Raises `ConfigError` for tokenizers without a fast version."""
+        _ = self.vocabulary
