@@ -40,15 +40,11 @@ def load_pretrained(
     config: MemberConfig, cache_dir: str | None, on_stage: OnStage, place: Assignment
 ) -> tuple[Any, Any]:
     """Model (in eval mode, in its place) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
+    tokenizer = load_tokenizer(config, cache_dir, on_stage)
     with explained(config):
-        source, revision = config.model, config.revision
-        if file := gguf_file(config):
-            source, revision = str(converted(file, cache_dir, on_stage)), None
-        common: dict[str, Any] = {"revision": revision, "trust_remote_code": config.trust_remote_code}
-        on_stage("reading the tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+        source, common = _source(config, cache_dir, on_stage)
         on_stage("reading the weights")
         model = AutoModelForCausalLM.from_pretrained(
             source,
@@ -62,6 +58,24 @@ def load_pretrained(
             on_stage("merging the adapter")
             model = _with_adapter(model, config, config.adapter)
         return prepared(model, config), tokenizer
+
+
+def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStage = lambda stage: None) -> Any:
+    """The tokenizer alone, for whoever has the member's text but not its model. Raises `MemberLoadError`."""
+    from transformers import AutoTokenizer
+
+    with explained(config):
+        source, common = _source(config, cache_dir, on_stage)
+        on_stage("reading the tokenizer")
+        return AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+
+
+def _source(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> tuple[str, dict[str, Any]]:
+    """Where a member's files are, converted if need be, and how transformers is told to read them."""
+    source, revision = config.model, config.revision
+    if file := gguf_file(config):
+        source, revision = str(converted(file, cache_dir, on_stage)), None
+    return source, {"revision": revision, "trust_remote_code": config.trust_remote_code}
 
 
 def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:

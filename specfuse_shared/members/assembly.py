@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specfuse_shared.members.base import Lane, Member, OnForward
+from specfuse_shared.config import MemberConfig
+from specfuse_shared.loading.pretrained import load_tokenizer
+from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.members.lane_thread import LaneThread
 from specfuse_shared.members.lanes import lanes_of
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_lane import LocalLane
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.member_text import MemberText
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,13 @@ class Assembly:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         return self.others if self.own is None else (self.own, *self.others)
+
+
+def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None = None) -> Member:
+    """A member whose model is elsewhere: its tokenizer and template are read here. Raises `MemberLoadError`."""
+    tokenizer = load_tokenizer(config, cache_dir)
+    prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, info.name, config.thinking)
+    return Member(info, MemberText(prompts, info.report.stop_token_ids, info.vocabulary_size))
 
 
 def assemble(members: Sequence[LocalMember], on_forward: OnForward) -> Assembly:

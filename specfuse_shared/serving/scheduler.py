@@ -214,10 +214,11 @@ class Scheduler:
         if request.over:
             self._remove_if_free(request)
             return
-        request.asked.discard(result.member)
-        request.results[result.member] = result
-        if not request.asked:
-            self._advance(request)
+        if result.member in request.asked:
+            request.asked.remove(result.member)
+            request.results[result.member] = result
+            if not request.asked:
+                self._advance(request)
 
     def _advance(self, request: Request) -> None:
         """Give an answer what its members found; note what it wants next."""

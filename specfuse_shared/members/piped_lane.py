@@ -1,0 +1,169 @@
+"""A lane at the other end of a pipe, in another process: what crosses it are the messages of `members.stages`.
+
+`serve_members` is the other end; `PipedLane` is that lane for the coordinator. A lane whose process is gone fails
+every stage, so that its members leave the answers, which go on with the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+from specfuse_shared.config import MemberConfig
+from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local_lane import LocalLane
+from specfuse_shared.members.stages import Close, Closed, Fault, Reply, StageRequest, StageResult
+
+_SECONDS_TO_CLOSE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The first message of the other end: its members, and free bytes of each device."""
+
+    members: tuple[MemberInfo, ...]
+    memory: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Results, the use of caches, and the forwards since the last message (member, answers, seconds)."""
+
+    results: tuple[StageResult, ...]
+    use: CacheUse
+    forwards: tuple[tuple[str, int, float], ...]
+
+
+class PipedLane:
+    """The lane behind `connection`; its devices, which are none of this process's, are called `name`/device.
+
+    Waits for the other end to be ready. Raises `EOFError` where that ends instead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connection: Connection,
+        on_forward: OnForward = lambda member, answers, seconds: None,
+    ) -> None:
+        self._name, self._connection, self._on_forward = name, connection, on_forward
+        self._asked: dict[tuple[int, str], tuple[StageRequest, Reply]] = {}
+        self._lock = threading.Lock()
+        self._lost: Fault | None = None
+        self._use = CacheUse()
+        ready = connection.recv()
+        self._members, self._memory = tuple(map(self._named, ready.members)), ready.memory
+        self._reader = threading.Thread(target=self._read, name=f"specfuse pipe {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def members(self) -> Sequence[MemberInfo]:
+        return self._members
+
+    def memory(self) -> Mapping[str, int]:
+        return {self._device(device): size for device, size in self._memory.items()}
+
+    def remember(self, limits: Mapping[str, int]) -> None:
+        self._send(dict(limits))
+
+    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+        with self._lock:
+            lost = self._lost
+            if lost is None:
+                self._asked.update({(request.answer, request.member): (request, reply) for request in requests})
+        if lost is None:
+            self._send(tuple(requests))
+        else:
+            reply([_unanswered(request, lost) for request in requests])
+
+    def cache_use(self) -> CacheUse:
+        return self._use
+
+    def close(self) -> None:
+        self._send(None)
+        self._reader.join(_SECONDS_TO_CLOSE)
+        self._connection.close()
+
+    def _send(self, message: object) -> None:
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError:
+            return  # whoever reads finds that out too, and tells those who wait
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answered: Answered = self._connection.recv()
+                self._use = answered.use
+                for forward in answered.forwards:
+                    self._on_forward(*forward)
+                self._give(answered.results)
+        except (EOFError, OSError):
+            self._lose(Fault("EOFError", f"the process of {self._name} is gone"))
+
+    def _give(self, results: Sequence[StageResult]) -> None:
+        own: dict[Reply, list[StageResult]] = {}
+        with self._lock:
+            for result in results:
+                key = result.answer, result.member
+                reply = (self._asked.pop(key) if isinstance(result.value, Closed) else self._asked[key])[1]
+                own.setdefault(reply, []).append(result)
+        for reply, some in own.items():
+            reply(some)
+
+    def _lose(self, fault: Fault) -> None:
+        with self._lock:
+            self._lost, asked, self._asked = fault, self._asked, {}
+        for request, reply in asked.values():
+            reply([_unanswered(request, fault)])
+
+    def _named(self, info: MemberInfo) -> MemberInfo:
+        return replace(info, devices={self._device(device): share for device, share in info.devices.items()})
+
+    def _device(self, device: str) -> str:
+        return f"{self._name}/{device}"
+
+
+def _unanswered(request: StageRequest, fault: Fault) -> StageResult:
+    """What becomes of a request to a lane that is gone: there is no cache left to close."""
+    if isinstance(request.op, Close):
+        return StageResult(request.answer, request.member, Closed())
+    return StageResult(request.answer, request.member, error=fault)
+
+
+def serve_members(
+    connection: Connection, members: Sequence[MemberConfig], execution: str = "auto", cores: int | None = None
+) -> None:
+    """Load members and run their stages, until the coordinator closes the lane or is gone; `cores`: to compute on."""
+    forwards: list[tuple[str, int, float]] = []
+    loaded = [LocalMember(member, execution=execution) for member in members]
+    lane = LocalLane(loaded, cores, lambda member, answers, seconds: forwards.append((member, answers, seconds)))
+
+    def reply(results: Sequence[StageResult]) -> None:
+        connection.send(Answered(tuple(results), lane.cache_use(), tuple(forwards)))
+        forwards.clear()
+
+    connection.send(Ready(tuple(lane.members), lane.memory()))
+    try:
+        while _take(connection, lane, reply):
+            lane.step()
+    except (EOFError, OSError):
+        pass  # the coordinator is gone
+    lane.close()
+
+
+def _take(connection: Connection, lane: LocalLane, reply: Reply) -> bool:
+    """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
+    while not lane.has_work or connection.poll():
+        message = connection.recv()
+        if message is None:
+            return False
+        if isinstance(message, dict):
+            lane.remember(message)
+        else:
+            lane.submit(message, reply)
+    return True
