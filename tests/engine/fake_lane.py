@@ -139,8 +139,9 @@ class FakeLane:
                 self.answers[key] = ""
             case Draft(limit=limit) | DraftAlone(limit=limit) as op:
                 words = self.says[request.member](self.answers[key], limit).split()
-                ends = bool(words) and words[-1] == "." and op.hold == 0
-                text = "".join(f" {word}" for word in words if word != ".")
+                if ends := "." in words[op.hold :]:
+                    words = words[: words.index(".", op.hold)]
+                text = "".join(f" {word}" for word in words)
                 if isinstance(op, DraftAlone) and not ends:
                     self.answers[key] += text
                 self.computed[key] += len(words)
