@@ -7,7 +7,7 @@ from typing import Any
 import ifeval
 import numpy as np
 import pytest
-from metrics import STRETCH, coherence, goes_in_circles, score
+from metrics import STRETCH, coherence, cosines, goes_in_circles, score
 from numpy.typing import NDArray
 
 YES: list[tuple[str, dict[str, Any], str]] = [
@@ -91,9 +91,26 @@ def test_every_instruction_has_to_be_followed() -> None:
 
 def test_passages_are_scored_by_shared_words_without_articles_and_marks() -> None:
     row = {"task": "rag", "references": ["the Moon", "a satellite"]}
-    assert score(row, "Moon.") == {"exact": 100.0, "f1": 100.0}
+    assert score(row, "Moon.") == {"exact": 100.0, "f1": 100.0, "contains": 100.0}
     assert score(row, "the moon above")["f1"] == pytest.approx(200 / 3)
     assert score({"task": "rag", "references": ["北京"]}, "是北京。")["f1"] == pytest.approx(80.0)
+
+
+def test_a_passage_answer_contains_a_reference_word_by_word() -> None:
+    row = {"task": "rag", "references": ["3 to 9 kg", "nine"]}
+    assert score(row, "It weighs from 3 to 9 kg, they say.")["contains"] == 100
+    assert score(row, "It weighs from 3 to 90 kg.")["contains"] == 0
+    assert score({"task": "rag", "references": ["北京"]}, "首都是北京。")["contains"] == 100
+
+
+def test_meaning_is_that_of_the_nearest_reference() -> None:
+    def encode(texts: list[str]) -> NDArray[np.float32]:
+        """Sea, moon, and against both."""
+        kinds = {"s": [1.0, 0.0], "m": [0.6, 0.8]}
+        return np.array([kinds.get(text[:1], [-1.0, 0.0]) for text in texts], dtype=np.float32)
+
+    found = cosines([["sea", "moon"], ["moon"], ["sea"], ["sea"]], ["moon", "sea", "x", " "], encode)
+    assert found == pytest.approx([100.0, 60.0, 0.0, 0.0])
 
 
 def test_sums_are_scored_by_the_last_number() -> None:
@@ -102,7 +119,7 @@ def test_sums_are_scored_by_the_last_number() -> None:
     assert score(row, "6000 or 7")["exact"] == 0
 
 
-@pytest.mark.parametrize("task", ["instruct", "rag", "math", "ifeval"])
+@pytest.mark.parametrize("task", ["open", "instruct", "rag", "math", "ifeval"])
 def test_an_empty_answer_scores_nothing(task: str) -> None:
     row = {"task": task, "references": ["1"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     assert set(score(row, "\n").values()) == {0.0}

@@ -1,42 +1,139 @@
-"""The quality benchmark's rows, variants and intervals."""
+"""The quality benchmark's rows, variants, intervals and tables."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import quality
+import quality_rows
+import quality_table
+from numpy.typing import NDArray
 from typer import BadParameter
-from variants import VARIANTS
+from variants import BARS, PUBLISHED, SMOL, VARIANTS
 
 from specfuse_shared import EnsembleConfig
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    rows = [{"id": str(n), "task": "instruct", "prompt": f"{n}?", "references": ["x"]} for n in range(5)]
-    (tmp_path / "instruct.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder of two sets, and a folder of its own for answers."""
+    monkeypatch.setattr(quality_rows, "FOLDER", tmp_path / "answers")
+    open_rows = [
+        {"id": str(n), "task": "open", "prompt": f"{n}?", "references": ["the sea", "the sea at ebb"]} for n in range(5)
+    ]
+    passages = [
+        {"id": str(n), "task": "rag", "prompt": f"{n}?", "context": "It is red.", "references": ["red"]}
+        for n in range(5)
+    ]
+    for name, rows in (("open", open_rows), ("rag_en", passages)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
+
+
+@pytest.fixture
+def answered(data: Path) -> Callable[[str, dict[str, str]], None]:
+    """Store a variant's answers: one text for each set."""
+
+    def store(name: str, texts: dict[str, str]) -> None:
+        made = {"tokens": 3, "rounds": 2, "active": 2.0}
+        rows = quality_rows.read_rows(data, texts, "all")
+        lines = [json.dumps({"key": row["key"], "text": texts[row["set"]], **made}) for row in rows]
+        quality_rows.answers_file(name).parent.mkdir(exist_ok=True)
+        quality_rows.answers_file(name).write_text("\n".join(lines))
+
+    return store
+
+
+def encode(texts: list[str]) -> NDArray[np.float32]:
+    """Texts about the sea, and others."""
+    return np.array([[1.0, 0.0] if "sea" in text else [0.0, 1.0] for text in texts], dtype=np.float32)
 
 
 def test_the_halves_part_the_rows(data: Path) -> None:
     chosen, confirmed, every = (
-        [row["id"] for row in quality.read_rows(data, ["instruct"], half)] for half in ("choose", "confirm", "all")
+        [row["id"] for row in quality_rows.read_rows(data, ["open"], half)] for half in ("choose", "confirm", "all")
     )
     assert (chosen, confirmed) == (["0", "2", "4"], ["1", "3"])
     assert every == ["0", "1", "2", "3", "4"]
-    assert quality.read_rows(data, ["instruct"], "all", 2, 400)[1]["budget"] == 400
+    assert quality_rows.read_rows(data, ["open"], "all", 2, 400)[1]["budget"] == 400
     with pytest.raises(BadParameter, match="choose, confirm or all"):
-        quality.read_rows(data, ["instruct"], "neither")
+        quality_rows.read_rows(data, ["open"], "neither")
+    with pytest.raises(BadParameter, match="no task 'opne'"):
+        quality_rows.read_rows(data, ["opne"], "all")
+
+
+def test_a_passage_is_asked_in_two_ways_with_answers_of_their_own(data: Path) -> None:
+    few, sentence = (quality_rows.read_rows(data, [task], "all", 1)[0] for task in ("rag", "rag-sentence"))
+    assert few["id"] == sentence["id"]
+    assert few["key"] != sentence["key"]
+    assert "a few words" in quality_rows.question(few)
+    assert "one short sentence" in quality_rows.question(sentence)
+    assert all("It is red." in quality_rows.question(row) for row in (few, sentence))
 
 
 def test_intervals_are_of_paired_differences() -> None:
-    assert quality.difference([5.0, 6.0], [5.0, 6.0]) == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    gap = quality.difference([10.0 * n + 1 for n in range(30)], [10.0 * n for n in range(30)])
+    same = quality_table.difference([5.0, 6.0], [5.0, 6.0])
+    assert (same["mean"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
+    gap = quality_table.difference([10.0 * n + 1 for n in range(30)], [10.0 * n for n in range(30)])
     assert gap["low"] == pytest.approx(1.0) == gap["high"]
-    wide = quality.difference([float(n % 2) for n in range(40)], [0.0] * 40)
+    wide = quality_table.difference([float(n % 2) for n in range(40)], [0.0] * 40)
     assert 0.2 < wide["low"] < wide["mean"] == 0.5 < wide["high"] < 0.8
+
+
+def test_what_can_be_seen_is_seen_in_four_of_five_samples() -> None:
+    """Simulated: at that true difference, that share of intervals excludes zero."""
+    dice, n = np.random.default_rng(1), 50
+    least = quality_table.least_seen(dice.normal(0, 7, 100_000)) * np.sqrt(100_000 / n)
+    samples = dice.normal(least, 7, (2000, n))
+    found = samples.mean(axis=1) - 1.96 * samples.std(axis=1, ddof=1) / np.sqrt(n) > 0
+    assert found.mean() == pytest.approx(quality_table.POWER, abs=0.03)
+
+
+def test_a_table_has_every_column_against_its_best_member(
+    data: Path, answered: Callable[[str, dict[str, str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered(BARS[0], {"open": "the sea", "rag": "blue"})
+    answered(BARS[1], {"open": "no", "rag": "It is red, I think, or so"})
+    answered(BARS[2], {"open": "no idea", "rag": "green"})
+    answered("default", {"open": "the sea " * 8, "rag": "red"})
+    asked = quality_rows.read_rows(data, ["open", "rag"], "all")
+    whole: dict[str, Any] = {name: quality_table.measured(name, asked, encode) for name in (*BARS, "default")}
+    rivals = quality_table.rivals_of(whole, "best")
+    assert rivals == {"open: rougeL": BARS[0], "open: cosine": BARS[0], "rag: f1": BARS[1], "rag: contains": BARS[1]}
+    assert quality_table.rivals_of(whole, "default")["rag: f1"] == "default"
+    assert {c: whole["default"]["columns"][c]["mean"] for c in ("open: cosine", "rag: f1", "rag: contains")} == {
+        "open: cosine": 100.0,
+        "rag: f1": 100.0,
+        "rag: contains": 100.0,
+    }
+    assert whole[BARS[1]]["columns"]["rag: contains"]["mean"] == 100.0
+    assert whole[BARS[1]]["columns"]["open: cosine"]["mean"] == 0.0
+    assert whole["default"]["sets"]["open"]["circles"] == 100.0
+    for facts in whole.values():
+        for column, rival in rivals.items():
+            other = whole[rival]["columns"][column]["each"]
+            facts["columns"][column]["difference"] = quality_table.difference(facts["columns"][column]["each"], other)
+    quality_table.show(whole, rivals, "title", plain=True)
+    head, _, *lines = capsys.readouterr().out.strip().splitlines()
+    cells = dict(zip(head.split(" | "), lines[-1].split(" | "), strict=True))
+    assert cells["words"] == "16, 1"
+    assert cells["words ÷ members'"] == f"{16 / 1.5:.2f}, {1 / 4:.2f}"
+    assert cells["circles %"] == "100, 0"
+    assert quality_table.measured("specfuse", asked, encode) is None, "nothing is answered yet"
+
+
+def test_below_each_table_stands_what_cannot_be_seen() -> None:
+    def facts(each: list[float]) -> dict[str, Any]:
+        return {"columns": {"open: rougeL": {"each": each, "difference": quality_table.difference(each, [0.0] * 40)}}}
+
+    noisy = [float(5 * (n % 2)) for n in range(40)]
+    [line] = quality_table.seen({BARS[0]: facts([0.0] * 40), "default": facts(noisy)}, {"open: rougeL": BARS[0]})
+    assert line == "open: rougeL, 40 rows: differences below 1.1 cannot be seen (80% power)."
 
 
 def test_every_variant_is_a_configuration() -> None:
@@ -44,3 +141,11 @@ def test_every_variant_is_a_configuration() -> None:
         config = EnsembleConfig.preset(variant.preset, ["no/one", "no/two"], **variant.settings)
         assert config.names == ("one", "two")
         assert variant.about
+        assert set(variant.alone) <= set(BARS)
+
+
+def test_smollm2_as_published_is_a_bar_without_its_adapter() -> None:
+    assert PUBLISHED.label in BARS
+    assert (PUBLISHED.model, PUBLISHED.adapter) == (SMOL.model, None)
+    assert [m.name for m in VARIANTS["stretch-published"].members()] == [PUBLISHED.name, BARS[2]]
+    assert set(quality.COMPARED) >= set(BARS)
