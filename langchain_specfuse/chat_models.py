@@ -23,7 +23,7 @@ from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, described, to_choice, to_tools, to_value
-from specfuse_shared import CallOptions, EnsembleConfig, EnsembleEngine, Event, Message, SamplingParams
+from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, EnsembleEngine, Event, Message, SamplingParams
 from specfuse_shared.adapters import TRANSPORT_OPTIONS, EnsembleSettings, config_of
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
@@ -268,8 +268,10 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
         return self.model_name or super()._model_name()
 
     def _most_at_once(self, options: Mapping[str, Any]) -> int:
-        with as_langchain():
+        try:
             return self._ensemble(_named(options)).max_concurrent
+        except ConfigError:  # each input says so for itself
+            return 1
 
 
 def _named(options: Mapping[str, Any]) -> str | None:

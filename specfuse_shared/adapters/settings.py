@@ -109,10 +109,13 @@ class EnsembleSettings(BaseModel):
     @classmethod
     def _check_names(cls, values: Any) -> Any:
         known = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
-        for name in values if isinstance(values, Mapping) else ():
+        if not isinstance(values, Mapping):
+            return values
+        for name in values:
             if name not in known:
                 raise unknown_setting(cls.__name__, str(name), sorted(known))
-        return values
+        own = EnsembleSettings.model_fields  # None says nothing, as it does in a call
+        return {k: v for k, v in values.items() if v is not None or k not in own or own[k].default is None}
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:

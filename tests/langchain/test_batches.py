@@ -89,6 +89,11 @@ def test_exceptions_stay_with_their_input(chat: ChatSpecFuse, way: Batch) -> Non
         way(chat, ["One?", LONG], max_tokens=4)
 
 
+def test_a_name_that_nobody_has_fails_each_input(chat: ChatSpecFuse) -> None:
+    failed = chat.batch(["One?", "Two?"], return_exceptions=True, model="unknown")
+    assert [type(error).__name__ for error in failed] == ["UnknownModelError"] * 2
+
+
 def test_configurations_may_differ_by_input(chat: ChatSpecFuse) -> None:
     one, two = Runs(), Runs()
     chat.batch(QUESTIONS[:2], [{"callbacks": [one]}, {"callbacks": [two]}], max_tokens=2)

@@ -111,6 +111,8 @@ def test_a_default_timeout_is_that_of_the_field_and_none_says_nothing(tiny: Ense
 def test_none_means_as_in_the_field(chat: ChatSpecFuse) -> None:
     given: dict[str, Any] = {"max_tokens": None, "temperature": None, "stop": None, "seed": None, "tool_choice": None}
     assert chat.invoke(QUESTION, **given).text == chat.invoke(QUESTION).text
+    settings: dict[str, Any] = {"max_tokens": None, "temperature": None, "timeout": None, "top_p": None}
+    assert ChatSpecFuse(engine=chat.engine, **settings).max_tokens == ChatSpecFuse(engine=chat.engine).max_tokens
 
 
 def test_one_answer_calls_one_tool_unless_told_otherwise(tiny: EnsembleEngine) -> None:
