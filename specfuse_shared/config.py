@@ -85,9 +85,9 @@ class EnsembleConfig(Settings):
     """How a verifier's probabilities of a candidate become a score: "mean_logprob" (geometric mean), "mean_prob" (the
     papers') or "stretch" (the probability of what all candidates cover)."""
     per: str | None = None
-    """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or "byte";
-    for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob" and
-    "stretch" take the last two. Unset: "text" for "mean_logprob", else "token"."""
+    """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or
+    "byte"; for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob"
+    and "stretch" take the last two. Unset: "text" for "mean_logprob", else "token"."""
     stretch: str = "shortest"
     """How far `score="stretch"` compares: as far as the "shortest" candidate goes, or at least a "word"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
