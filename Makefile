@@ -3,12 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUANT := $(VENV)/.quant
+DOCS := $(VENV)/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 # one process and one thread a core: small models gain nothing from a second thread
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-.PHONY: help setup quant demo test test-all bench picture rooms lint clean distclean
+.PHONY: help setup quant demo test test-all bench docs picture rooms lint clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -40,7 +41,14 @@ test-all: $(QUANT) ## Run every test
 bench: $(STAMP) ## Measure the engine
 	$(BIN)/python benchmarks/engine.py
 
-picture: $(STAMP) ## Draw the README's picture of a report (needs Chromium)
+docs: $(DOCS) ## Build the documentation as a site in build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+$(DOCS): $(STAMP)
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+picture: $(STAMP) ## Draw the pictures of a report (needs Chromium)
 	$(BIN)/python docs/picture.py
 
 rooms: $(STAMP) ## Draw the rooms of the code into docs/architecture.md

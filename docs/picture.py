@@ -1,4 +1,5 @@
-"""Draws docs/report.png, the README's picture: the report of a real answer of the demo members, one round pointed at.
+"""Draws the report of a real answer of the demo members, one round pointed at: docs/report.png, and docs/round.png, the
+README's picture, which is its upper part: the answer and the round.
 
 Needs Chromium. The picture in the repository was drawn with the font Inter installed (Debian: fonts-inter).
 """
@@ -15,8 +16,8 @@ from playwright.sync_api import sync_playwright
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
 
 QUESTION = "How do bees make honey?"
-TARGET = Path(__file__).with_name("report.png")
-WIDTH, HEIGHT, SCALE, COLOURS = 1120, 1200, 2, 96
+WHOLE, ROUND = (Path(__file__).with_name(name) for name in ("report.png", "round.png"))
+WIDTH, HEIGHT, SCALE, MARGIN, COLOURS = 1120, 1200, 2, 16, 96
 
 
 def answer() -> EnsembleResult:
@@ -31,7 +32,7 @@ def middle(result: EnsembleResult) -> int:
     return verified[len(verified) // 2]
 
 
-def draw(page_file: Path, pointed_at: int, picture: Path) -> None:
+def draw(page_file: Path, pointed_at: int, folder: Path) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
@@ -40,16 +41,19 @@ def draw(page_file: Path, pointed_at: int, picture: Path) -> None:
             "e => (r => [r.left + 9, r.top + 9])(e.getClientRects()[0])"
         )
         page.mouse.move(left, top)
-        last = page.locator("figure").first.bounding_box()
-        assert last
-        page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": WIDTH, "height": last["y"] + last["height"] + 16})
+        for target, top, bottom in ((WHOLE, "body", "figure"), (ROUND, ".stage", ".stage")):
+            first, last = (page.locator(place).first.bounding_box() for place in (top, bottom))
+            assert first
+            assert last
+            y = max(0, first["y"] - MARGIN)
+            height = last["y"] + last["height"] + MARGIN - y
+            page.screenshot(path=folder / target.name, clip={"x": 0, "y": y, "width": WIDTH, "height": height})
+            Image.open(folder / target.name).convert("RGB").quantize(COLOURS).save(target, optimize=True)
         browser.close()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        page_file, picture = Path(folder, "report.html"), Path(folder, "report.png")
-        result = answer()
+        page_file, result = Path(folder, "report.html"), answer()
         page_file.write_text(result.to_html(QUESTION), "utf-8")
-        draw(page_file, middle(result), picture)
-        Image.open(picture).convert("RGB").quantize(COLOURS).save(TARGET, optimize=True)
+        draw(page_file, middle(result), Path(folder))

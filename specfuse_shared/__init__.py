@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import (
     ConfigError,
     EngineBusyError,
@@ -28,6 +28,7 @@ from specfuse_shared.errors import (
     ValueTooLongError,
 )
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.policies import (
     AggregatePolicy,
     CandidateLogprobs,

@@ -1,21 +1,19 @@
-"""What a user may set of members and of their ensemble. Frozen, validated once."""
+"""What a user may set of an ensemble. Frozen, validated once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from specfuse_shared import policies
 from specfuse_shared.errors import ConfigError
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
 from specfuse_shared.validation import Settings, check, check_choice
 
-QUANTIZATIONS = ("8bit", "4bit", "auto")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCORES: dict[str, Callable[..., ScorePolicy]] = {
     "mean_logprob": policies.MeanLogprob,
     "mean_prob": policies.MeanProb,
@@ -71,136 +69,60 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class MemberConfig(Settings):
-    """One model of the ensemble.
-
-    `model`: hub id, local folder, or GGUF file (a path, or a file inside a hub repository or folder with
-    `gguf_file`). `weight`: relative voting weight at the start of each answer. `chat_template`: Jinja source that
-    replaces the tokenizer's own; a base model without one gets `specfuse_shared.text.chat_template.PLAIN_TEMPLATE`.
-    `template_options` reach the template (`enable_thinking` is what `thinking` says). `thinking`: the member thinks
-    before it answers, in private, between the markers of its template or the two that are given. `stop_token_ids` are
-    added to those of the model's configuration. `max_context` lowers the model's context limit. `adapter`: hub id or
-    folder of a PEFT adapter, merged into the weights. Remote code and pickled weights are refused unless allowed here.
-
-    `device`: "auto" (where there is room), a kind ("cuda") or a device ("cuda:1"). `dtype` "auto": half precision as
-    the device has it; a processor keeps float32. `quantization`: "8bit" | "4bit" of the weights when they are loaded,
-    or "auto": the widest precision that fits. `offload`: layers that fit nowhere may wait in main memory or on disk.
-    """
-
-    model: str
-    name: str | None = None
-    revision: str | None = None
-    gguf_file: str | None = None
-    adapter: str | None = None
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    quantization: str | None = None
-    offload: bool = False
-    weight: float = 1.0
-    chat_template: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    thinking: bool | Sequence[str] = False
-    stop_token_ids: tuple[int, ...] = ()
-    max_context: int | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "model", str(self.model))
-        check(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
-        if self.adapter is not None:
-            object.__setattr__(self, "adapter", str(self.adapter))
-            check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
-        check_choice("MemberConfig.dtype", self.dtype, DTYPES)
-        if self.quantization is not None:
-            check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
-        check(
-            self.quantization in (None, "auto") or not (self.offload or self.adapter),
-            "MemberConfig.offload and adapter need whole numbers: leave quantization at None or 'auto'",
-        )
-        check(
-            math.isfinite(self.weight) and self.weight > 0,
-            f"MemberConfig.weight must be a positive number, not {self.weight!r}",
-        )
-        check(
-            self.max_context is None or self.max_context > 0,
-            f"MemberConfig.max_context must be positive, not {self.max_context!r}",
-        )
-        thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
-        if not isinstance(thinking, bool):
-            thinking = tuple(thinking)
-            check(
-                len(thinking) == 2 and all(isinstance(marker, str) and marker for marker in thinking),
-                f"MemberConfig.thinking must be True, False or the two markers around thoughts, not {thinking!r}",
-            )
-        object.__setattr__(self, "thinking", thinking)
-        options = {**self.template_options, "enable_thinking": bool(thinking)}
-        object.__setattr__(self, "template_options", MappingProxyType(options))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["template_options"] = dict(self.template_options)
-        return MemberConfig.from_dict, (values,)
-
-    @property
-    def label(self) -> str:
-        """The name in records and events: `name`, else the last part of `model` without its file ending."""
-        return self.name or Path(self.model).name.removesuffix(".gguf") or self.model
-
-
-@dataclass(frozen=True, slots=True)
 class EnsembleConfig(Settings):
-    """The ensemble: who answers, and how a round is decided.
+    """The ensemble: who answers, how a round is decided, and how many answers run at once.
 
-    `segment_tokens`: most tokens (of its own) a member drafts a round (paper: 10); `first_segment_tokens`, if set,
-    in the first one, so that the first words come sooner. `repetition_guard`: a candidate that goes in circles
-    (`specfuse_shared.fusion.repetition`) loses against one that does not, and an answer of several members that can
-    only say the same for the third time is over. `score`, `aggregate`, `feedback`, `exit`: a name below or an object
-    with the policy's signature (`specfuse_shared.policies`).
-    `reference`: the member whose tokenizer counts `max_tokens` and usage; the first one if unset.
-    `cache_dir`: where converted weights are kept; see `specfuse_shared.loading.pretrained.cache_folder`.
-
-    score: "mean_logprob" (per "text", "root", "token" or "byte") | "mean_prob" (per "token" or "byte") | "stretch": of
-    what all candidates cover, with the token across its border whole or in proportion (per "token" or "byte"), as long
-    as the shortest candidate or at least a word (`stretch` "shortest" | "word"). The first `per` of each, if unset.
-    aggregate: "seconded_mean" (among three or more, nobody carries its candidate alone) |
-    "weighted_mean" | "trimmed_mean" (without the extreme votes) | "geometric_mean" | "others_mean" (nobody votes on its
-    own candidate) | "share_mean" | "rank_mean". feedback: "uniform" (SpecFuse) or the schedules "constant" |
-    "sqrt_decay" | "paper" of online feedback with `feedback_rate` (SpecEM). exit: "never" | "entropy" | "fixed"
-    (SpecFuse), with `exit_threshold` · 1/n as the retention below which a member leaves.
-
-    Serving: at most `max_concurrent` answers run and `max_queue` wait; beyond that a caller waits or gets an
-    `EngineBusyError` (`when_busy` "wait" | "raise"). `cache_bytes`: memory for caches and logits on each device, a
-    share of what is free once the weights are loaded if unset. `reuse_prefixes`: keep an eighth of it for prompts
-    that begin like earlier ones.
-
-    `execution`: "static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where
-    there is a GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic.
+    A policy is set by name or as an object with the signature of its protocol (`specfuse_shared.policies`).
     """
 
     members: Sequence[MemberConfig | str]
+    """Who answers: `MemberConfig`s, or hub ids, folders and GGUF files."""
     segment_tokens: int = 5
+    """Most tokens (of its own) that a member drafts a round (papers: 10)."""
     first_segment_tokens: int | None = None
+    """The same in the first round, so that the first words come sooner or later; `segment_tokens` if unset."""
     score: str | ScorePolicy = "mean_logprob"
+    """How a verifier's probabilities of a candidate become a score: "mean_logprob" (geometric mean), "mean_prob" (the
+    papers') or "stretch" (the probability of what all candidates cover)."""
     per: str | None = None
+    """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or
+    "byte"; for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob"
+    and "stretch" take the last two. Unset: "text" for "mean_logprob", else "token"."""
     stretch: str = "shortest"
+    """How far `score="stretch"` compares: as far as the "shortest" candidate goes, or at least a "word"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
+    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, nobody carries its candidate
+    alone), "weighted_mean" (the papers'), "trimmed_mean" (without the extreme votes), "geometric_mean", "others_mean"
+    (nobody votes on its own candidate), "share_mean" (one vote each, to share out) or "rank_mean" (Borda)."""
     feedback: str | FeedbackPolicy = "constant"
+    """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
+    "constant", "sqrt_decay" and "paper" (SpecEM)."""
     feedback_rate: float = 0.5
+    """How fast the weights learn; 0 is not at all."""
     exit: str | ExitPolicy = "never"
+    """Who leaves an answer: "never" anybody, or by retention with the temperature "entropy" (SpecFuse) or "fixed"."""
     exit_threshold: float = 0.5
+    """A member leaves when its retention falls below this share of 1/n."""
     repetition_guard: bool = True
+    """A candidate that goes in circles loses against one that does not, and an answer of several members that can only
+    say the same for the third time is over (`FinishReason.REPETITION`)."""
     reference: str | None = None
+    """Name of the member whose tokenizer counts `max_tokens` and usage; the first one if unset."""
     cache_dir: str | None = None
+    """Where converted weights are kept; see `specfuse_shared.loading.gguf.cache_folder`."""
     max_concurrent: int = 32
+    """Most answers that run at once."""
     max_queue: int = 1024
+    """Most that wait for them."""
     when_busy: str = "wait"
+    """What a caller beyond both does: "wait", or "raise" `EngineBusyError`."""
     cache_bytes: int | None = None
+    """Memory for caches and logits on each device; a share of what is free once the weights are loaded, if unset."""
     reuse_prefixes: bool = True
+    """Keep an eighth of that memory for prompts that begin like earlier ones."""
     execution: str = "auto"
+    """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
+    GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
 
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):

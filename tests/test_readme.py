@@ -1,51 +1,102 @@
-"""The Python examples of the README and of the frameworks' pages run as written, over the real demo models."""
+"""The README and the documentation: their Python examples run as written, over the real demo models."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import llama_index.core
 import pytest
+from llama_index.core import Settings
+
+from specfuse_shared import EnsembleConfig, close_idle_engines, demo_members, lease_engine
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/langchain.md", "docs/llamaindex.md")
-PLACES = ("langchain_specfuse", "llamaindex_specfuse", "specfuse_shared")
+README = "README.md"
+BLOCK = re.compile(r"(?ms)^```python\n(.*?)^```")
+PLACES = ("langchain_specfuse", "llamaindex_specfuse")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
 
 
 def examples_in(page: str) -> list[str]:
-    return re.findall(r"(?ms)^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"))
+    """Each block of Python, below as many empty lines as make its line numbers those of the page."""
+    text = text_of(page)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in BLOCK.finditer(text)]
 
 
-EXAMPLES = examples_in("README.md")
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+PAGES = [page for page in DOCUMENTS if examples_in(page)]
+EXAMPLES = examples_in(README)
 
 
-def example_of(place: str) -> list[str]:
-    return [code for code in EXAMPLES if f"from {place} " in code]
+@pytest.fixture(scope="module")
+def _demo() -> Iterator[None]:
+    """Held, so that all examples that ask for the demo ensemble share one engine."""
+    with lease_engine(EnsembleConfig(members=demo_members())):
+        yield
+    close_idle_engines()
 
 
-def test_there_are_examples_for_each_package() -> None:
-    assert [len(example_of(place)) for place in PLACES] == [2, 1, 2]
+@pytest.fixture
+def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where examples write files, and what LlamaIndex keeps for the whole process, put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
+    for name, value in vars(Settings).items():
+        monkeypatch.setattr(Settings, name, value)
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_an_example_runs_as_written_and_prints_an_answer(code: str) -> None:
-    assert_runs(code)
+def run(page: str, examples: list[str]) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for code in examples:
+        exec(compile(code, page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_examples_of_a_page_run_one_after_another(page: str) -> None:
-    assert_runs("\n".join(examples_in(page)))
+@pytest.mark.usefixtures("_demo", "_surroundings")
+@pytest.mark.parametrize("number", range(1, len(EXAMPLES)))
+def test_an_example_of_the_readme_runs_by_itself(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    run(README, [EXAMPLES[number]])
+    assert len(capsys.readouterr().out.split()) >= 3
 
 
-def assert_runs(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+def test_the_first_example_runs_in_a_process_of_its_own_and_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", EXAMPLES[0]], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) >= 3
 
 
-@pytest.mark.parametrize("place", PLACES[:2])
-def test_the_first_example_of_a_framework_has_about_ten_lines(place: str) -> None:
-    code, *_ = example_of(place)
-    assert len(code.strip().splitlines()) <= 12
+@pytest.mark.usefixtures("_demo", "_surroundings")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(page, examples_in(page))
+    assert len(capsys.readouterr().out.split()) >= 3
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_example_of_each_framework_has_about_ten_lines(place: str) -> None:
+    (code,) = (code for code in EXAMPLES if f"from {place} " in code)
+    assert len(code.strip().splitlines()) <= 10
+
+
+def test_the_first_screen_has_a_picture_the_command_to_install_an_example_and_the_status() -> None:
+    screen = "\n".join(text_of(README).splitlines()[:26])
+    for what in ("![", "pip install", "from langchain_specfuse import", "**Status:**"):
+        assert what in screen
+
+
+@pytest.mark.parametrize("page", [README, "CONTRIBUTING.md", *DOCUMENTS])
+def test_what_a_page_links_to_is_there(page: str) -> None:
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
+    assert [name for name in linked if not (ROOT / page).parent.joinpath(name).exists()] == []
+
+
+def test_every_page_of_the_documentation_is_in_its_navigation() -> None:
+    named = re.findall(r": ([\w/-]+\.md)$", text_of("mkdocs.yml"), re.M)
+    assert sorted(f"docs/{name}" for name in named) == DOCUMENTS

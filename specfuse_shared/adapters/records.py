@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.events import SegmentEvent
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, Usage
 

@@ -20,12 +20,13 @@ from pydantic import (
 )
 
 from specfuse_shared.adapters.records import Detail, plain, plain_config
-from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.loading.planning import stated_context
 from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.leases import EngineLease, lease_engine

@@ -23,18 +23,10 @@ import typer
 from rich.console import Console
 
 from specfuse_shared.cli import terminal
-from specfuse_shared.config import (
-    DTYPES,
-    EXITS,
-    FEEDBACKS,
-    PRESETS,
-    QUANTIZATIONS,
-    SCORES,
-    EnsembleConfig,
-    MemberConfig,
-)
+from specfuse_shared.config import EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.member_config import DTYPES, QUANTIZATIONS, MemberConfig
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading.gguf import cache_folder
+from specfuse_shared.member_config import MemberConfig
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

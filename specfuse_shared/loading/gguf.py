@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import torch
 from filelock import FileLock
 
-from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.member_config import MemberConfig
 
 logger = logging.getLogger(__name__)
 

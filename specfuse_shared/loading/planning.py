@@ -8,10 +8,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberLoadError, SpecFuseError
 from specfuse_shared.loading.gguf import OnStage, converted, gguf_context, gguf_file, known_conversion
 from specfuse_shared.loading.pretrained import explained
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.devices import find_devices
 from specfuse_shared.placement.packing import ANY_PRECISION, place
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, MemberSpec, Plan, Workload

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
 from specfuse_shared.loading.gguf import OnStage, cache_folder, converted, gguf_file
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.plan import Assignment
 
 

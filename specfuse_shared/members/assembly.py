@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specfuse_shared.config import MemberConfig
 from specfuse_shared.loading.pretrained import load_tokenizer
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.members.lane_thread import LaneThread
 from specfuse_shared.members.lanes import lanes_of

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import load_pretrained, prepared
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.local_session import LocalSession
 from specfuse_shared.members.probe import probe

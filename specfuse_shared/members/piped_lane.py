@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-from specfuse_shared.config import MemberConfig
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_lane import LocalLane

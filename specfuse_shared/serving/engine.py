@@ -15,12 +15,13 @@ from typing import Any, Self, TypedDict, Unpack
 
 import torch
 
-from specfuse_shared.config import EnsembleConfig, MemberConfig, as_config
+from specfuse_shared.config import EnsembleConfig, as_config
 from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.planning import plan_ensemble, stated_context
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress
+from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.members.local import LocalMember

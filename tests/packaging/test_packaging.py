@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specfuse_shared", "langchain_specfuse", "llamaindex_specfuse")
-EXTRAS = ("langchain", "llamaindex", "adapters", "demo", "grammar", "bench", "metrics", "quant", "test", "all")
+EXTRAS = ("langchain", "llamaindex", "adapters", "demo", "grammar", "bench", "metrics", "quant", "docs", "test", "all")
 
 
 @pytest.fixture(scope="session")

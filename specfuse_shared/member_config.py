@@ -1,0 +1,104 @@
+"""What a user may set of one member. Frozen, validated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from specfuse_shared.validation import Settings, check, check_choice
+
+QUANTIZATIONS = ("8bit", "4bit", "auto")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberConfig(Settings):
+    """One model of the ensemble: where it comes from, how it is loaded, and how it takes part."""
+
+    model: str
+    """Hub id, local folder or GGUF file. Remote code and pickled weights are refused unless allowed below."""
+    name: str | None = None
+    """Its name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub repository."""
+    gguf_file: str | None = None
+    """A GGUF file inside the hub repository or folder that `model` names."""
+    adapter: str | None = None
+    """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters")."""
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer, where it does not come with the model."""
+    dtype: str = "auto"
+    """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it, a processor keeps float32."""
+    device: str = "auto"
+    """"auto" (where there is room), a kind ("cuda") or one device ("cuda:1", "cpu")."""
+    quantization: str | None = None
+    """"8bit" (torchao) or "4bit" (bitsandbytes, NF4) of the weights when they are loaded, "auto": the widest
+    precision that fits (extra "quant")."""
+    offload: bool = False
+    """Layers that fit nowhere may wait in main memory or on disk, which is very slow."""
+    weight: float = 1.0
+    """Voting weight at the start of each answer, relative to the others'."""
+    chat_template: str | None = None
+    """Jinja source that replaces the tokenizer's own. A base model without one gets a plain template
+    (`specfuse_shared.text.chat_template.PLAIN_TEMPLATE`)."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template; `enable_thinking` is what `thinking` says."""
+    thinking: bool | Sequence[str] = False
+    """The member thinks before it answers, in private, between the markers of its template or the two given here."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end its turn, besides those of the model's configuration."""
+    max_context: int | None = None
+    """Lowers the model's context limit, in tokens."""
+    attn_implementation: str | None = None
+    """Passed to transformers; the probe at load decides what is exact."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model: only for repositories that you have read."""
+    allow_pickle: bool = False
+    """Load weights that are no safetensors; unpickling a file may run code that is in it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", str(self.model))
+        check(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", str(self.adapter))
+            check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
+        check_choice("MemberConfig.dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
+        check(
+            self.quantization in (None, "auto") or not (self.offload or self.adapter),
+            "MemberConfig.offload and adapter need whole numbers: leave quantization at None or 'auto'",
+        )
+        check(
+            math.isfinite(self.weight) and self.weight > 0,
+            f"MemberConfig.weight must be a positive number, not {self.weight!r}",
+        )
+        check(
+            self.max_context is None or self.max_context > 0,
+            f"MemberConfig.max_context must be positive, not {self.max_context!r}",
+        )
+        thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
+        if not isinstance(thinking, bool):
+            thinking = tuple(thinking)
+            check(
+                len(thinking) == 2 and all(isinstance(marker, str) and marker for marker in thinking),
+                f"MemberConfig.thinking must be True, False or the two markers around thoughts, not {thinking!r}",
+            )
+        object.__setattr__(self, "thinking", thinking)
+        options = {**self.template_options, "enable_thinking": bool(thinking)}
+        object.__setattr__(self, "template_options", MappingProxyType(options))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["template_options"] = dict(self.template_options)
+        return MemberConfig.from_dict, (values,)
+
+    @property
+    def label(self) -> str:
+        """The name in records and events: `name`, else the last part of `model` without its file ending."""
+        return self.name or Path(self.model).name.removesuffix(".gguf") or self.model
