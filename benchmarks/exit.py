@@ -25,9 +25,9 @@ from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
 from specfuse_shared.fusion.session import AnswerSession
+from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.scheduler import run_alone
-from specfuse_shared.types import Message
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
 """(demo member, noise) of the three degraded members."""

@@ -29,6 +29,7 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.messages import Message, Tool, ToolCall
 from specfuse_shared.policies import (
     AggregatePolicy,
     CandidateLogprobs,
@@ -53,19 +54,17 @@ from specfuse_shared.types import (
     MemberReport,
     MemberSummary,
     MemberUsage,
-    Message,
     RoundRecord,
     RoundTiming,
     TokenLogprob,
-    Tool,
-    ToolCall,
     Usage,
 )
 
 if TYPE_CHECKING:
     from specfuse_shared.loading.demo import demo_members
     from specfuse_shared.loading.pretrained import LoadProgress
-    from specfuse_shared.serving.engine import CallOptions, EnsembleEngine
+    from specfuse_shared.serving.calls import CallOptions
+    from specfuse_shared.serving.engine import EnsembleEngine
     from specfuse_shared.serving.leases import EngineLease, close_idle_engines, lease_engine
     from specfuse_shared.serving.metrics import Histogram, MetricsSnapshot
     from specfuse_shared.serving.prometheus import prometheus_collector
@@ -137,7 +136,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
-    "CallOptions": "specfuse_shared.serving.engine",
+    "CallOptions": "specfuse_shared.serving.calls",
     "EnsembleEngine": "specfuse_shared.serving.engine",
     "LoadProgress": "specfuse_shared.loading.pretrained",
     "EngineLease": "specfuse_shared.serving.leases",

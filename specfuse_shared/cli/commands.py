@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,25 +16,26 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from specfuse_shared.cli import terminal
+from specfuse_shared.cli.complaints import PROGRAM, in_options, usage_line
 from specfuse_shared.config import EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.member_config import DTYPES, QUANTIZATIONS, MemberConfig
+from specfuse_shared.messages import Message
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.types import Message
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
-PROGRAM = "specfuse-llm"
 CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
 """Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -88,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
     except UsageError as error:
-        return _complain(_usage_line(error), MISUSED)
+        return _complain(usage_line(error), MISUSED)
     except (ConfigError, RequestError) as error:
-        return _complain(_in_options(str(error)), MISUSED)
+        return _complain(in_options(str(error)), MISUSED)
     except SpecFuseError as error:
         return _complain(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
@@ -135,8 +135,7 @@ def ask(
         _check_writable(report)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
     given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
-    settings = {name: value for name, value in given.items() if value is not None}
-    config = _config(member, {"dtype": dtype, "quantization": quantization}, preset, **settings)
+    config = _config(member, {"dtype": dtype, "quantization": quantization}, preset, given)
     messages = _messages(system, question)
     out, notes = _consoles()
     with _loaded(config, verbose) as engine:
@@ -195,9 +194,13 @@ def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: in
 
 
 def _config(
-    models: Sequence[str] | None, member: Mapping[str, Any], preset: str = "default", **settings: Any
+    models: Sequence[str] | None,
+    member: Mapping[str, Any],
+    preset: str = "default",
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnsembleConfig:
-    """Settings are checked before the demo models are looked for."""
+    """Settings, those that are not None, are checked before the demo models are looked for."""
+    settings = {name: value for name, value in given.items() if value is not None}
     config = EnsembleConfig.preset(preset, [MemberConfig(model, **member) for model in models or ["demo"]], **settings)
     if models:
         return config
@@ -280,22 +283,3 @@ def _complain(message: str, code: int) -> int:
     """One line on stderr, whatever the message holds."""
     print(f"{PROGRAM}: {terminal.visible(' '.join(message.split()))}", file=sys.stderr)
     return code
-
-
-def _usage_line(error: Any) -> str:
-    command = error.ctx.command_path if error.ctx else PROGRAM
-    option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-    if near:
-        return f"no option {option}: did you mean {' or '.join(sorted(near))}?"
-    message = error.format_message()
-    return message if "Did you mean" in message else f"{message.rstrip('.')} (see {command} --help)"
-
-
-def _in_options(message: str) -> str:
-    """Configuration speaks of `EnsembleConfig.max_tokens`, the command line of `--max-tokens`."""
-
-    def option(match: re.Match[str]) -> str:
-        name = {"members": "member", "model": "member"}.get(match[1], match[1])
-        return "--" + name.replace("_", "-")
-
-    return re.sub(r"\b(?:EnsembleConfig|MemberConfig|SamplingParams)\.(\w+)", option, message)

@@ -13,8 +13,9 @@ from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import NOTHING_YET, Close, TokenCounts
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
-from specfuse_shared.types import MemberExit, MemberUsage, Message, Tool, Usage
+from specfuse_shared.types import MemberExit, MemberUsage, Usage
 
 _ROOM_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""

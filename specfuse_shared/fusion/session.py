@@ -21,19 +21,12 @@ from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Method, Ops, Results, Round, RoundEnd
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import Close, Fault, Op, Open, Question, Think, Thought, Value, Verdicts, Verify
+from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
-from specfuse_shared.types import (
-    FinishReason,
-    MemberFault,
-    Message,
-    RoundRecord,
-    StageName,
-    TokenLogprob,
-    Usage,
-)
+from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage
 
 Work = Generator[Ops, Results, None]
 

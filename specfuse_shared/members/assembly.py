@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from specfuse_shared.loading.pretrained import load_tokenizer
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.members.lane_thread import LaneThread
@@ -14,6 +18,8 @@ from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +49,20 @@ def assemble(members: Sequence[LocalMember], on_forward: OnForward) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
     own, *others = (LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members))
     return Assembly(tuple(member.member for member in members), own, tuple(map(LaneThread, others)))
+
+
+def load_members(config: EnsembleConfig, on_progress: OnProgress | None) -> Iterator[LocalMember]:
+    """Plan where the members go, then load each into its place. Raises `MemberLoadError`."""
+    names = config.names
+
+    def report(name: str, stage: str) -> None:
+        index = names.index(name) + 1
+        logger.info("member %s (%d of %d): %s", name, index, len(names), stage)
+        if on_progress is not None:
+            on_progress(LoadProgress(name, index, len(names), stage))
+
+    plan, execution = plan_ensemble(config, convert=True, on_stage=report), config.execution
+    for member in config.member_configs:
+        tell, place = partial(report, member.label), plan.of(member.label)
+        yield LocalMember(member, cache_dir=config.cache_dir, on_stage=tell, place=place, execution=execution)
+        tell("ready")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specfuse_shared.members.stages import Reply, StageRequest
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec
-from specfuse_shared.types import MemberReport, Message, Tool
+from specfuse_shared.types import MemberReport
 
 OnForward = Callable[[str, int, float], None]
 """Called after a forward: the member's name, how many answers shared it, seconds."""

@@ -16,14 +16,15 @@ from specfuse_shared.loading.pretrained import load_pretrained, prepared
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.local_session import LocalSession
-from specfuse_shared.members.probe import probe
+from specfuse_shared.members.probe import Attempt, probe
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.kv_cache import smallest_row
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
-from specfuse_shared.types import MemberReport, Message, Tool
+from specfuse_shared.types import MemberReport
 
 
 class LocalMember:
@@ -68,7 +69,18 @@ class LocalMember:
         self.bytes_per_token = way.bytes_per_token
         self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
         self.text = MemberText(self.prompts, self.stop_ids, self.vocabulary_size)
-        self._report = MemberReport(
+        self._report = self._reported(config, place, way, time.monotonic() - start)
+
+    @property
+    def report(self) -> MemberReport:
+        if self.runner.static is None:
+            return self._report
+        return replace(self._report, graphs=self.runner.static.graphs.report)
+
+    def _reported(self, config: MemberConfig, place: Assignment, way: Attempt, seconds: float) -> MemberReport:
+        model = self.runner.model
+        text = model.config.get_text_config(decoder=True)
+        return MemberReport(
             name=self.name,
             model=config.model,
             architecture=type(model).__name__,
@@ -84,14 +96,8 @@ class LocalMember:
             template=self.prompts.kind,
             context=self.context_limit,
             stop_token_ids=self.stop_ids,
-            load_seconds=time.monotonic() - start,
+            load_seconds=seconds,
         )
-
-    @property
-    def report(self) -> MemberReport:
-        if self.runner.static is None:
-            return self._report
-        return replace(self._report, graphs=self.runner.static.graphs.report)
 
     @property
     def info(self) -> MemberInfo:

@@ -7,7 +7,6 @@ is cached).
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,17 +15,15 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from specfuse_shared.runtime.kernels import eager_kernel, grouped_kernel
 from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
 
 GROUPED, EAGER = "specfuse_grouped_sdpa", "specfuse_eager"
-_MOST_FOLDED_QUERIES = 128
 _LONG = {"cpu": 4}
 _DEFAULT_LONG = 64
 """From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
@@ -240,52 +237,6 @@ def running(batch: Attending) -> Iterator[None]:
         yield
     finally:
         _running.batch = None
-
-
-def grouped_kernel(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention that never copies keys and values for grouped-query heads.
-
-    Folds the G query heads of a key head into the query dimension: (B, H, Q, D) → (B, H/G, G·Q, D). Long queries
-    (prefill) and plain causal calls go to the library's own function.
-    """
-    batch, heads, queries, _ = query.shape
-    groups = heads // key.shape[1]
-    if attention_mask is None or groups == 1 or queries > _MOST_FOLDED_QUERIES or attention_mask.shape[1] != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    out = scaled_dot_product_attention(
-        query.reshape(batch, key.shape[1], groups * queries, query.shape[-1]),
-        key,
-        value,
-        attn_mask=attention_mask if queries == 1 else attention_mask.repeat(1, 1, groups, 1),
-        scale=scaling,
-    )
-    return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-def eager_kernel(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:
-    """The model's own plain attention (soft caps, attention sinks), which always wants a mask."""
-    if attention_mask is None:
-        queries = query.shape[2]
-        hidden = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
-        attention_mask = query.new_zeros(1, 1, queries, queries).masked_fill_(hidden, torch.finfo(query.dtype).min)
-    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    found: tuple[torch.Tensor, Any] = own(module, query, key, value, attention_mask, **kwargs)
-    return found
 
 
 def _in_batches(kernel: Kernel) -> Kernel:

@@ -5,47 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, Self, TypedDict, Unpack
-
-import torch
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Self, Unpack
 
 from specfuse_shared.config import EnsembleConfig, as_config
-from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, SpecFuseError
+from specfuse_shared.errors import EngineClosedError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.loading.planning import plan_ensemble, stated_context
-from specfuse_shared.loading.pretrained import LoadProgress, OnProgress
+from specfuse_shared.loading.planning import stated_context
+from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.member_config import MemberConfig
-from specfuse_shared.members.assembly import Assembly, assemble
+from specfuse_shared.members.assembly import Assembly, assemble, load_members
 from specfuse_shared.members.base import CacheUse, Member
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.messages import Tool
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
+from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
+from specfuse_shared.serving.forks import spare_forks
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.scheduler import Deliver, Request, Scheduler
+from specfuse_shared.serving.streams import EventStream, result_of
 from specfuse_shared.serving.tracing import AnswerSpan
 from specfuse_shared.text.tool_calls import ToolUse
-from specfuse_shared.types import MemberReport, Message, Tool
+from specfuse_shared.types import MemberReport
 
 logger = logging.getLogger(__name__)
-
-Conversation = str | Sequence[Message | Mapping[str, Any]]
-
-
-class CallOptions(TypedDict, total=False):
-    """What every answer takes besides its conversation and its `SamplingParams`."""
-
-    tools: Sequence[Tool | Mapping[str, Any]]
-    tool_choice: str
-    parallel_tool_calls: bool
-    timeout: float | None
 
 
 class EnsembleEngine:
@@ -104,7 +94,7 @@ class EnsembleEngine:
                     lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
                 self._assembly, self._scheduler = assembly, Scheduler(assembly, budget, self._metrics)
                 weakref.finalize(self, self._scheduler.close)
-                _spare_forks()
+                spare_forks()
         return self
 
     def describe(self) -> tuple[MemberReport, ...]:
@@ -130,7 +120,7 @@ class EnsembleEngine:
 
     def count_tokens(self, messages: Conversation, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> int:
         """Tokens of a prompt in the reference member's chat template, `tools` included; loads if need be."""
-        return len(self._reference().encode_prompt(_conversation(messages), ToolUse(_as_tools(tools)).offered))
+        return len(self._reference().encode_prompt(conversation_of(messages), ToolUse(tools_of(tools)).offered))
 
     # ── synchronous ──────────────────────────────────────────────────────────────────────────────
 
@@ -138,7 +128,7 @@ class EnsembleEngine:
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
         """Answer a conversation (or one question); the fold of `stream`."""
-        return _result(self.stream(messages, params, **options))
+        return result_of(self.stream(messages, params, **options))
 
     def stream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
@@ -149,9 +139,9 @@ class EnsembleEngine:
         `GenerationError` with the text so far. Closing or dropping the iterator stops the answer within one
         forward pass and frees its caches.
         """
-        items: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        items: SimpleQueue[Event | Exception] = SimpleQueue()
         request = self._submit(messages, params, items.put, **options)
-        return self._events(request, items)
+        return EventStream(items, partial(self._cancel, request))
 
     def generate_batch(
         self,
@@ -165,7 +155,7 @@ class EnsembleEngine:
 
         The first failure is raised once all have ended; `return_exceptions` puts failures in their places instead.
         """
-        each = _one_each(conversations, params)
+        each = one_each(conversations, params)
         outcomes: list[Any] = []
         for conversation, own in zip(conversations, each, strict=True):
             try:
@@ -175,7 +165,7 @@ class EnsembleEngine:
         for index, events in enumerate(outcomes):
             if not isinstance(events, Exception):
                 try:
-                    outcomes[index] = _result(events)
+                    outcomes[index] = result_of(events)
                 except SpecFuseError as error:
                     outcomes[index] = error
         failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -257,7 +247,7 @@ class EnsembleEngine:
         parallel_tool_calls: bool = False,
         timeout: float | None = None,
     ) -> Request:
-        conversation, offered = _conversation(messages), ToolUse(_as_tools(tools), tool_choice, parallel_tool_calls)
+        conversation, offered = conversation_of(messages), ToolUse(tools_of(tools), tool_choice, parallel_tool_calls)
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be a positive number of seconds, not {timeout!r}")
         self.load()
@@ -278,9 +268,6 @@ class EnsembleEngine:
         scheduler.submit(request, wait=self.config.when_busy == "wait")
         return request
 
-    def _events(self, request: Request, items: queue.SimpleQueue[Event | Exception]) -> Iterator[Event]:
-        return _Events(self, request, items)
-
     def _cancel(self, request: Request) -> None:
         if (scheduler := self._scheduler) is not None:
             scheduler.cancel(request)
@@ -295,23 +282,7 @@ class EnsembleEngine:
 
     def _assemble(self, on_progress: OnProgress | None) -> Assembly:
         """The members and their lanes; here is where members of another kind would come in."""
-        return assemble(tuple(self._load_all(on_progress)), self._metrics.forward)
-
-    def _load_all(self, on_progress: OnProgress | None) -> Iterator[LocalMember]:
-        names = self.config.names
-
-        def report(name: str, stage: str) -> None:
-            index = names.index(name) + 1
-            logger.info("member %s (%d of %d): %s", name, index, len(names), stage)
-            if on_progress is not None:
-                on_progress(LoadProgress(name, index, len(names), stage))
-
-        plan, execution = plan_ensemble(self.config, convert=True, on_stage=report), self.config.execution
-        for config in self.config.member_configs:
-            tell, place = partial(report, config.label), plan.of(config.label)
-            folder = self.config.cache_dir
-            yield LocalMember(config, cache_dir=folder, on_stage=tell, place=place, execution=execution)
-            tell("ready")
+        return assemble(tuple(load_members(self.config, on_progress)), self._metrics.forward)
 
     def _reference(self) -> Member:
         self.load()
@@ -325,73 +296,3 @@ class EnsembleEngine:
                 "this engine belongs to the process that this one was forked from: make a new one here, or let "
                 "ChatSpecFuse, SpecFuseLLM or lease_engine find one (they do so by themselves)"
             )
-
-
-@cache
-def _spare_forks() -> None:
-    """Let processes that are forked from this one compute with one thread each.
-
-    The threads that OpenMP keeps do not survive a fork, and the next one to ask for them would wait for ever.
-    """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
-
-
-class _Events(Iterator[Event]):
-    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated."""
-
-    def __init__(self, engine: EnsembleEngine, request: Request, items: queue.SimpleQueue[Event | Exception]) -> None:
-        self._engine, self._request, self._items = engine, request, items
-        self._over = False
-
-    def __next__(self) -> Event:
-        if self._over:
-            raise StopIteration
-        try:
-            item = self._items.get()
-        except BaseException:  # Ctrl-C while waiting
-            self.close()
-            raise
-        if isinstance(item, Exception):
-            self._over = True
-            raise item
-        self._over = isinstance(item, FinishEvent)
-        return item
-
-    def close(self) -> None:
-        """Stop the answer and free its caches."""
-        if not self._over:
-            self._over = True
-            self._engine._cancel(self._request)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _conversation(messages: Conversation) -> list[Message]:
-    if isinstance(messages, str):
-        return [Message("user", messages)]
-    return [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
-
-
-def _as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
-    return [tool if isinstance(tool, Tool) else Tool.from_dict(tool) for tool in tools]
-
-
-def _result(events: Iterator[Event]) -> EnsembleResult:
-    for event in events:
-        if isinstance(event, FinishEvent):
-            return event.result
-    raise AssertionError("a stream ends with a FinishEvent")
-
-
-def _one_each(
-    conversations: Sequence[Conversation], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams | None]:
-    if isinstance(conversations, str):
-        raise RequestError("generate_batch takes a list of conversations, not one text")
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * len(conversations)
-    if len(params) != len(conversations):
-        raise ConfigError(f"{len(params)} params for {len(conversations)} conversations: give one for each, or one")
-    return list(params)

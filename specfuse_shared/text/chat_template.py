@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from specfuse_shared.errors import MemberLoadError, RequestError
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec, whole_characters
+from specfuse_shared.text.roles import STEPS, Turn, marked, told
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.text.thinking import end_of_thoughts, find_markers
-from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, call_text, plain_description
-from specfuse_shared.types import Message, Tool
+from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, plain_description
 
 PLAIN_TEMPLATE = """\
 {{- bos_token -}}
@@ -36,8 +37,6 @@ PLAIN_TEMPLATE = """\
 
 PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### Assistant:")
 """A base model ends its turn by opening the next one; its draft is cut there."""
-
-Turn = dict[str, Any]
 
 
 class PromptEncoder:
@@ -139,8 +138,8 @@ class PromptEncoder:
         if "tools" in self.template and self._shows(turns, tools):
             native = self._normalised(turns, tools)
             # all members write one answer: one whose template teaches another syntax is told the common one
-            return native if CALL_OPEN in native else self._normalised(_told(turns, CALL_SYNTAX), tools)
-        return self._normalised(_told(turns, plain_description([tool["function"] for tool in tools])))
+            return native if CALL_OPEN in native else self._normalised(told(turns, CALL_SYNTAX), tools)
+        return self._normalised(told(turns, plain_description([tool["function"] for tool in tools])))
 
     def _shows(self, turns: list[Turn], tools: list[dict[str, Any]]) -> bool:
         try:
@@ -152,7 +151,7 @@ class PromptEncoder:
     def _normalised(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render; where the template refuses or drops a message, normalise one step further and try again."""
         problem = ""
-        for step in (_as_given, _merge_system, _tools_as_text, _alternate, _fold_system):
+        for step in STEPS:
             turns = step(turns)
             try:
                 rendered, lost = self.render(turns, tools), self._lost(turns, tools)
@@ -166,9 +165,9 @@ class PromptEncoder:
 
     def _lost(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> Turn | None:
         """A turn whose text or calls the template leaves out, found by markers in their place."""
-        marked = [_marked(turn, f"specfuse-{number}-") for number, turn in enumerate(turns)]
-        rendered = self.render([turn for turn, _ in marked], tools)
-        return next((t for t, (_, marks) in zip(turns, marked, strict=True) for m in marks if m not in rendered), None)
+        probes = [marked(turn, f"specfuse-{number}-") for number, turn in enumerate(turns)]
+        rendered = self.render([turn for turn, _ in probes], tools)
+        return next((t for t, (_, marks) in zip(turns, probes, strict=True) for m in marks if m not in rendered), None)
 
     def _parse(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
@@ -246,76 +245,6 @@ def control_ids(tokenizer: Any, template: str) -> frozenset[int]:
         if token.special or (len(content) > 1 and content in template):
             ids.add(token_id)
     return frozenset(ids)
-
-
-# ── steps of normalisation, each applied on top of the ones before ──────────────────────────────────
-
-
-def _as_given(turns: list[Turn]) -> list[Turn]:
-    return turns
-
-
-def _told(turns: list[Turn], text: str) -> list[Turn]:
-    """The conversation with a further system text."""
-    return _merge_system([*turns, {"role": "system", "content": text}])
-
-
-def _merge_system(turns: list[Turn]) -> list[Turn]:
-    """All system messages as one, in front."""
-    system = [t["content"] for t in turns if t["role"] == "system"]
-    rest = [t for t in turns if t["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(system)}, *rest] if system else rest
-
-
-def _tools_as_text(turns: list[Turn]) -> list[Turn]:
-    """Tool calls as text of the assistant, tool results as text of the user."""
-
-    def plain(turn: Turn) -> Turn:
-        if turn["role"] == "tool":
-            name = turn.get("name") or "tool"
-            return {"role": "user", "content": f"Result of {name}:\n{turn['content']}"}
-        calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in turn.get("tool_calls", ())]
-        return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
-
-    return [plain(t) for t in turns]
-
-
-def _alternate(turns: list[Turn]) -> list[Turn]:
-    """Neighbours of one role as one message; a conversation that starts with the assistant gets an empty question."""
-    merged: list[Turn] = []
-    for turn in turns:
-        if merged and merged[-1]["role"] == turn["role"]:
-            merged[-1] = {"role": turn["role"], "content": f"{merged[-1]['content']}\n\n{turn['content']}"}
-        else:
-            merged.append(turn)
-    start = 1 if merged[0]["role"] == "system" else 0
-    if len(merged) == start or merged[start]["role"] == "assistant":
-        merged.insert(start, {"role": "user", "content": "(the conversation so far)" if len(merged) > start else ""})
-    return merged
-
-
-def _fold_system(turns: list[Turn]) -> list[Turn]:
-    """The system text in front of the first user message."""
-    if turns[0]["role"] != "system":
-        return turns
-    system, first, *rest = turns
-    return [{"role": "user", "content": f"{system['content']}\n\n{first['content']}".strip()}, *rest]
-
-
-def _marked(turn: Turn, mark: str) -> tuple[Turn, list[str]]:
-    """The turn with markers for its text and the names of its calls, and these markers."""
-    marks, marked = [], dict(turn)
-    if turn["content"].strip():
-        marked["content"] = f"{mark}text"
-        marks.append(marked["content"])
-    if "tool_calls" in turn:
-        names = [f"{mark}call-{number}-" for number in range(len(turn["tool_calls"]))]
-        marked["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": name}}
-            for call, name in zip(turn["tool_calls"], names, strict=True)
-        ]
-        marks += names
-    return marked, marks
 
 
 def _alternation(strings: Sequence[str]) -> re.Pattern[str] | None:

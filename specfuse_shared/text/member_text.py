@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS, PromptEncoder
 from specfuse_shared.text.constraint import token_vocabulary
-from specfuse_shared.types import Message, Tool
 
 
 class MemberText:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specfuse_shared.errors import UnfinishedValueError
+from specfuse_shared.messages import Message, Tool, ToolCall
 from specfuse_shared.text.grammar import Grammar, styled
 from specfuse_shared.text.stops import partial_stop
-from specfuse_shared.types import Message, Tool, ToolCall
 from specfuse_shared.validation import check, check_choice
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"

@@ -25,8 +25,9 @@ from specfuse_shared.members.stages import (
     Verdicts,
     Verify,
 )
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Encoding
-from specfuse_shared.types import MemberReport, Message, Tool
+from specfuse_shared.types import MemberReport
 
 Say = Callable[[str, int], str]
 """(the answer so far, how many words at most) → what a member would say next; an end of turn is "."."""

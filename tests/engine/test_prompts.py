@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.errors import MemberLoadError, RequestError
 from specfuse_shared.members.jobs import run_stage
+from specfuse_shared.messages import ToolCall
 from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.types import ToolCall
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer
 

@@ -17,7 +17,7 @@ from langchain_core.messages import (
 from langchain_specfuse.messages import to_messages
 from specfuse_shared import Message
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import ToolCall
+from specfuse_shared.messages import ToolCall
 
 
 def test_every_role_of_a_conversation_is_kept() -> None:

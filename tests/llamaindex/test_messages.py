@@ -23,7 +23,7 @@ from llama_index.core.base.llms.types import (
 from llamaindex_specfuse.messages import to_messages
 from specfuse_shared import Message
 from specfuse_shared.errors import RequestError
-from specfuse_shared.types import ToolCall
+from specfuse_shared.messages import ToolCall
 
 
 @pytest.mark.parametrize("role", list(MessageRole))

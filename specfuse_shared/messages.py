@@ -1,0 +1,130 @@
+"""What a conversation is made of: messages, tools and calls of tools. Plain data, checked when it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from specfuse_shared.errors import RequestError
+
+Role = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
+_OPENAI_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that an answer may call. `parameters`: JSON schema of its arguments, an object.
+
+    `strict` refuses a schema with keywords that no grammar can promise; else these are ignored.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise RequestError(f"a tool needs a name, not {self.name!r}")
+        if not isinstance(self.parameters, Mapping) or self.parameters.get("type", "object") != "object":
+            raise RequestError(f"the parameters of tool {self.name!r} must be the JSON schema of an object")
+
+    @classmethod
+    def from_dict(cls, tool: Mapping[str, Any]) -> Self:
+        """A tool as OpenAI's clients describe it: {"type": "function", "function": {"name": …, "parameters": …}}.
+
+        Raises `RequestError` for tools that a provider runs itself, such as {"type": "web_search"}.
+        """
+        function = tool.get("function", tool)
+        if tool.get("type", "function") != "function" or not isinstance(function, Mapping) or "name" not in function:
+            raise RequestError(
+                f"the tool {dict(tool)!r} is none that this engine can offer: give a function with a name and the "
+                "JSON schema of its parameters (tools that a provider runs itself do not exist here)"
+            )
+        given = {key: function.get(key) for key in ("description", "parameters", "strict")}
+        return cls(function["name"], **{key: value for key, value in given.items() if value is not None})
+
+    def as_function(self) -> dict[str, Any]:
+        """The tool as chat templates and other frameworks describe it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that an assistant message made: tool `name`, its `arguments` and an `id` for the answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+    @classmethod
+    def from_dict(cls, call: Mapping[str, Any]) -> Self:
+        """A call as OpenAI's clients write it, its arguments as JSON. Raises `RequestError`."""
+        function = call.get("function")
+        if not isinstance(function, Mapping) or "name" not in function:
+            raise RequestError(f"a tool call needs a function with a name, not {dict(call)!r}")
+        return cls(function["name"], arguments_of(function.get("arguments")), call.get("id"))
+
+
+def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """The arguments of a call, which may come as JSON. Raises `RequestError` if they are no object."""
+    if isinstance(arguments, Mapping):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (TypeError, json.JSONDecodeError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise RequestError(f"the arguments of a tool call are no JSON object: {arguments!r}")
+    return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation.
+
+    `content` is text and stays text: control strings inside it never become control tokens of a member.
+    """
+
+    role: Role
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise RequestError(f"message role {self.role!r} is unknown: use one of {', '.join(ROLES)}")
+        if not isinstance(self.content, str):
+            raise RequestError(
+                f"message content must be text, not {type(self.content).__name__}: this engine reads text only"
+            )
+
+    @classmethod
+    def from_dict(cls, message: Mapping[str, Any]) -> Self:
+        """A message as OpenAI's clients write it; its content is text, or parts of it. Raises `RequestError`."""
+        known = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio")
+        if unknown := sorted(set(message) - set(known)):
+            raise RequestError(f"a message has no {unknown}: it may hold {', '.join(known[:5])}")
+        return cls(
+            role=_OPENAI_ROLES.get(message.get("role", ""), message.get("role", "")),
+            content=_text_of(message.get("content")),
+            name=message.get("name"),
+            tool_calls=tuple(map(ToolCall.from_dict, message.get("tool_calls") or ())),
+            tool_call_id=message.get("tool_call_id"),
+        )
+
+
+def _text_of(content: Any) -> Any:
+    """The text of OpenAI's message content: a string, or parts of text."""
+    if not isinstance(content, (list, tuple)):
+        return content or ""
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in ("text", "refusal"):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"a message holds a part of type {kind!r}: this engine reads text only")
+    return "".join(str(part.get(part["type"]) or "") for part in content)

@@ -1,0 +1,43 @@
+"""What a call of the engine takes: a conversation, its settings, and tools, as `Message`s or as OpenAI has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from specfuse_shared.errors import ConfigError, RequestError
+from specfuse_shared.messages import Message, Tool
+from specfuse_shared.sampling_params import SamplingParams
+
+Conversation = str | Sequence[Message | Mapping[str, Any]]
+
+
+class CallOptions(TypedDict, total=False):
+    """What every answer takes besides its conversation and its `SamplingParams`."""
+
+    tools: Sequence[Tool | Mapping[str, Any]]
+    tool_choice: str
+    parallel_tool_calls: bool
+    timeout: float | None
+
+
+def conversation_of(messages: Conversation) -> list[Message]:
+    if isinstance(messages, str):
+        return [Message("user", messages)]
+    return [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
+
+
+def tools_of(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
+    return [tool if isinstance(tool, Tool) else Tool.from_dict(tool) for tool in tools]
+
+
+def one_each(
+    conversations: Sequence[Conversation], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams | None]:
+    if isinstance(conversations, str):
+        raise RequestError("generate_batch takes a list of conversations, not one text")
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * len(conversations)
+    if len(params) != len(conversations):
+        raise ConfigError(f"{len(params)} params for {len(conversations)} conversations: give one for each, or one")
+    return list(params)

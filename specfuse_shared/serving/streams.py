@@ -1,0 +1,47 @@
+"""The events of one answer, as whoever asked for it takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.results import EnsembleResult
+
+
+class EventStream(Iterator[Event]):
+    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated."""
+
+    def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None]) -> None:
+        self._items, self._cancel, self._over = items, cancel, False
+
+    def __next__(self) -> Event:
+        if self._over:
+            raise StopIteration
+        try:
+            item = self._items.get()
+        except BaseException:  # Ctrl-C while waiting
+            self.close()
+            raise
+        if isinstance(item, Exception):
+            self._over = True
+            raise item
+        self._over = isinstance(item, FinishEvent)
+        return item
+
+    def close(self) -> None:
+        """Stop the answer and free its caches."""
+        if not self._over:
+            self._over = True
+            self._cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def result_of(events: Iterator[Event]) -> EnsembleResult:
+    """The fold of a stream."""
+    for event in events:
+        if isinstance(event, FinishEvent):
+            return event.result
+    raise AssertionError("a stream ends with a FinishEvent")

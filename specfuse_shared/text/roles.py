@@ -1,0 +1,81 @@
+"""Roles that a chat template does not know, normalised: each step works on top of the ones before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specfuse_shared.text.tool_calls import call_text
+
+Turn = dict[str, Any]
+"""A message as chat templates read it."""
+
+
+def as_given(turns: list[Turn]) -> list[Turn]:
+    return turns
+
+
+def told(turns: list[Turn], text: str) -> list[Turn]:
+    """The conversation with a further system text."""
+    return merge_system([*turns, {"role": "system", "content": text}])
+
+
+def merge_system(turns: list[Turn]) -> list[Turn]:
+    """All system messages as one, in front."""
+    system = [t["content"] for t in turns if t["role"] == "system"]
+    rest = [t for t in turns if t["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *rest] if system else rest
+
+
+def tools_as_text(turns: list[Turn]) -> list[Turn]:
+    """Tool calls as text of the assistant, tool results as text of the user."""
+
+    def plain(turn: Turn) -> Turn:
+        if turn["role"] == "tool":
+            name = turn.get("name") or "tool"
+            return {"role": "user", "content": f"Result of {name}:\n{turn['content']}"}
+        calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in turn.get("tool_calls", ())]
+        return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
+
+    return [plain(t) for t in turns]
+
+
+def alternate(turns: list[Turn]) -> list[Turn]:
+    """Neighbours of one role as one message; a conversation that starts with the assistant gets an empty question."""
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and merged[-1]["role"] == turn["role"]:
+            merged[-1] = {"role": turn["role"], "content": f"{merged[-1]['content']}\n\n{turn['content']}"}
+        else:
+            merged.append(turn)
+    start = 1 if merged[0]["role"] == "system" else 0
+    if len(merged) == start or merged[start]["role"] == "assistant":
+        merged.insert(start, {"role": "user", "content": "(the conversation so far)" if len(merged) > start else ""})
+    return merged
+
+
+def fold_system(turns: list[Turn]) -> list[Turn]:
+    """The system text in front of the first user message."""
+    if turns[0]["role"] != "system":
+        return turns
+    system, first, *rest = turns
+    return [{"role": "user", "content": f"{system['content']}\n\n{first['content']}".strip()}, *rest]
+
+
+def marked(turn: Turn, mark: str) -> tuple[Turn, list[str]]:
+    """The turn with markers for its text and the names of its calls, and these markers."""
+    marks, marked = [], dict(turn)
+    if turn["content"].strip():
+        marked["content"] = f"{mark}text"
+        marks.append(marked["content"])
+    if "tool_calls" in turn:
+        names = [f"{mark}call-{number}-" for number in range(len(turn["tool_calls"]))]
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": name}}
+            for call, name in zip(turn["tool_calls"], names, strict=True)
+        ]
+        marks += names
+    return marked, marks
+
+
+STEPS = (as_given, merge_system, tools_as_text, alternate, fold_system)
+"""In this order, until a template keeps every message."""
