@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, demo_members
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.results import EnsembleResult
+from tests.engine.comparing import local_members
 from tests.engine.naive import naive_rounds
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
@@ -39,7 +40,7 @@ class Bench:
             members=demo_members(dtype="bfloat16"), segment_tokens=10, exit="never", reuse_prefixes=False
         )
         self.engine = EnsembleEngine(config).load()
-        self.members = [m for m in self.engine._members if isinstance(m, LocalMember)]
+        self.members = local_members(self.engine)
         self.tokens, self.repeats = tokens, repeats
 
     def prompt(self, size: int) -> list[Message]:
@@ -50,7 +51,8 @@ class Bench:
         return [Message("user", text)]
 
     def answer(self, messages: list[Message], tokens: int) -> EnsembleResult:
-        return self.engine.generate(messages, SamplingParams(max_tokens=tokens))
+        """An answer of exactly so many tokens."""
+        return self.engine.generate(messages, SamplingParams(max_tokens=tokens, ignore_eos=True))
 
     @torch.inference_mode()
     def generate(self, member: LocalMember, messages: list[Message], count: int) -> float:
@@ -77,7 +79,7 @@ class Bench:
         return Figure(f"overhead, {size}-token prompt", statistics.median(ratios), target, False, notes)
 
     def naive(self, size: int, rounds: int) -> Figure:
-        messages, params = self.prompt(size), SamplingParams(max_tokens=500)
+        messages, params = self.prompt(size), SamplingParams(max_tokens=500, ignore_eos=True)
         start = time.perf_counter()
         list(islice(naive_rounds(self.engine.config, self.members, messages, params), rounds))
         slow = time.perf_counter() - start

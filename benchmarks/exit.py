@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,11 +24,12 @@ from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
 from weakened import noisy
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
-from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.serving.scheduler import run_alone
+from specfuse_shared.types import Message
+from tests.engine.comparing import local_members, open_session
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
 """(demo member, noise) of the three degraded members."""
@@ -49,12 +51,10 @@ def answers(
     engine: EnsembleEngine, settings: dict[str, Any], rows: list[dict[str, Any]], tokens: int
 ) -> Iterator[EnsembleResult]:
     """Greedy answers under an exit policy, on members that stay loaded."""
-    config = replace(engine.config, **settings)
+    config, members = replace(engine.config, **settings), local_members(engine)
     for row in track(rows, description=str(settings)):
-        session = AnswerSession(
-            config, engine.load()._members, [Message("user", row["prompt"])], SamplingParams(max_tokens=tokens)
-        )
-        *_, last = run_alone(session)
+        question = [Message("user", row["prompt"])]
+        *_, last = open_session(config, members, question, SamplingParams(max_tokens=tokens)).events()
         yield last.result  # type: ignore[union-attr]
 
 

@@ -32,6 +32,7 @@ from shapes import members
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
 from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.jobs import run_stage
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_session import LocalSession
@@ -64,8 +65,8 @@ class LoadedEngine(EnsembleEngine):
         super().__init__(EnsembleConfig(names, exit="never", reuse_prefixes=False, segment_tokens=SEGMENT))
         self._loaded = members
 
-    def _load_all(self, on_progress: OnProgress | None) -> Iterator[LocalMember]:
-        return iter(self._loaded)
+    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+        return assemble(self._loaded, self._metrics.forward)
 
 
 class Bench:
