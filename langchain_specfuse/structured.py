@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ from langchain_core.output_parsers import (
 )
 from langchain_core.output_parsers.base import BaseGenerationOutputParser
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
@@ -91,9 +93,8 @@ def _cut(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
-    """What LangSmith shows of the schema; the chat model takes it out of the call again."""
+    """What LangSmith shows of the schema, in LangChain's own words; the chat model takes it out of the call again."""
     if schema is None:
         return {}
-    told = json_schema_of(schema)
-    shown = {"name": told.get("title", "output"), "parameters": told}
-    return {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": shown}}
+    named = {"title": "output", **json_schema_of(schema)} if isinstance(schema, Mapping) else schema
+    return {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": convert_to_openai_tool(named)}}
