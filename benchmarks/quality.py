@@ -127,7 +127,7 @@ def table(
     variants: Names = (),
     half: Half = "choose",
     tasks: Tasks = COMPARED_TASKS,
-    rows: int | None = None,
+    rows: Annotated[int | None, typer.Option(min=2, help="at most this many of each task")] = None,
     against: Annotated[str, typer.Option(help="a variant, or `best`: the best member of each column")] = "best",
     out: Annotated[Path | None, typer.Option(help="JSON file; the plot goes beside it")] = None,
     markdown: Annotated[bool, typer.Option(help="print a Markdown table")] = False,
