@@ -7,6 +7,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ifeval
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from rouge_score.rouge_scorer import RougeScorer
 
 from specfuse_shared.fusion.repetition import TIMES, ends_in_circle
+from specfuse_shared.loading.demo import sentence_encoder
 
 Encode = Callable[[list[str]], NDArray[np.float32]]
 """Texts → their embeddings, a row of length 1 each."""
@@ -22,13 +24,39 @@ Encode = Callable[[list[str]], NDArray[np.float32]]
 _ROUGE = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*\.?\d*")
 
-MAIN = {"instruct": "rougeL", "rag": "f1", "math": "exact", "ifeval": "followed"}
-"""The metric by which each task is judged."""
+COMPARED = {
+    "open": ("rougeL", "cosine"),
+    "instruct": ("rougeL",),
+    "rag": ("f1", "contains"),
+    "math": ("exact",),
+    "ifeval": ("followed",),
+}
+"""The metrics by which each task is judged."""
 
 
 def score(row: Mapping[str, Any], answer: str) -> dict[str, float]:
-    """Every metric of the row's task, 0 to 100; an empty answer scores 0."""
+    """Every metric of the row's task that needs no model, 0 to 100; an empty answer scores 0."""
     return {name: 100.0 * value for name, value in _TASKS[row["task"]](row, answer.strip()).items()}
+
+
+def sentence_vectors() -> Encode:
+    """Embeddings of the demo's sentence encoder (all-MiniLM-L6-v2)."""
+    return partial(sentence_encoder().encode, normalize_embeddings=True, show_progress_bar=False)
+
+
+def cosines(references: Sequence[Sequence[str]], answers: Sequence[str], encode: Encode) -> list[float]:
+    """How near each answer is in meaning to the nearest of its references: the cosine of their embeddings, times 100.
+
+    Beside ROUGE, which brevity flatters. An empty answer scores 0, as does one that points elsewhere.
+    """
+    wanted = list(dict.fromkeys(text for own in references for text in own))
+    place = {text: n for n, text in enumerate(wanted)}
+    targets, found = encode(wanted), encode(list(answers))
+    nearest = [
+        max(float(targets[place[text]] @ vector) for text in own) if answer.strip() else 0.0
+        for own, answer, vector in zip(references, answers, found, strict=True)
+    ]
+    return [100.0 * max(0.0, cosine) for cosine in nearest]
 
 
 def goes_in_circles(answer: str) -> bool:
@@ -76,11 +104,18 @@ def _rouge(row: Mapping[str, Any], answer: str) -> dict[str, float]:
 
 
 def _passage(row: Mapping[str, Any], answer: str) -> dict[str, float]:
-    """Exact match and F1 over normalised words (SQuAD, Rajpurkar et al. 2016)."""
+    """Exact match and F1 over normalised words (SQuAD, Rajpurkar et al. 2016), and whether a reference is in it."""
     return {
+        "contains": float(any(_contains(_plain(answer), _plain(r)) for r in row["references"])),
         "exact": max(float(_plain(answer) == _plain(r)) for r in row["references"]),
         "f1": max(_f1(_plain(answer), _plain(r)) for r in row["references"]),
     }
+
+
+def _contains(words: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the wanted words stand among the words in a row."""
+    size = len(wanted)
+    return size > 0 and any(list(words[n : n + size]) == list(wanted) for n in range(len(words) - size + 1))
 
 
 def _plain(text: str) -> list[str]:
@@ -107,6 +142,7 @@ def _instructions(row: Mapping[str, Any], answer: str) -> dict[str, float]:
 
 
 _TASKS: dict[str, Callable[[Mapping[str, Any], str], dict[str, float]]] = {
+    "open": _rouge,
     "instruct": _rouge,
     "rag": _passage,
     "math": _number,

@@ -14,13 +14,18 @@ from specfuse_shared.loading.gguf import cache_folder
 
 WEAKENED = cache_folder() / "weakened"
 SMOL, GEMMA = demo_members(dtype="bfloat16")
-UNTAUGHT = replace(SMOL, name="smollm2-untaught", adapter=None)
+PUBLISHED = replace(SMOL, name="smollm2-published", adapter=None)
 
 Members = Callable[[], Sequence[MemberConfig]]
 
 
 def pair() -> Sequence[MemberConfig]:
     return SMOL, GEMMA
+
+
+def published_pair() -> Sequence[MemberConfig]:
+    """SmolLM2 as it was published, and Gemma (a base model) with the adapter that taught it to answer."""
+    return PUBLISHED, GEMMA
 
 
 def _weighing(weight: float) -> Sequence[MemberConfig]:
@@ -30,19 +35,21 @@ def _weighing(weight: float) -> Sequence[MemberConfig]:
 
 @dataclass(frozen=True)
 class Variant:
-    """`settings` over a preset, for the `members`."""
+    """`settings` over a preset, for the `members`; `alone`: the variants of those whose answers are its measure."""
 
     about: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     preset: str = "default"
     members: Members = pair
+    alone: tuple[str, ...] = (SMOL.label, GEMMA.label)
 
 
-MEMBERS = [SMOL.label, GEMMA.label]
+BARS = (PUBLISHED.label, SMOL.label, GEMMA.label)
+"""Members alone: each column of a table is compared with the best of them there."""
 VARIANTS: dict[str, Variant] = {
     SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
-    UNTAUGHT.label: Variant("a member alone, without its adapter", members=lambda: [UNTAUGHT]),
+    PUBLISHED.label: Variant("a member alone, as published: without its adapter", members=lambda: [PUBLISHED]),
     "default": Variant("the measured default"),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
@@ -129,6 +136,35 @@ _add(
 )
 
 
+# candidates compared over equal stretches; what is not said is as in the default
+STRETCH = {"score": "stretch"}
+_add(
+    "equal stretches",
+    stretch=STRETCH,
+    stretch_part={**STRETCH, "per": "byte"},
+    stretch_word={**STRETCH, "stretch": "word"},
+    stretch_part_word={**STRETCH, "per": "byte", "stretch": "word"},
+    stretch_geometric={**STRETCH, "aggregate": "geometric_mean"},
+    stretch_part_geometric={**STRETCH, "per": "byte", "aggregate": "geometric_mean"},
+    stretch_uniform={**STRETCH, "feedback": "uniform"},
+    stretch_sqrt_decay={**STRETCH, "feedback": "sqrt_decay"},
+    stretch_exit={**STRETCH, "exit": "entropy"},
+    stretch_late_exit={**STRETCH, "exit": "entropy", "exit_threshold": 0.25},
+    stretch_fixed={**STRETCH, "exit": "fixed"},
+    stretch_no_guard={**STRETCH, "repetition_guard": False},
+    stretch_one_round={**STRETCH, "segment_tokens": 160},
+    stretch_5_10={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 10},
+    **{f"stretch_{n}": {**STRETCH, "segment_tokens": n} for n in (2, 3, 8, 10, 20)},
+)
+for _name in ("default", "specfuse", *(name for name in VARIANTS if name.split("-")[0] == "stretch")):
+    VARIANTS[f"{_name}-published"] = replace(
+        VARIANTS[_name],
+        about=f"{VARIANTS[_name].about}; SmolLM2 as published",
+        members=published_pair,
+        alone=(PUBLISHED.label, GEMMA.label),
+    )
+
+
 WEAK: dict[str, tuple[str, Members]] = {
     "babbler": ("with a member that babbles", lambda: [noisy(SMOL, 0.6, WEAKENED)]),
     "repeater": ("with a member that repeats", lambda: [shallow(SMOL, 4, WEAKENED)]),
@@ -152,6 +188,8 @@ LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
 for _preset in ("default", "specfuse", "specem"):
     for _name, (_about, _weak) in WEAK.items():
         VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _weak))
+for _name, (_about, _weak) in WEAK.items():
+    VARIANTS[f"stretch-{_name}"] = Variant(_about, STRETCH, members=partial(_beside, _weak))
 _add("two answers at a time in 64 MiB of caches", default_little_memory=LITTLE)
 
 

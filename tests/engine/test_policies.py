@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +13,6 @@ from specfuse_shared import policies
 from specfuse_shared.config import AGGREGATES, PER, SCORES, EnsembleConfig
 from specfuse_shared.policies import (
     CandidateLogprobs,
-    Electorate,
     MeanLogprob,
     MeanProb,
     OnlineFeedback,
@@ -82,18 +78,6 @@ def test_each_setting_of_a_score_makes_the_policy_that_it_names() -> None:
     assert made[("stretch", "byte")] == Stretch("byte", "shortest")
     assert EnsembleConfig(["a/b"], score="stretch", stretch="word").score_policy() == Stretch("token", "word")
     assert made[("mean_logprob", "root")] == MeanLogprob("root")
-
-
-def test_the_documented_policy_of_a_users_own_decides_a_round() -> None:
-    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
-    [example] = [code for code in re.findall(r"(?ms)^```python\n(.*?)^```", text) if "aggregate=" in code]
-    names: dict[str, Any] = {}
-    exec(example, names)
-    config = names["config"]
-    row = [CandidateLogprobs(text, False, [logprob], [1]) for text, logprob in (("a", -1.0), ("b", -2.0), ("c", -0.5))]
-    voters = Electorate(config.score_policy(), config.aggregate_policy(), [1.0])
-    election = voters.elect([row], [[0], [], []], [False] * 3)
-    assert (election.votes, election.winner) == ([1, 0, 2], 2)
 
 
 OWN = [[0], [1]]
