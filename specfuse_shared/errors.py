@@ -1,20 +1,22 @@
 """Every error of the engine, in one tree.
 
-SpecFuseError
-├── ConfigError              a setting that cannot work (also a ValueError)
-│   ├── GrammarError         a schema, expression or grammar that cannot be used
-│   └── MissingExtraError    a package that an optional part needs (also an ImportError)
-├── MemberLoadError          weights, tokenizer or template of a member cannot be used
-│   ├── PlacementError         the devices have no room for a member, or not the one it names
-│   └── UnsupportedModelError  no verification path gives the model's own probabilities
-├── RequestError             one request cannot be served; the engine is unharmed
-│   ├── PromptTooLongError   the prompt leaves a member no room to answer
-│   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
-├── EngineBusyError          the queue is full, and the engine was told not to wait
-├── GenerationError          a running answer failed; carries the text so far
-│   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
-│   └── UnfinishedValueError   an answer under a grammar ended before its value was complete (also a ValueError)
-└── EngineClosedError        the engine was closed
+    SpecFuseError
+    ├── ConfigError              a setting that cannot work (also a ValueError)
+    │   ├── GrammarError         a schema, expression or grammar that cannot be used
+    │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
+    ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
+    │   ├── PlacementError        the devices have no room for a member, or not the one it names
+    │   └── UnsupportedModelError no verification path gives the model's own probabilities
+    ├── RequestError             one request cannot be served; the engine is unharmed
+    │   ├── PromptTooLongError   the prompt leaves a member no room to answer
+    │   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
+    ├── EngineBusyError          the queue is full, and the engine was told not to wait
+    ├── GenerationError          a running answer failed; carries the text so far
+    │   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
+    │   └── UnfinishedValueError  under a grammar, it ended before its value was complete (also a ValueError)
+    └── EngineClosedError        the engine was closed
+
+Every one of them survives pickling.
 """
 
 from __future__ import annotations

@@ -32,7 +32,16 @@ from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.leases import EngineLease, lease_engine
 from specfuse_shared.validation import unknown_setting
 
-Members = Literal["demo"] | Sequence[str | MemberConfig] | None
+Members = Annotated[
+    Literal["demo"] | Sequence[str | MemberConfig] | None,
+    PlainValidator(lambda value: _as_members(value)),
+    PlainSerializer(lambda value: plain(value)),
+]
+Config = Annotated[
+    EnsembleConfig | None,
+    PlainValidator(lambda value: _as_config(value)),
+    PlainSerializer(lambda value: value and plain_config(value)),
+]
 OnSegment = Callable[[SegmentEvent], None]
 
 TRANSPORT_OPTIONS = frozenset(
@@ -55,17 +64,9 @@ class EnsembleSettings(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True)
 
-    members: Annotated[
-        Members,
-        PlainValidator(lambda value: _as_members(value)),
-        PlainSerializer(lambda value: plain(value)),
-    ] = None
+    members: Members = None
     """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
-    config: Annotated[
-        EnsembleConfig | None,
-        PlainValidator(lambda value: _as_config(value)),
-        PlainSerializer(lambda value: value and plain_config(value)),
-    ] = None
+    config: Config = None
     """Members together with how a round is decided; that of `engine` if one is given."""
     engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
     """An engine to share; without one, equal configurations share one engine of this process."""

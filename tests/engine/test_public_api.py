@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
+import re
 import subprocess
 import sys
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -104,3 +108,23 @@ def test_importing_the_engine_imports_no_framework() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["EnsembleConfig", "MemberConfig", "SamplingParams"])
+def test_every_setting_says_below_itself_what_it_does(name: str) -> None:
+    settings = public()[name]
+    (definition,) = ast.parse(inspect.getsource(settings)).body
+    assert isinstance(definition, ast.ClassDef)
+    documented = [
+        field.target.id
+        for field, below in itertools.pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and below.value.value
+    ]
+    assert documented == [field.name for field in dataclasses.fields(settings)]
+
+
+def test_the_reference_shows_every_public_name() -> None:
+    pages = Path(__file__).parents[2].joinpath("docs", "api").glob("*.md")
+    shown = {name for page in pages for name in re.findall(r"(?m)^::: [\w.]+\.(\w+)$", page.read_text("utf-8"))}
+    assert set(specfuse_shared.__all__) - shown - {*vars(errors)} == {"Event"}, "Event is the union of those shown"
