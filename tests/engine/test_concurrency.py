@@ -329,7 +329,7 @@ def test_a_forked_child_gets_a_clear_error_and_a_fresh_registry(engine: Ensemble
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    assert "make a new one in this one" in answers.get()
+    assert "make a new one here" in answers.get()
     assert answers.get() == "fresh"
     assert engine.generate("Parent?", SamplingParams(max_tokens=5)).text
 

@@ -16,8 +16,9 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
     members = local_members(demo_engine)
     config = with_settings(demo_engine.config, exit="never")
     session = open_session(config, members, [Message("user", text)], SamplingParams(max_tokens=70))
-    events, sides = session.events(), session.participants
+    events = session.events()
     assert isinstance(next(events), StartEvent)
+    sides = session.participants
     assert all(side.session.counts.computed == 0 for side in sides.values()), "the prompt is counted apart"
     while not session.finished:
         answer, fed = session.text, {n: s.session.counts.computed for n, s in sides.items()}

@@ -73,7 +73,7 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     contexts = []
 
     def open_page(html: str, **settings: Any) -> Page:
-        contexts.append(browser.new_sequence(**{"viewport": DESK, **settings}))
+        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
         page = contexts[-1].new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -24,6 +24,8 @@ from typing_extensions import TypedDict
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def llm(demo_engine: EnsembleEngine) -> ChatSpecFuse:

@@ -25,6 +25,7 @@ from llamaindex_specfuse import SpecFuseLLM
 from tests.llamaindex.listening import readable_or_refused
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("nothing_of_ours_fails"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # LlamaIndex's agents use old pydantic
 ]

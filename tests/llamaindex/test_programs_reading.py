@@ -43,6 +43,7 @@ from llamaindex_specfuse import SpecFuseLLM
 from tests.llamaindex.listening import readable_or_refused
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("nothing_of_ours_fails"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # LlamaIndex's extractors ask asyncio in an old way
 ]
