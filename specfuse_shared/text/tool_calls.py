@@ -142,12 +142,14 @@ class CallReader:
     def finish(self, *, cut: bool = False) -> list[TextDelta | CallDelta]:
         """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call.
 
-        `cut`: `max_tokens` ended the answer, so the beginning of a tag is a call that found no room.
+        `cut`: `max_tokens` ended the answer, so the beginning of a tag is a call that found no room. A shorter one may
+        be anything; of an answer that is cut anyway it is left out, so that no half tag is shown.
         """
         begun = cut and self._state == "text" and len(self._buffer) > len(CALL_OPEN) // 2
         if begun or self._state in ("head", "arguments"):
             raise UnfinishedValueError("the answer ended inside a tool call", member="", text=self._buffer)
         rest, self._buffer = self._buffer, ""
+        rest = "" if cut and len(rest) > 1 else rest
         return [TextDelta(rest)] if rest and self._state == "text" else []
 
     def _parts(self) -> Iterator[TextDelta | CallDelta]:

@@ -160,6 +160,13 @@ def test_a_call_that_found_no_room_is_no_text() -> None:
     assert reader.finish() == [TextDelta("<tool_call")]
 
 
+@pytest.mark.parametrize(("text", "shown"), [("Well <tool", "Well "), ("3 <", "3 <"), ("Well.", "Well.")])
+def test_a_cut_answer_shows_no_half_tag(text: str, shown: str) -> None:
+    reader = CallReader()
+    parts = [*reader.feed(text), *reader.finish(cut=True)]
+    assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == shown
+
+
 def test_every_call_has_an_id_of_its_own() -> None:
     _, calls = read_calls(f"{ADDED}\n{ADDED}")
     assert len({call.id for call in calls}) == 2
