@@ -64,6 +64,7 @@ def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.Captu
     assert len(capsys.readouterr().out.split()) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_demo", "_surroundings")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
