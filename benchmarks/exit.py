@@ -27,8 +27,8 @@ from weakened import noisy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
+from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.types import Message
 from tests.engine.comparing import local_members, open_session
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))

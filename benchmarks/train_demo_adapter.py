@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedul
 
 from specfuse_shared.loading.demo import ADAPTERS, demo_members
 from specfuse_shared.loading.gguf import converted
+from specfuse_shared.messages import Message
 from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.types import Message
 
 RATE, BATCH = 2e-4, 8
 HELD_BACK = 20
