@@ -15,7 +15,8 @@ from specfuse_shared.adapters.records import (
 )
 from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, EnsembleSettings, Members, OnSegment, config_of
 from specfuse_shared.messages import Role, arguments_of
-from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse, schema_request
+from specfuse_shared.text.schemas import schema_request
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
     "TRANSPORT_OPTIONS",

@@ -7,6 +7,7 @@ what the member may draft. Both advance by the committed text, whoever wrote it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ from specfuse_shared.types import FinishReason
 
 _MOST_CLOSING_BYTES = 1024
 _PATIENCE = 256
+_MOST_FORCED = 4096
+"""Characters of dictated text a round: a schema that requires itself dictates without end."""
 _END = 256
 """The end of a text, behind the 256 bytes."""
 _CLOSERS, _CLOSERS_IN_STRING = b'}])>"', b'"0'
@@ -64,7 +67,7 @@ class AnswerConstraint:
 
     def forced(self) -> str:
         """What the grammar dictates next; white space at its end is left to the next draft, where words begin."""
-        return bytes(self._matcher.compute_ff_bytes()).decode(errors="ignore").rstrip()
+        return bytes(self._matcher.compute_ff_bytes()).decode(errors="ignore")[:_MOST_FORCED].rstrip()
 
     def admit(self, text: str, ends: bool) -> Admitted:
         """The longest part of a draft that is valid and leaves room to finish; the finish itself if there is none."""
@@ -72,11 +75,15 @@ class AnswerConstraint:
         if self._fits(after, text):
             reason = FinishReason.STOP if after.is_stopped() else None
             return Admitted(text, ends and after.is_accepting() and reason is None, reason)
-        for size in range(len(text) - 1, 0, -1):
-            after, head = _follow(self._matcher, text[:size])
-            if self._fits(after, head):
-                return Admitted(head, False, None)
-        return Admitted(self.finish(), False, FinishReason.LENGTH)
+        head = self._shortened(text)
+        return Admitted(head, False, None) if head else Admitted(self.finish(), False, FinishReason.LENGTH)
+
+    def _shortened(self, text: str) -> str:
+        """The longest beginning of `text` behind which the value fits; empty if there is none."""
+        if not self._can_finish:  # then only the count decides, and the text may be long
+            return text[: bisect.bisect_right(range(1, len(text)), False, key=lambda n: not self._counts(text[:n]))]
+        beginnings = (_follow(self._matcher, text[:size]) for size in range(len(text) - 1, 0, -1))
+        return next((head for after, head in beginnings if self._fits(after, head)), "")
 
     def finish(self) -> str:
         """A short text that completes the value; empty if it is complete, or if none was found."""
@@ -102,10 +109,11 @@ class AnswerConstraint:
     def _fits(self, after: Any, text: str) -> bool:
         """Whether the value can be finished behind `text`; one token stays free until it is."""
         closing = _closing(after) if self._can_finish else ""
-        count = len(self._codec.extend(self._counted, text).ids)
-        if not closing:
-            return count <= self._limit
-        return count < self._limit and len(self._codec.extend(self._counted, text + closing).ids) <= self._limit
+        return self._counts(text, spare=bool(closing)) and (not closing or self._counts(text + closing))
+
+    def _counts(self, text: str, spare: bool = False) -> bool:
+        """Whether `max_tokens` hold the answer with `text`, with one token to spare if asked."""
+        return len(self._codec.extend(self._counted, text).ids) <= self._limit - spare
 
 
 class MemberConstraint:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specfuse_shared.errors import UnfinishedValueError
-from specfuse_shared.messages import Message, Tool, ToolCall
+from specfuse_shared.messages import Tool, ToolCall
 from specfuse_shared.text.grammar import Grammar, styled
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.validation import check, check_choice
@@ -38,14 +38,6 @@ def plain_description(functions: Sequence[Mapping[str, Any]]) -> str:
     """Tools for a member whose chat template has no place for them: one JSON object a line, then the call syntax."""
     lines = [json.dumps(function, ensure_ascii=False) for function in functions]
     return "\n".join(["You can use these tools:", *lines, CALL_SYNTAX])
-
-
-def schema_request(schema: Mapping[str, Any]) -> Message | None:
-    """What the members are told about the value they are to write; nothing about a schema that says nothing."""
-    if not schema.get("properties") and set(schema) <= {"type"}:
-        return None
-    told = json.dumps(schema, ensure_ascii=False)
-    return Message("system", f"Answer with JSON that fits this JSON schema and takes its values from the text:\n{told}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,3 +272,38 @@ def test_a_stop_string_cuts_a_value_where_what_stands_before_it_is_one(tiny_engi
             cut, ignored = cut + (at is not None), ignored + (at is None)
             across += at is not None and at < result.rounds[-1].start
     assert min(cut, ignored, across) >= 1
+
+
+ENDLESS = {
+    "$defs": {"Box": {"type": "object", "properties": {"box": {"$ref": "#/$defs/Box"}}, "required": ["box"]}},
+    "$ref": "#/$defs/Box",
+}
+"""An object that requires itself: it has no finite value, and all of its text is dictated."""
+
+
+def test_a_value_without_end_takes_its_budget_and_no_more_work(tiny_engine: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=40, grammar=Grammar.json_schema(ENDLESS))
+    with pytest.raises(UnfinishedValueError, match="max_tokens=40") as caught:
+        tiny_engine.generate(QUESTION, params)
+    assert caught.value.text == ""
+
+
+def test_a_long_dictated_text_is_cut_in_few_encodings() -> None:
+    codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
+    lengths: list[int] = []
+    answer = AnswerConstraint(Grammar.json_schema(ENDLESS), _Counting(codec, lengths), 100)
+    head = answer.admit(answer.forced(), False).text
+    assert len(codec.encode(head)) <= 100 < len(codec.encode(head + answer.forced()[len(head) :][:1]))
+    assert len(lengths) < 20
+    assert max(lengths) <= 4096
+
+
+class _Counting:
+    """A codec that notes how long the texts are that it is given."""
+
+    def __init__(self, codec: Any, lengths: list[int]) -> None:
+        self._codec, self._lengths = codec, lengths
+
+    def extend(self, encoding: Any, text: str) -> Any:
+        self._lengths.append(len(text))
+        return self._codec.extend(encoding, text)
