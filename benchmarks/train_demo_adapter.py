@@ -1,12 +1,13 @@
 """Teach the demo's models to answer instructions alike: a LoRA adapter for each, made on a processor.
 
-    python benchmarks/train_demo_adapter.py dolly_train.jsonl --member gemma3-270m [--out FOLDER]
-    python benchmarks/train_demo_adapter.py dolly_train.jsonl --member smollm2-135m --rank 8
+    python benchmarks/train_demo_adapter.py FILE… --member gemma3-270m [--continued FOLDER] [--out FOLDER]
+    python benchmarks/train_demo_adapter.py FILE… --member smollm2-135m --rank 8
 
-Rows are `{"prompt", "references": [answer]}`. The prompt is encoded as the engine encodes it; the loss is taken on the
-answer and its end of turn only. One row in twenty is held back to watch the loss. Half of the rows with a passage get
-it before their question, as retrieval prompts have it; rows with a short answer come twice more, with a plea for one
-before and after the prompt. The adapter is stored in bfloat16.
+Rows are `{"prompt", "references": [answer]}` or, with tools, `{"messages", "tools", "answer"}` (`teaching_rows.py`).
+The prompt is encoded as the engine encodes it; the loss is taken on the answer and its end of turn only. One row in
+twenty is held back to watch the loss. Half of the rows with a passage get it before their question, as retrieval
+prompts have it; rows with a short answer come twice more, with a plea for one before and after the prompt. The adapter
+is stored in bfloat16; `--continued` goes on from another one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from rich import print as show
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from specfuse_shared.loading.demo import ADAPTERS, demo_members
 from specfuse_shared.loading.gguf import converted
-from specfuse_shared.messages import Message
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.chat_template import PromptEncoder
 
 RATE, BATCH = 2e-4, 8
@@ -40,11 +41,12 @@ Row = tuple[list[int], list[int]]
 
 
 def main(
-    data: Annotated[Path, typer.Argument(help="JSONL file of instructions and answers")],
+    data: Annotated[list[Path], typer.Argument(help="JSONL files of instructions and answers")],
     member: Annotated[str, typer.Option(help=" | ".join(HUB))] = "gemma3-270m",
     out: Annotated[Path | None, typer.Option(help="folder to write, else the demo's own")] = None,
     epochs: int = 1,
     rank: int = 16,
+    continued: Annotated[Path | None, typer.Option(help="folder of the adapter to go on from")] = None,
     longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 512,
 ) -> None:
     """Train and store the adapter."""
@@ -53,13 +55,17 @@ def main(
     out = out or ADAPTERS / member
     folder = converted(Path(config.model), None, lambda stage: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = read_rows(data, PromptEncoder(tokenizer, None, {}, member), tokenizer.eos_token_id, longest)
+    prompts = PromptEncoder(tokenizer, None, {}, member)
+    rows = [row for file in data for row in read_rows(file, prompts, tokenizer.eos_token_id, longest)]
     held = [same[0] for same in rows[::HELD_BACK]]
     used = [row for number, same in enumerate(rows) for row in same if number % HELD_BACK]
     show(f"{len(used)} rows to learn from, {len(held)} held back")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
+    if continued is None:
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+        model: Any = get_peft_model(base, lora)
+    else:
+        model = PeftModel.from_pretrained(base, continued, is_trainable=True, autocast_adapter_dtype=True)
     show(f"held-back loss before: {held_loss(model, held):.3f}")
     train(model, used, held, epochs)
     for name, parameter in model.named_parameters():
@@ -81,9 +87,13 @@ def read_rows(path: Path, prompts: PromptEncoder, end: int, longest: int) -> lis
     chance = random.Random(0)
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        text = row["references"][0].strip()
+        text = (row["answer"] if "answer" in row else row["references"][0]).strip()
         answer = [*prompts.codec.encode(text), end]
-        asked = [prompts.encode([Message("user", words)]) for words in ways(row["prompt"], text, chance)]
+        if "messages" in row:
+            tools = [Tool.from_dict(tool) for tool in row["tools"]]
+            asked = [prompts.encode([Message.from_dict(message) for message in row["messages"]], tools)]
+        else:
+            asked = [prompts.encode([Message("user", words)]) for words in ways(row["prompt"], text, chance)]
         if max(map(len, asked)) + len(answer) <= longest:
             rows.append([(prompt, answer) for prompt in asked])
     return rows

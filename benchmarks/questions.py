@@ -1,0 +1,66 @@
+"""Twenty questions over the documents of the examples: what the demo answers, and how often the fact is in it.
+
+    python benchmarks/questions.py [--settings JSON] [--member NAME] [--out FILE.md]
+
+The chain is that of `examples/rag_langchain.py`. An answer is right if it holds all facts of its question.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from langchain_specfuse import ChatSpecFuse
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Markdown file for the questions and answers")] = None,
+    settings: Annotated[str, typer.Option(help="settings of the ensemble, as JSON")] = "{}",
+    member: Annotated[str | None, typer.Option(help="ask this member alone")] = None,
+) -> None:
+    """Ask, print, count."""
+    members = [m for m in demo_members() if member in (None, m.name)]
+    answers = ask(members, json.loads(settings))
+    right = 0
+    for row, answer in answers:
+        hit = is_right(row, answer)
+        right += hit
+        print(f"{'+' if hit else '-'} {row['question']}\n    {answer}")
+    print(f"{right} of {len(answers)} hold the fact")
+    if out is not None:
+        lines = [f"**{row['question']}** {'' if is_right(row, a) else '(wrong)'}\n\n> {a}\n" for row, a in answers]
+        out.write_text("\n".join([*lines, f"{right} of {len(answers)} hold the fact that was asked for."]) + "\n")
+
+
+def ask(members: Sequence[MemberConfig], settings: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Every question with its answer."""
+    import _corpus
+    import rag_langchain
+
+    _corpus.quiet()
+    rows = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder, EnsembleEngine(EnsembleConfig(members, **settings)) as engine:
+        store = rag_langchain.open_store(Path(folder), rag_langchain.MiniLM())
+        model = ChatSpecFuse(engine=engine, max_tokens=rag_langchain.MAX_TOKENS)
+        chain = rag_langchain.build_chain(store, model)
+        found = chain.batch([row["question"] for row in rows], config={"max_concurrency": 8})
+        store.client.close()
+    return [(row, answer["answer"].text.strip()) for row, answer in zip(rows, found, strict=True)]
+
+
+def is_right(row: dict[str, Any], answer: str) -> bool:
+    return all(fact.lower() in answer.lower() for fact in row["facts"])
+
+
+if __name__ == "__main__":
+    typer.run(main)
