@@ -1,6 +1,6 @@
 """Twenty questions over the documents of the examples: what the demo answers, and how often the fact is in it.
 
-    python benchmarks/questions.py [--settings JSON] [--member NAME] [--out FILE.md]
+    python benchmarks/questions.py [--settings JSON] [--member NAME] [--published] [--out FILE.md]
 
 The chain is that of `examples/rag_langchain.py`. An answer is right if it holds all facts of its question.
 """
@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +28,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Markdown file for the questions and answers")] = None,
     settings: Annotated[str, typer.Option(help="settings of the ensemble, as JSON")] = "{}",
     member: Annotated[str | None, typer.Option(help="ask this member alone")] = None,
+    published: Annotated[bool, typer.Option(help="SmolLM2 without its adapter")] = False,
 ) -> None:
     """Ask, print, count."""
-    members = [m for m in demo_members() if member in (None, m.name)]
+    smol, gemma = demo_members()
+    pair = (replace(smol, adapter=None) if published else smol, gemma)
+    members = [m for m in pair if member in (None, m.name)]
     answers = ask(members, json.loads(settings))
     right = 0
     for row, answer in answers:
