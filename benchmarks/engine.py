@@ -7,7 +7,9 @@
 3. context    a round at 4,000 tokens of context ÷ a round at 256
 4. first      (time to first segment − prefill) ÷ a round
 
-bf16, greedy, 10 tokens a segment, no exit, so that every member works in every round.
+bf16, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every member works in every round
+and every answer has its length. For 3 and 4 answers are sampled with a seed: members that repeat the filler would
+agree, and rounds in which all agree verify nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind
 class Bench:
     def __init__(self, tokens: int, repeats: int) -> None:
         config = EnsembleConfig(
-            members=demo_members(dtype="bfloat16"), segment_tokens=10, exit="never", reuse_prefixes=False
+            members=demo_members(dtype="bfloat16"),
+            segment_tokens=10,
+            exit="never",
+            repetition_guard=False,
+            reuse_prefixes=False,
         )
         self.engine = EnsembleEngine(config).load()
         self.members = local_members(self.engine)
@@ -50,9 +56,10 @@ class Bench:
             text = SENTENCE + text
         return [Message("user", text)]
 
-    def answer(self, messages: list[Message], tokens: int) -> EnsembleResult:
+    def answer(self, messages: list[Message], tokens: int, temperature: float = 0.0) -> EnsembleResult:
         """An answer of exactly so many tokens."""
-        return self.engine.generate(messages, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=0)
+        return self.engine.generate(messages, params)
 
     @torch.inference_mode()
     def generate(self, member: LocalMember, messages: list[Message], count: int) -> float:
@@ -96,12 +103,12 @@ class Bench:
         seconds: dict[int, list[float]] = {small: [], large: []}
         for _ in range(self.repeats):
             for size, messages in prompts.items():
-                seconds[size] += _round_seconds([self.answer(messages, 40)])
+                seconds[size] += _round_seconds([self.answer(messages, 40, temperature=1.0)])
         a, b = statistics.median(seconds[large]), statistics.median(seconds[small])
         return Figure(f"a round at {large} ÷ {small} tokens", a / b, 1.8, False, f"{a:.3f} s ÷ {b:.3f} s")
 
     def first(self, size: int) -> Figure:
-        results = [self.answer(self.prompt(size), 40) for _ in range(self.repeats)]
+        results = [self.answer(self.prompt(size), 40, temperature=1.0) for _ in range(self.repeats)]
         waits = [(r.first_segment_seconds or 0.0) - r.prefill_seconds for r in results]
         a, b = statistics.median(waits), statistics.median(_round_seconds(results))
         return Figure(f"first segment after prefill ÷ a round, {size}", a / b, 1.2, False, f"{a:.3f} s ÷ {b:.3f} s")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 STORE = HERE / ".store"
-QUESTION = "What is the comet tart?"
+QUESTION = "What is the Long Glass?"
 
 
 @dataclass(frozen=True, slots=True)

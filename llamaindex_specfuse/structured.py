@@ -1,4 +1,4 @@
-"""Structured prediction: the members are told the fields of the class and draft under its grammar, so it is valid JSON."""
+"""Structured prediction: the members are told the fields of the class and draft under its grammar: it is valid JSON."""
 
 from __future__ import annotations
 
