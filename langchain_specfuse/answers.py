@@ -16,6 +16,7 @@ from specfuse_shared.adapters import (
     CallReader,
     Detail,
     TextDelta,
+    Thoughts,
     finish_reason,
     ledger,
     openai_logprobs,
@@ -68,27 +69,6 @@ class Answer:
         last = _chunk(rest, chunk_position="last", usage_metadata=usage, response_metadata={**info, **record})
         last.generation_info = info
         return last
-
-
-class Thoughts:
-    """Members think at the same time; as one text, the first one's comes as it grows, the others' behind it."""
-
-    def __init__(self) -> None:
-        self._first: str | None = None
-        self._others: dict[str, str] = {}
-
-    def feed(self, event: ThinkingEvent) -> str:
-        """What can be told at once."""
-        self._first = self._first or event.member
-        if event.member == self._first:
-            return event.text
-        self._others[event.member] = self._others.get(event.member, "") + event.text
-        return ""
-
-    def rest(self) -> str:
-        """What was kept back, when the answer begins."""
-        kept, self._others = self._others, {}
-        return "".join(f"\n\n{thoughts}" for thoughts in kept.values())
 
 
 def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:

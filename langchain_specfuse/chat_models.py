@@ -22,7 +22,7 @@ from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
-from langchain_specfuse.tools import ToolLike, described, to_choice, to_tools, to_value
+from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, EnsembleEngine, Event, Message, SamplingParams
 from specfuse_shared.adapters import TRANSPORT_OPTIONS, EnsembleSettings, config_of
 
@@ -199,7 +199,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
             options: dict[str, Any] = {"tool_choice": to_choice(tool_choice, bound)}
         if parallel_tool_calls is not None:
             options["parallel_tool_calls"] = parallel_tool_calls
-        return self.bind(tools=[described(tool) for tool in bound], **options, **kwargs)
+        return self.bind(tools=[tool.to_dict() for tool in bound], **options, **kwargs)
 
     def with_structured_output(
         self,

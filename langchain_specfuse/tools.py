@@ -12,7 +12,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel
 
 from specfuse_shared import ConfigError, Grammar, Message, Tool
-from specfuse_shared.adapters import schema_request
+from specfuse_shared.adapters import RESPONSE_FORMATS, response_schema, value_of
 
 Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 ToolLike = Foreign | Tool
@@ -24,12 +24,6 @@ _SCHEMA_KEYS = ("parameters", "input_schema", "schema")
 def to_tools(tools: Sequence[ToolLike], strict: bool | None = None) -> list[Tool]:
     """Functions, classes, `BaseTool`s, or tools and schemas as dictionaries. `strict` overrides what they say."""
     return [_to_tool(tool, strict) for tool in tools]
-
-
-def described(tool: Tool) -> dict[str, Any]:
-    """The tool as OpenAI's dictionary."""
-    function = tool.as_function()
-    return {**function, "function": {**function["function"], "strict": True}} if tool.strict else function
 
 
 def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
@@ -55,17 +49,9 @@ def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:
 
     Takes {"type": "text" | "json_object" | "json_schema"}, a JSON schema, a Pydantic class or a TypedDict.
     """
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    if kind == "text":
-        return None, False
-    if kind == "json_object":
-        return {"type": "object"}, False
-    if kind != "json_schema":
-        return json_schema_of(response_format), False
-    spec = response_format.get("json_schema")
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("schema", spec), Mapping):
-        raise ConfigError('response_format of type "json_schema" needs {"json_schema": {"schema": {…}}}')
-    return dict(spec.get("schema", spec)), bool(spec.get("strict"))
+    if isinstance(response_format, Mapping) and response_format.get("type") in RESPONSE_FORMATS:
+        return response_schema(response_format)
+    return json_schema_of(response_format), False
 
 
 def json_schema_of(schema: Any) -> dict[str, Any]:
@@ -89,11 +75,7 @@ def to_value(response_format: Any, grammar: Grammar | None) -> tuple[Grammar | N
     if grammar is not None:
         raise ConfigError("a call takes a response_format or a grammar, not both: both say what the answer is")
     schema, strict = to_schema(response_format)
-    if schema is None:
-        return None, []
-    shown = not isinstance(response_format, Mapping) or response_format.get("shown", True)
-    told = schema_request(schema) if shown else None
-    return Grammar.json_schema(schema, strict=strict), [told] if told else []
+    return value_of(schema, strict, not isinstance(response_format, Mapping) or response_format.get("shown", True))
 
 
 def schema_tool(schema: Any, strict: bool | None = None) -> Tool:

@@ -26,12 +26,12 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from pydantic import Field, model_validator
 
 from llamaindex_specfuse.answers import Answer, Piece
-from llamaindex_specfuse.calling import ToolCalling, choice_of, to_tools
+from llamaindex_specfuse.calling import ToolCalling, to_tools
 from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
-from specfuse_shared.adapters import EnsembleSettings, ToolUse
+from specfuse_shared.adapters import EnsembleSettings, ToolUse, choice_of
 from specfuse_shared.errors import ConfigError, RequestError, UnfinishedValueError, ValueTooLongError
 from specfuse_shared.events import Event
 
@@ -188,9 +188,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return [Message("user", render(messages))]
 
     def _token_ids(self, text: str) -> list[int]:
-        engine = self._resolve_engine().load()
-        reference = next(m for m in engine._members if m.name == engine.config.reference_name)
-        return reference.codec.encode(text)
+        return self._resolve_engine().tokenize(text)
 
     def _longest_output(self) -> int:
         params = self._call({}).params

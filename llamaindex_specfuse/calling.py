@@ -16,6 +16,7 @@ from llama_index.core.tools.types import BaseTool
 
 from llamaindex_specfuse.messages import arguments_so_far, begun_in
 from specfuse_shared import Tool, ToolCall
+from specfuse_shared.adapters import choice_of
 from specfuse_shared.errors import RequestError
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
@@ -96,16 +97,6 @@ def _to_tool(tool: ToolLike) -> Tool:
         return Tool.from_dict(tool)
     metadata = tool.metadata
     return Tool(metadata.get_name(), metadata.description or "", metadata.get_parameters_dict())
-
-
-def choice_of(tool_choice: Choice, required: bool = False) -> str:
-    """The engine's "auto", "any", "none" or the name of a tool, from the ways in which other LLMs say it."""
-    if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function", tool_choice)
-        tool_choice = str(function.get("name") or tool_choice.get("type") or "")
-    if tool_choice in (None, "", False):
-        return "any" if required else "auto"
-    return "any" if tool_choice in (True, "required") else str(tool_choice)
 
 
 def call_block(call: ToolCall) -> ToolCallBlock:

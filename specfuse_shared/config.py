@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -170,6 +170,15 @@ class EnsembleConfig(Settings):
         """The settings of a paper or the default (`PRESETS`), each of which may be replaced."""
         check_choice("preset", name, tuple(PRESETS))
         return cls.from_dict({**PRESETS[name], **settings, "members": members})
+
+    def only(self, names: Sequence[str] | None) -> Self:
+        """The same ensemble with these members alone; all of them if None. Raises `ConfigError` for one it has not."""
+        if names is None:
+            return self
+        for name in names:
+            check_choice("a member that shall take part", name, self.names)
+        kept = [member for member in self.member_configs if member.name in names]
+        return replace(self, members=kept, reference=self.reference if self.reference in names else None)
 
     def segment_limit(self, round_index: int) -> int:
         """Most tokens of a draft in this round, which counts from 1."""

@@ -52,6 +52,11 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` reads."""
+        function = self.as_function()
+        return {**function, "function": {**function["function"], "strict": True}} if self.strict else function
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -68,6 +73,11 @@ class ToolCall:
         if not isinstance(function, Mapping) or "name" not in function:
             raise RequestError(f"a tool call needs a function with a name, not {dict(call)!r}")
         return cls(function["name"], arguments_of(function.get("arguments")), call.get("id"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` reads."""
+        function = {"name": self.name, "arguments": json.dumps(dict(self.arguments), ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
@@ -117,6 +127,12 @@ class Message:
             tool_calls=tuple(map(ToolCall.from_dict, message.get("tool_calls") or ())),
             tool_call_id=message.get("tool_call_id"),
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` reads."""
+        calls = [call.to_dict() for call in self.tool_calls]
+        told = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content} | {k: v for k, v in told.items() if v is not None}
 
 
 def _text_of(content: Any) -> Any:

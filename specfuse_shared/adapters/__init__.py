@@ -3,6 +3,7 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
+from specfuse_shared.adapters.openai_forms import RESPONSE_FORMATS, choice_of, response_schema, value_of
 from specfuse_shared.adapters.records import (
     Detail,
     candidate_records,
@@ -14,11 +15,13 @@ from specfuse_shared.adapters.records import (
     usage_record,
 )
 from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, EnsembleSettings, Members, OnSegment, config_of
+from specfuse_shared.adapters.thoughts import Thoughts
 from specfuse_shared.messages import Role, arguments_of
 from specfuse_shared.text.schemas import schema_request
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
+    "RESPONSE_FORMATS",
     "TRANSPORT_OPTIONS",
     "CallDelta",
     "CallReader",
@@ -28,15 +31,19 @@ __all__ = [
     "OnSegment",
     "Role",
     "TextDelta",
+    "Thoughts",
     "ToolUse",
     "arguments_of",
     "candidate_records",
+    "choice_of",
     "config_of",
     "finish_reason",
     "ledger",
     "openai_logprobs",
     "plain_config",
+    "response_schema",
     "schema_request",
     "segment_record",
     "usage_record",
+    "value_of",
 ]

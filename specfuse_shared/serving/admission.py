@@ -37,9 +37,10 @@ class Budget:
     def needs(self, session: AnswerSession) -> dict[str, int]:
         """Bytes by device. Raises `RequestError` if the answer could not even run alone."""
         needed: dict[str, int] = defaultdict(int)
-        drafted = self._config.longest_segment * len(self._members)
-        for member in self._members:
-            slots = session.participants.prompt_tokens[member.name] + session.max_tokens + drafted
+        prompts = session.participants.prompt_tokens
+        drafted = self._config.longest_segment * len(prompts)
+        for member in (m for m in self._members if m.name in prompts):
+            slots = prompts[member.name] + session.max_tokens + drafted
             slots += session.max_thinking_tokens if member.thinks else 0
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)

@@ -19,6 +19,7 @@ class CallOptions(TypedDict, total=False):
     tool_choice: str
     parallel_tool_calls: bool
     timeout: float | None
+    members: Sequence[str] | None
 
 
 def conversation_of(messages: Conversation) -> list[Message]:

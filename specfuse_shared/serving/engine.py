@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
 from specfuse_shared.config import EnsembleConfig, as_config
-from specfuse_shared.errors import EngineClosedError, RequestError, SpecFuseError
+from specfuse_shared.errors import EngineClosedError, RequestError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.planning import stated_context
@@ -30,7 +30,7 @@ from specfuse_shared.serving.calls import CallOptions, Conversation, conversatio
 from specfuse_shared.serving.forks import spare_forks
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.scheduler import Deliver, Request, Scheduler
-from specfuse_shared.serving.streams import EventStream, result_of
+from specfuse_shared.serving.streams import EventStream, result_of, results_of
 from specfuse_shared.serving.tracing import AnswerSpan
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
@@ -47,8 +47,8 @@ class EnsembleEngine:
 
     `config`: an `EnsembleConfig`, or its members and, as keywords, its settings. A conversation is one question, or
     `Message`s, or OpenAI's dictionaries of messages. Every answer takes, as keywords, `tools`, `tool_choice` and
-    `parallel_tool_calls` (see `ToolUse`), and a `timeout` in seconds, counted from when the members are loaded, which
-    ends it with `RequestTimeoutError`.
+    `parallel_tool_calls` (see `ToolUse`), a `timeout` in seconds, counted from when the members are loaded, which
+    ends it with `RequestTimeoutError`, and `members`, the names of those that take part if not all do.
     """
 
     def __init__(self, config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> None:
@@ -114,13 +114,23 @@ class EnsembleEngine:
             reused_prompt_tokens=use.reused_tokens,
         )
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text in the reference member, which counts `max_tokens` and usage; loads if need be."""
-        return self._reference().codec.encode(text)
+    def tokenize(self, text: str, *, members: Sequence[str] | None = None) -> list[int]:
+        """Token ids of a text in the reference member, which counts `max_tokens` and usage; loads if need be.
 
-    def count_tokens(self, messages: Conversation, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> int:
+        `members`: those that take part, if not all do; the reference is then one of them.
+        """
+        return self._reference(members).codec.encode(text)
+
+    def count_tokens(
+        self,
+        messages: Conversation,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        *,
+        members: Sequence[str] | None = None,
+    ) -> int:
         """Tokens of a prompt in the reference member's chat template, `tools` included; loads if need be."""
-        return len(self._reference().encode_prompt(conversation_of(messages), ToolUse(tools_of(tools)).offered))
+        offered = ToolUse(tools_of(tools)).offered
+        return len(self._reference(members).encode_prompt(conversation_of(messages), offered))
 
     # ── synchronous ──────────────────────────────────────────────────────────────────────────────
 
@@ -155,23 +165,8 @@ class EnsembleEngine:
 
         The first failure is raised once all have ended; `return_exceptions` puts failures in their places instead.
         """
-        each = one_each(conversations, params)
-        outcomes: list[Any] = []
-        for conversation, own in zip(conversations, each, strict=True):
-            try:
-                outcomes.append(self.stream(conversation, own, **options))
-            except SpecFuseError as error:
-                outcomes.append(error)
-        for index, events in enumerate(outcomes):
-            if not isinstance(events, Exception):
-                try:
-                    outcomes[index] = result_of(events)
-                except SpecFuseError as error:
-                    outcomes[index] = error
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        if failures and not return_exceptions:
-            raise failures[0]
-        return outcomes
+        asked = zip(conversations, one_each(conversations, params), strict=True)
+        return results_of([partial(self.stream, each, own, **options) for each, own in asked], return_exceptions)
 
     # ── asynchronous ─────────────────────────────────────────────────────────────────────────────
 
@@ -246,19 +241,21 @@ class EnsembleEngine:
         tool_choice: str = "auto",
         parallel_tool_calls: bool = False,
         timeout: float | None = None,
+        members: Sequence[str] | None = None,
     ) -> Request:
+        config = self.config.only(members)
         conversation, offered = conversation_of(messages), ToolUse(tools_of(tools), tool_choice, parallel_tool_calls)
         if timeout is not None and not timeout > 0:
             raise RequestError(f"timeout must be a positive number of seconds, not {timeout!r}")
         self.load()
         deadline = None if timeout is None else time.monotonic() + timeout
-        scheduler, members = self._scheduler, self._members
+        scheduler, taking_part = self._scheduler, [m for m in self._members if m.name in config.names]
         if scheduler is None:
             self._check_open()
             raise EngineClosedError()
         settings = params or SamplingParams()
-        session = AnswerSession(self.config, members, conversation, settings, offered)
-        span = AnswerSpan(self.config.names, settings)
+        session = AnswerSession(config, taking_part, conversation, settings, offered)
+        span = AnswerSpan(config.names, settings)
 
         def observed(item: Event | Exception) -> None:
             span.observe(item)
@@ -284,9 +281,10 @@ class EnsembleEngine:
         """The members and their lanes; here is where members of another kind would come in."""
         return assemble(tuple(load_members(self.config, on_progress)), self._metrics.forward)
 
-    def _reference(self) -> Member:
+    def _reference(self, members: Sequence[str] | None) -> Member:
+        config = self.config.only(members)
         self.load()
-        return next(member for member in self._members if member.name == self.config.reference_name)
+        return next(member for member in self._members if member.name == config.reference_name)
 
     def _check_open(self) -> None:
         if self._closed:

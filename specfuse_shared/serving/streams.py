@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
+from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.results import EnsembleResult
 
@@ -45,3 +48,20 @@ def result_of(events: Iterator[Event]) -> EnsembleResult:
         if isinstance(event, FinishEvent):
             return event.result
     raise AssertionError("a stream ends with a FinishEvent")
+
+
+def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exceptions: bool) -> list[Any]:
+    """Start all streams, then fold each. The first failure is raised once all have ended, or each is in its place."""
+
+    def outcome(step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except SpecFuseError as error:
+            return error
+
+    begun = [outcome(start) for start in starts]
+    ended = [e if isinstance(e, SpecFuseError) else outcome(partial(result_of, e)) for e in begun]
+    failures = [e for e in ended if isinstance(e, SpecFuseError)]
+    if failures and not return_exceptions:
+        raise failures[0]
+    return ended

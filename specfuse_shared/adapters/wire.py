@@ -1,0 +1,73 @@
+"""Events, errors and requests as JSON, for an engine that answers behind a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from specfuse_shared import errors
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.messages import Message, Tool
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.serving.calls import CallOptions
+
+_KINDS: Mapping[str, type[Event]] = {
+    "start": StartEvent,
+    "thinking": ThinkingEvent,
+    "segment": SegmentEvent,
+    "exit": ExitEvent,
+    "warning": WarningEvent,
+    "finish": FinishEvent,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_ADAPTERS: Mapping[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """The whole event as plain JSON; its kind is its "type"."""
+    name = _NAMES[type(event)]
+    return {"type": name, **_ADAPTERS[name].dump_python(event, mode="json")}
+
+
+def event_from_json(data: Mapping[str, Any]) -> Event:
+    """The event that `event_to_json` wrote. Raises `pydantic.ValidationError` or `KeyError` for anything else."""
+    event: Event = _ADAPTERS[data["type"]].validate_python({key: data[key] for key in data if key != "type"})
+    return event
+
+
+def error_to_json(error: SpecFuseError) -> dict[str, Any]:
+    """Kind, message and attributes of an error of the engine."""
+    kind = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return {"kind": kind, "message": str(error), "attributes": dict(vars(error))}
+
+
+def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
+    """The error that `error_to_json` wrote; one of a kind that is unknown here is a plain `SpecFuseError`."""
+    kind = getattr(errors, str(data.get("kind")), SpecFuseError)
+    if not (isinstance(kind, type) and issubclass(kind, SpecFuseError)):
+        kind = SpecFuseError
+    remake, _ = SpecFuseError().__reduce__()[:2]
+    made: SpecFuseError = remake(kind, (str(data.get("message")),), dict(data.get("attributes") or {}))
+    return made
+
+
+def request_to_json(messages: Sequence[Message], params: SamplingParams, options: CallOptions) -> dict[str, Any]:
+    """A call of the engine as the body of a chat completion, whose settings are named as the engine's are."""
+    tools = options.get("tools") or ()
+    return {
+        "messages": [message.to_dict() for message in messages],
+        **asdict(params),
+        "tools": [(tool if isinstance(tool, Tool) else Tool.from_dict(tool)).to_dict() for tool in tools],
+        "tool_choice": _choice(options.get("tool_choice", "auto")),
+        "parallel_tool_calls": bool(options.get("parallel_tool_calls")),
+        "timeout": options.get("timeout"),
+    }
+
+
+def _choice(choice: str) -> Any:
+    words = {"auto": "auto", "none": "none", "any": "required"}
+    return words.get(choice) or {"type": "function", "function": {"name": choice}}
