@@ -7,16 +7,12 @@ needed, so that help, version and mistakes answer at once.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -24,6 +20,8 @@ from rich.console import Console
 
 from specfuse_shared.cli import terminal
 from specfuse_shared.cli.complaints import PROGRAM, in_options, usage_line
+from specfuse_shared.cli.serve import serve
+from specfuse_shared.cli.setup import calm, ensemble_of
 from specfuse_shared.config import EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
@@ -36,14 +34,13 @@ from specfuse_shared.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
-CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
-"""Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
 SAMPLING = SamplingParams()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(serve)
 
 Question = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
 Members = Annotated[
@@ -135,7 +132,7 @@ def ask(
         _check_writable(report)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
     given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
-    config = _config(member, {"dtype": dtype, "quantization": quantization}, preset, given)
+    config = ensemble_of(member, {"dtype": dtype, "quantization": quantization}, preset, given)
     messages = _messages(system, question)
     out, notes = _consoles()
     with _loaded(config, verbose) as engine:
@@ -165,8 +162,8 @@ def doctor(
     verbose: Verbose = False,
 ) -> int:
     """Load the members and show what they turned out to be, or plan where they would go."""
-    config = _config(member, {"dtype": dtype, "quantization": quantization})
-    _calm(verbose)
+    config = ensemble_of(member, {"dtype": dtype, "quantization": quantization})
+    calm(verbose)
     if plan or devices:
         return _plan(config, devices, answers, context, as_json)
     from specfuse_shared.cli.doctor import examine
@@ -193,22 +190,6 @@ def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: in
     return 0 if plan.problem is None else _complain(plan.problem, FAILED)
 
 
-def _config(
-    models: Sequence[str] | None,
-    member: Mapping[str, Any],
-    preset: str = "default",
-    given: Mapping[str, Any] = MappingProxyType({}),
-) -> EnsembleConfig:
-    """Settings, those that are not None, are checked before the demo models are looked for."""
-    settings = {name: value for name, value in given.items() if value is not None}
-    config = EnsembleConfig.preset(preset, [MemberConfig(model, **member) for model in models or ["demo"]], **settings)
-    if models:
-        return config
-    from specfuse_shared.loading.demo import demo_members
-
-    return replace(config, members=[replace(demo, **member) for demo in demo_members()])
-
-
 def _messages(system: str | None, question: str) -> list[Message]:
     text = _standard_input() if question == "-" else question
     if not text.strip():
@@ -225,7 +206,7 @@ def _standard_input() -> str:
 
 @contextmanager
 def _loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
-    _calm(verbose)
+    calm(verbose)
     from specfuse_shared.serving.engine import EnsembleEngine
 
     errors = Console(stderr=True)
@@ -235,18 +216,6 @@ def _loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
         if verbose:
             terminal.show_members(engine.describe(), errors)
         yield engine
-
-
-def _calm(verbose: bool) -> None:
-    """The libraries' own messages and progress bars belong to `--verbose`."""
-    if verbose:
-        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-        return
-    warnings.simplefilter("ignore")
-    for library in CHATTY:
-        logging.getLogger(library).setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _consoles() -> tuple[Console, Console]:

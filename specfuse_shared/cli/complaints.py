@@ -24,4 +24,4 @@ def in_options(message: str) -> str:
         name = {"members": "member", "model": "member"}.get(match[1], match[1])
         return "--" + name.replace("_", "-")
 
-    return re.sub(r"\b(?:EnsembleConfig|MemberConfig|SamplingParams)\.(\w+)", option, message)
+    return re.sub(r"\b(?:EnsembleConfig|MemberConfig|SamplingParams|ServerSettings)\.(\w+)", option, message)

@@ -10,8 +10,11 @@ from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.metrics import Histogram, MetricsSnapshot
 
 
-def prometheus_collector(engine: EnsembleEngine, prefix: str = "specfuse") -> Any:
-    """A collector to register: `prometheus_client.REGISTRY.register(prometheus_collector(engine))`."""
+def prometheus_collector(engine: EnsembleEngine | Mapping[str, EnsembleEngine], prefix: str = "specfuse") -> Any:
+    """A collector to register: `prometheus_client.REGISTRY.register(prometheus_collector(engine))`.
+
+    Several engines are told apart by the label "ensemble", which is their name.
+    """
     try:
         from prometheus_client.metrics_core import (
             CounterMetricFamily,
@@ -21,33 +24,46 @@ def prometheus_collector(engine: EnsembleEngine, prefix: str = "specfuse") -> An
         )
     except ImportError as error:
         raise MissingExtraError("prometheus_collector", "metrics") from error
+    engines = {(name,): each for name, each in engine.items()} if isinstance(engine, Mapping) else {(): engine}
+    labels = ["ensemble"] if isinstance(engine, Mapping) else []
 
-    def families(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    def families(snapshots: Mapping[tuple[str, ...], MetricsSnapshot]) -> Iterator[Metric]:
         for name in ("requests", "wins", "exits", "faults", "forwards", "forward_seconds"):
             label = "end" if name == "requests" else "member"
-            counted: Mapping[str, float] = getattr(snapshot, name)
-            family = CounterMetricFamily(f"{prefix}_{name}", _help(name), labels=[label])
-            for key, value in counted.items():
-                family.add_metric([key], value)
+            family = CounterMetricFamily(f"{prefix}_{name}", _help(name), labels=[*labels, label])
+            for of, snapshot in snapshots.items():
+                counted: Mapping[str, float] = getattr(snapshot, name)
+                for key, value in counted.items():
+                    family.add_metric([*of, key], value)
             yield family
-        for name in ("prompt_tokens", "completion_tokens", "reused_prompt_tokens", "rounds", "verified_rounds"):
-            yield CounterMetricFamily(f"{prefix}_{name}", _help(name), value=getattr(snapshot, name))
-        for name in ("running", "waiting", "cache_bytes", "prefix_bytes"):
-            yield GaugeMetricFamily(f"{prefix}_{name}", _help(name), value=getattr(snapshot, name))
+        for name in (*_COUNTERS, *_GAUGES):
+            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+            single = kind(f"{prefix}_{name}", _help(name), labels=labels)
+            for of, snapshot in snapshots.items():
+                single.add_metric(of, getattr(snapshot, name))
+            yield single
         for name in ("queue_seconds", "first_segment_seconds", "answer_seconds", "active_members", "batch_size"):
-            found: Histogram = getattr(snapshot, name)
-            ends = [*map(str, found.bounds), "+Inf"]
-            below = [sum(found.counts[: n + 1]) for n in range(len(ends))]
-            buckets = list(zip(ends, below, strict=True))
-            yield HistogramMetricFamily(f"{prefix}_{name}", _help(name), buckets=buckets, sum_value=found.total)
+            histogram = HistogramMetricFamily(f"{prefix}_{name}", _help(name), labels=labels)
+            for of, snapshot in snapshots.items():
+                found: Histogram = getattr(snapshot, name)
+                histogram.add_metric(of, _buckets(found), found.total)
+            yield histogram
 
     class Collector:
         def collect(self) -> Iterator[Metric]:
-            return families(engine.metrics())
+            return families({of: each.metrics() for of, each in engines.items()})
 
     return Collector()
 
 
+def _buckets(found: Histogram) -> list[tuple[str, float]]:
+    """Upper bounds, and how many values are not above each."""
+    ends = [*map(str, found.bounds), "+Inf"]
+    return [(end, sum(found.counts[: n + 1])) for n, end in enumerate(ends)]
+
+
+_COUNTERS = ("prompt_tokens", "completion_tokens", "reused_prompt_tokens", "rounds", "verified_rounds")
+_GAUGES = ("running", "waiting", "cache_bytes", "prefix_bytes")
 _HELP: dict[str, str] = {
     "requests": "Requests by how they ended",
     "wins": "Rounds that a member's candidate won",

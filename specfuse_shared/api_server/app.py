@@ -1,0 +1,152 @@
+"""The application: its routes, over models that somebody else loads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from specfuse_shared.api_server import page
+from specfuse_shared.api_server.answers import Answer
+from specfuse_shared.api_server.bodies import Asked, BodyError, ChatBody, CompletionBody, TokenizeBody, read_body
+from specfuse_shared.api_server.calls import Call, Reader
+from specfuse_shared.api_server.failures import HttpError, error_body, error_headers, status_of
+from specfuse_shared.api_server.formats import ChatFormat, CompletionFormat, Format
+from specfuse_shared.api_server.guard import GONE, Guard, Traffic
+from specfuse_shared.api_server.models import Models
+from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.api_server.streaming import EventStreamResponse, Stream, fold, run_choices, unless_gone
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.serving.prometheus import prometheus_collector
+
+DRAINED_BODIES = 16
+"""A body too long is read to its end, unless it is so many times too long, so that its sender hears why."""
+
+
+@dataclass(slots=True)
+class Service:
+    """What the routes share."""
+
+    models: Models
+    settings: ServerSettings = field(default_factory=ServerSettings)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    began: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.registry.register(prometheus_collector(self.models.engines))
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.models, self.settings, self.sampling)
+
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────
+
+    async def chat(self, request: Request) -> Response:
+        body = read_body(ChatBody, await self._raw(request))
+        return await self._answer(request, body, self.reader.chat, ChatFormat)
+
+    async def completions(self, request: Request) -> Response:
+        body = read_body(CompletionBody, await self._raw(request))
+        return await self._answer(request, body, self.reader.completion, CompletionFormat)
+
+    async def _answer(self, request: Request, body: Any, read: Any, form: type[Format]) -> Response:
+        asked: Asked = body
+        try:
+            # grammars of large schemas take a while to check
+            call: Call = await unless_gone(request, asyncio.to_thread(read, body))
+            answers = [Answer(i, call, asked.extension) for i in range(len(call.choices))]
+            request.state.told = {"model": call.model.id}
+            pieces = run_choices(call, answers)
+            if not asked.stream:
+                folded = await unless_gone(request, fold(pieces, answers))
+                whole = form(call.model.id).whole(answers, folded)
+                request.state.told |= whole["usage"]
+                return JSONResponse(whole)
+            # the first piece comes once the request is accepted, so that a refusal has a status of its own
+            first = await unless_gone(request, anext(pieces))
+            stream = Stream(pieces, answers, form(call.model.id), asked.wants_usage, request.state.told)
+            return EventStreamResponse(stream.lines(first))
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = read_body(TokenizeBody, await self._raw(request))
+        model = self.models.find(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise BodyError("give a prompt or messages: the text, or the conversation, whose tokens are asked for")
+        told: dict[str, Any] = {"max_model_len": model.engine.context_limit}
+        if body.messages is None:
+            ids = await asyncio.to_thread(model.engine.tokenize, body.prompt or "", members=model.members)
+            return JSONResponse({**told, "count": len(ids), "tokens": ids})
+        turns, tools = self.reader.conversation(body.messages, body.tools)
+        count = await asyncio.to_thread(model.engine.count_tokens, turns, tools, members=model.members)
+        return JSONResponse({**told, "count": count})
+
+    async def _raw(self, request: Request) -> bytes:
+        """The body. Raises `HttpError` for one that is too long, or is not said to be JSON."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")
+        most, parts, size = self.settings.max_body_bytes, list[bytes](), 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most * DRAINED_BODIES:
+                break
+            parts.append(part) if size <= most else parts.clear()
+        if size > most:
+            raise HttpError(413, f"the body has more than {most} bytes: shorten the conversation", "body_too_long")
+        return b"".join(parts)
+
+    # ── about the server ─────────────────────────────────────────────────────────────────────────
+
+    async def list_models(self, request: Request) -> Response:
+        found = [model.to_dict(self.began) for model in self.models.all()]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def show_model(self, request: Request) -> Response:
+        return JSONResponse(self.models.named(request.path_params["id"]).to_dict(self.began))
+
+    async def health(self, request: Request) -> Response:
+        status, stage = self.models.status, self.models.stage
+        return JSONResponse({"status": status, "stage": stage}, 200 if status == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            what = {404: "there is no such path: see GET /v1/models", 405: f"use another method than {request.method}"}
+            error = HttpError(error.status_code, what.get(error.status_code, error.detail))
+        unknown = HttpError(500, f"the server failed; its log says where under {request.state.id}", "internal_error")
+        failure = error if isinstance(error, SpecFuseError) else unknown
+        headers = error_headers(failure, self.models.retry_seconds())
+        return JSONResponse(error_body(failure), status_of(failure), headers)
+
+
+def build_app(service: Service, key: str | None = None) -> ASGIApp:
+    """The application as a server runs it. `key`: what clients must know; None lets everybody in."""
+    routes = [
+        Route("/v1/models", service.list_models, methods=["GET"]),
+        Route("/v1/models/{id:path}", service.show_model, methods=["GET"]),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/tokenize", service.tokenize, methods=["POST"]),
+        Route("/health", service.health, methods=["GET"]),
+        Route("/metrics", service.metrics, methods=["GET"]),
+        *page.routes(),
+    ]
+    handlers: Mapping[Any, Any] = dict.fromkeys((SpecFuseError, HTTPException, Exception), service.failed)
+    paths = frozenset(route.path for route in routes if "{" not in route.path)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return Guard(app, key, paths, Traffic(service.registry), service.settings.is_loopback)

@@ -1,0 +1,242 @@
+"""What clients send, checked: OpenAI's fields, the engine's own settings beside them, and no other.
+
+A field that means nothing here (`user`, `store`, …) is accepted without effect; one that would change the answer and
+cannot be honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic_core import from_json
+
+from specfuse_shared.adapters import TRANSPORT_OPTIONS, Detail
+from specfuse_shared.errors import RequestError
+from specfuse_shared.validation import unknown_setting
+
+SEED_LIMIT = 2**63
+_IGNORED = (TRANSPORT_OPTIONS - {"stream_options"}) | {
+    *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction", "best_of"),
+}
+"""They say how a provider shall work, not what the answer is."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "web_search_options": (),
+    "suffix": ("",),
+    "echo": (False,),
+}
+"""They would change the answer: only what says nothing is accepted."""
+_INSTEAD = {
+    "presence_penalty": "repetition_penalty does something like it",
+    "frequency_penalty": "repetition_penalty does something like it",
+    "top_logprobs": "only the log-probabilities of the answer's own tokens are known (logprobs=true)",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}
+
+B = TypeVar("B", bound="Body")
+
+
+class Body(BaseModel):
+    """A JSON body; its errors name the field and what it takes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Extension(Body):
+    """The field `specfuse` of a request: how much of what stands behind the answer comes with it."""
+
+    events: bool = False
+    """Every event of the engine, whole, for clients of our own."""
+    ledger: Detail = "summary"
+    """The record with the end of the answer."""
+    report: bool = False
+    """The report of the answer so far, as HTML, with every segment of a stream and with the end."""
+
+
+class GrammarBody(Body):
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    source: str
+    strict: bool = True
+
+
+class FunctionBody(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedBody(Body):
+    name: str
+
+
+class ToolChoiceBody(Body):
+    type: Literal["function"]
+    function: NamedBody
+
+
+class CalledBody(Body):
+    name: str
+    arguments: str | dict[str, JsonValue] | None = None
+
+
+class CallBody(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledBody
+    index: int | None = None
+
+
+class MessageBody(Body):
+    """A turn; thoughts and refusals of earlier answers are read by nobody."""
+
+    role: str
+    content: str | list[dict[str, JsonValue]] | None = None
+    name: str | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: JsonValue = None
+    audio: JsonValue = None
+    reasoning_content: JsonValue = None
+    function_call: None = None
+
+
+class SchemaBody(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class FormatBody(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaBody | None = None
+
+
+class Asked(Body):
+    """What chats and completions have in common: sampling, and how the answer is sent."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    grammar: GrammarBody | None = None
+    max_thinking_tokens: int | None = None
+    n: int | None = Field(default=None, ge=1)
+    timeout: float | None = Field(default=None, gt=0)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    specfuse: Extension | None = None
+
+    ignored = frozenset(_IGNORED)
+
+    @property
+    def extension(self) -> Extension:
+        return self.specfuse or Extension()
+
+    @property
+    def wants_usage(self) -> bool:
+        """The stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: list[MessageBody] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: FormatBody | None = None
+
+
+class CompletionBody(Asked):
+    """POST /v1/completions. A prompt is one user turn."""
+
+    prompt: str | list[str]
+    logprobs: int | bool | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _some(cls, value: str | list[str]) -> str | list[str]:
+        if value == []:
+            raise ValueError("holds no prompt")
+        return value
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: the tokens of a text, or how many a conversation has."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1)
+    tools: list[ToolBody] | None = None
+
+
+class BodyError(RequestError):
+    """A body is no JSON, or a field of it cannot be; `param` is the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def read_body(kind: type[B], raw: bytes) -> B:
+    """The body as `kind`. Raises `BodyError` that names the first field that is wrong."""
+    try:
+        given = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise BodyError(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise BodyError("the body is no JSON object")
+    for name in sorted(set(given) - set(kind.model_fields)):
+        if name in kind.ignored or given[name] is None or given[name] in _NEUTRAL.get(name, ()):
+            del given[name]
+        elif name in _NEUTRAL:
+            hint = _INSTEAD.get(name, "leave it out")
+            raise BodyError(f"{name} is not supported here: {hint}", name)
+        else:
+            known = [*kind.model_fields, *kind.ignored, *_NEUTRAL]
+            raise BodyError(str(unknown_setting("a request", name, known)), name)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _named(error) from None
+
+
+def _named(error: ValidationError) -> BodyError:
+    """The deepest complaint: of a union, the branch that came furthest."""
+    found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    place = ".".join(str(part) for part in found["loc"] if not str(part).startswith(("list[", "function-", "dict[")))
+    return BodyError(f"{place}: {found['msg'][0].lower()}{found['msg'][1:]}", place)

@@ -1,0 +1,75 @@
+"""Errors of the engine as OpenAI's error objects, with the status that makes its clients do the right thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specfuse_shared.adapters.wire import error_to_json
+from specfuse_shared.api_server.bodies import BodyError
+from specfuse_shared.api_server.models import ModelsLoadingError, UnknownModelError
+from specfuse_shared.errors import (
+    ConfigError,
+    EngineBusyError,
+    EngineClosedError,
+    GenerationError,
+    MemberLoadError,
+    PromptTooLongError,
+    RequestError,
+    RequestTimeoutError,
+    SpecFuseError,
+    UnfinishedValueError,
+)
+
+_FAILURES: tuple[tuple[type[SpecFuseError], int, str, str | None], ...] = (
+    (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
+    (RequestError, 400, "invalid_request_error", None),
+    (ConfigError, 400, "invalid_request_error", None),
+    (UnfinishedValueError, 400, "invalid_request_error", "unfinished_value"),
+    (ModelsLoadingError, 503, "server_error", "models_loading"),
+    (EngineBusyError, 429, "rate_limit_error", "engine_busy"),
+    (RequestTimeoutError, 504, "server_error", "timeout"),
+    (GenerationError, 500, "server_error", "generation_failed"),
+    (EngineClosedError, 503, "server_error", "stopping"),
+    (MemberLoadError, 503, "server_error", "load_failed"),
+    (SpecFuseError, 500, "server_error", None),
+)
+"""The first that an error is an instance of: status, type and code."""
+
+
+class HttpError(SpecFuseError):
+    """A request that is refused before the engine hears of it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def status_of(error: SpecFuseError) -> int:
+    return error.status if isinstance(error, HttpError) else _found(error)[1]
+
+
+def error_body(error: SpecFuseError) -> dict[str, Any]:
+    """OpenAI's error object; `specfuse` is the error as our own clients raise it."""
+    told = {"message": str(error), "param": getattr(error, "param", None), "specfuse": error_to_json(error)}
+    if isinstance(error, HttpError):
+        return {"error": {**told, "type": "invalid_request_error", "code": error.code}}
+    _, _, kind, code = _found(error)
+    param = "model" if isinstance(error, UnknownModelError) else told["param"]
+    return {"error": {**told, "param": param, "type": kind, "code": code}}
+
+
+def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
+    """When to try again, and that it is no use for what would take as long again."""
+    if isinstance(error, EngineBusyError):
+        return {"Retry-After": str(retry_seconds)}
+    if isinstance(error, HttpError) and error.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"x-should-retry": "false"} if isinstance(error, RequestTimeoutError) else {}
+
+
+def _found(error: SpecFuseError) -> tuple[type[SpecFuseError], int, str, str | None]:
+    return next(failure for failure in _FAILURES if isinstance(error, failure[0]))
+
+
+__all__ = ["BodyError", "HttpError", "error_body", "error_headers", "status_of"]

@@ -1,0 +1,118 @@
+"""The models that the server offers: ensembles, and each member of one alone; how far they are loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, SpecFuseError
+from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.serving.engine import EnsembleEngine
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["loading", "ok", "failed"]
+LONGEST_RETRY = 60
+"""Seconds."""
+
+
+class UnknownModelError(RequestError):
+    """No model of this server has this name."""
+
+
+class ModelsLoadingError(EngineBusyError):
+    """The members are still being loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An ensemble, or one `member` of it alone, under the name that clients ask for."""
+
+    id: str
+    engine: EnsembleEngine
+    member: str | None = None
+
+    @property
+    def members(self) -> list[str] | None:
+        """Who takes part, as the engine takes it; None is everybody."""
+        return None if self.member is None else [self.member]
+
+    def to_dict(self, created: int) -> dict[str, Any]:
+        """The model as OpenAI lists it; `specfuse`: what our own clients plan with."""
+        config = self.engine.config.only(self.members)
+        told = {
+            "members": list(config.names),
+            "reference": config.reference_name,
+            "thinking": [member.label for member in config.member_configs if member.thinking],
+            "context_limit": self.engine.context_limit,
+            "max_concurrent": config.max_concurrent,
+        }
+        return {"id": self.id, "object": "model", "created": created, "owned_by": "specfuse", "specfuse": told}
+
+
+class Models:
+    """All models by name, over engines that belong to the caller. `load` fills them; any thread may ask meanwhile."""
+
+    def __init__(self, engines: Mapping[str, EnsembleEngine]) -> None:
+        self.engines = dict(engines)
+        self._by_id: dict[str, Model] = {}
+        for name, engine in self.engines.items():
+            self._by_id[name] = Model(name, engine)
+            members = engine.config.names
+            for member in members if len(members) > 1 else ():
+                self._by_id[f"{name}/{member}"] = Model(f"{name}/{member}", engine, member)
+        self._status: Status = "loading"
+        self._stage = "starting"
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    @property
+    def stage(self) -> str:
+        """What is being loaded, or why it failed."""
+        return self._stage
+
+    def load(self) -> None:
+        """Load every engine, one after the other. Raises what the first that cannot be loaded raises."""
+        try:
+            for name, engine in self.engines.items():
+                self._stage = f"{name}: planning"
+                engine.load(lambda progress, ensemble=name: self._observe(ensemble, progress))  # type: ignore[misc]
+        except BaseException as error:
+            self._status, self._stage = "failed", str(error) if isinstance(error, SpecFuseError) else "internal error"
+            raise
+        self._status, self._stage = "ok", "ready"
+
+    def named(self, name: str) -> Model:
+        """The model of this name, loaded or not. Raises `UnknownModelError`."""
+        if (model := self._by_id.get(name)) is None:
+            known = ", ".join(map(repr, self._by_id))
+            raise UnknownModelError(f"there is no model {name!r}: use one of {known}")
+        return model
+
+    def find(self, name: str) -> Model:
+        """The model of this name. Raises `UnknownModelError`, or `ModelsLoadingError` where it cannot answer yet."""
+        model = self.named(name)
+        if self._status == "loading":
+            raise ModelsLoadingError(f"the models are being loaded ({self._stage}): try again in a while")
+        if self._status == "failed":
+            raise EngineClosedError("the models could not be loaded: the server's log says why")
+        return model
+
+    def all(self) -> list[Model]:
+        return list(self._by_id.values())
+
+    def retry_seconds(self) -> int:
+        """After how many seconds a refused client may have a place: what a recent answer took."""
+        if self._status == "loading":
+            return 5
+        means = [engine.metrics().answer_seconds.mean for engine in self.engines.values()]
+        return min(LONGEST_RETRY, max(1, math.ceil(max(means, default=0.0))))
+
+    def _observe(self, ensemble: str, progress: LoadProgress) -> None:
+        self._stage = f"{ensemble}: {progress.member} ({progress.index} of {progress.total}): {progress.stage}"
+        logger.info("loading %s", self._stage)

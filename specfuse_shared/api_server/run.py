@@ -1,0 +1,96 @@
+"""The server as a process: it listens at once, loads its models, answers, and stops when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from specfuse_shared.api_server.app import Service, build_app
+from specfuse_shared.api_server.models import Models
+from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.serving.engine import EnsembleEngine
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+INTERRUPTED = 130
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda address: None) -> None:
+    """Serve until SIGINT or SIGTERM; then answers finish within `stop_seconds`. A second signal does not wait.
+
+    Raises `ConfigError` for an address that cannot be listened at, and what loading the members raises.
+    """
+    settings, key = config.server, config.server.api_key()
+    with ExitStack() as stack:
+        # a queue that is waited for would hold the threads that requests are read in
+        ensembles = {name: replace(ensemble, when_busy="raise") for name, ensemble in config.ensembles.items()}
+        engines = {name: stack.enter_context(EnsembleEngine(each)) for name, each in ensembles.items()}
+        listening = stack.enter_context(_listen(settings))
+        on_listening(address_of(settings.host, listening.getsockname()[1]))
+        models = Models(engines)
+        app = build_app(Service(models, settings, config.sampling), key)
+        handlers = {number: signal.getsignal(number) for number in STOPS}
+        try:
+            asyncio.run(_run(http_server(app, settings), listening, models))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """uvicorn as this server runs it: the guard logs requests, so that it must not."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(settings.stop_seconds)),
+    )
+    return uvicorn.Server(config)
+
+
+async def _run(server: uvicorn.Server, listening: socket.socket, models: Models) -> None:
+    """Listen and load at the same time; models that cannot be loaded stop the server, and raise."""
+
+    async def load() -> None:
+        try:
+            await asyncio.to_thread(models.load)
+        except BaseException:
+            server.should_exit = True
+            raise
+        logger.info("ready: %s", ", ".join(model.id for model in models.all()))
+
+    loading = asyncio.create_task(load())
+    for number in STOPS:  # uvicorn raises the signal that stopped it once more when all is done
+        signal.signal(number, lambda *_: None)
+    await server.serve(sockets=[listening])
+    if models.status == "loading":
+        os._exit(INTERRUPTED)  # what loads cannot be interrupted, and nobody has been answered
+    await loading
+
+
+def address_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        what = f"{settings.host} port {settings.port} cannot be listened at ({error.strerror or error})"
+        raise ConfigError(f"{what}: choose another --port, or stop what listens there") from error

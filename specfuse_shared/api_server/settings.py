@@ -1,0 +1,147 @@
+"""What a user may set of the server, and the file (TOML) that says it: `[server]`, `[sampling]`, `[ensembles.NAME]`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from specfuse_shared.adapters.settings import config_of
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.validation import Settings, check, unknown_setting
+
+KEY_ENV = "SPECFUSE_API_KEY"
+_SCALARS = (str, int, float, bool, NoneType)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings(Settings):
+    """Where the server listens, who may ask, and how much."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. One that other machines reach needs a key."""
+    port: int = 8000
+    """Port to listen at; 0 is a free one."""
+    api_key_env: str = KEY_ENV
+    """Name of the environment variable that holds the key; clients send it as `Authorization: Bearer …`."""
+    max_body_bytes: int = 4 * 2**20
+    """Longest body of a request."""
+    max_prompt_characters: int = 1_000_000
+    """Longest conversation, tools and schema included."""
+    max_choices: int = 8
+    """Most answers to one request (`n`, and the prompts of a completion)."""
+    stop_seconds: float = 60.0
+    """How long a server that was told to stop lets answers finish."""
+
+    def __post_init__(self) -> None:
+        check(bool(self.host.strip()), "ServerSettings.host is empty: give an address such as 127.0.0.1")
+        check(0 <= self.port <= 65535, f"ServerSettings.port must be 0 to 65535, not {self.port!r}")
+        for name in ("max_body_bytes", "max_prompt_characters", "max_choices", "stop_seconds"):
+            check(getattr(self, name) > 0, f"ServerSettings.{name} must be positive, not {getattr(self, name)!r}")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only this machine can reach it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def api_key(self) -> str | None:
+        """The key from the environment. Raises `ConfigError` where one is needed, or named, and missing."""
+        key = os.environ.get(self.api_key_env, "").strip()
+        named = self.api_key_env != KEY_ENV
+        check(
+            bool(key) or (self.is_loopback and not named),
+            f"the environment variable {self.api_key_env} holds no key"
+            + ("" if named else f", and other machines can reach {self.host}")
+            + f": set it, such as {self.api_key_env}=$(openssl rand -hex 24), or listen at 127.0.0.1 without a key",
+        )
+        return key or None
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything that `specfuse-llm serve` runs with. `sampling`: what a request that does not say gets."""
+
+    ensembles: Mapping[str, EnsembleConfig]
+    server: ServerSettings = field(default_factory=ServerSettings)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+def read_config(path: Path) -> ServeConfig:
+    """The configuration in a TOML file. Raises `ConfigError` that names the file, the table and what was expected."""
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    try:
+        return _parsed(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _parsed(data: Mapping[str, Any]) -> ServeConfig:
+    for name in data:
+        if name not in ("server", "sampling", "ensembles"):
+            raise unknown_setting("the file", name, ["server", "sampling", "ensembles"])
+    tables = {name: _table(name, data.get(name, {})) for name in ("server", "sampling", "ensembles")}
+    check(bool(tables["ensembles"]), 'there is no ensemble: add [ensembles.demo] with members = "demo"')
+    server = _typed(ServerSettings, tables["server"], "[server]")
+    sampling = _typed(SamplingParams, tables["sampling"], "[sampling]")
+    return ServeConfig(
+        ensembles={name: _ensemble(name, table) for name, table in tables["ensembles"].items()},
+        server=ServerSettings.from_dict(server),
+        sampling=SamplingParams.from_dict(sampling),
+    )
+
+
+def _ensemble(name: str, table: Any) -> EnsembleConfig:
+    where = f"[ensembles.{name}]"
+    settings = dict(_typed(EnsembleConfig, _table(f"ensembles.{name}", table), where, also=("preset",)))
+    members, preset = settings.pop("members", None), settings.pop("preset", "default")
+    check(members is not None, f'{where} has no members: add members = "demo", or a list of models')
+    for member in members if isinstance(members, list) else ():
+        if isinstance(member, Mapping):
+            _typed(MemberConfig, member, f"a member of {where}")
+    try:
+        return EnsembleConfig.preset(preset, config_of(members).members, **settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _table(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a table, [{name}], not {value!r}")
+    return value
+
+
+def _typed(owner: type, table: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Mapping[str, Any]:
+    """The table, whose keys `owner` has and whose plain values are of the types that it says."""
+    hints = get_type_hints(owner)
+    for key, value in table.items():
+        if key not in hints and key not in also:
+            raise unknown_setting(where, key, [*hints, *also])
+        plain = _plain(hints.get(key, str))
+        if plain and not (type(value) in plain or (type(value) is int and float in plain)):
+            kinds = " or ".join(kind.__name__ for kind in plain if kind is not NoneType)
+            raise ConfigError(f"{where}.{key} is {value!r}: it must be of type {kinds}")
+    return table
+
+
+def _plain(hint: Any) -> tuple[Any, ...]:
+    """The plain types among those of a hint; none where a list or table may stand, which its owner checks."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if any(get_origin(kind) is not None and kind is not dict for kind in kinds):
+        return ()
+    return tuple(kind for kind in kinds if kind in _SCALARS)

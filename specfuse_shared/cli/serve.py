@@ -1,0 +1,87 @@
+"""`specfuse-llm serve`: options of the server, over those of its configuration file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specfuse_shared.cli.setup import calm, ensemble_of
+from specfuse_shared.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from specfuse_shared.api_server.settings import ServeConfig
+
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+
+Members = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--member",
+        "--members",
+        metavar="MODEL",
+        help="Hub id, folder or GGUF file; repeatable. Unset: the demo models.",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="TOML file of ensembles and settings; not with --member."),
+]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help="Settings of the members' ensemble.")]
+Host = Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Where to listen.  [default: 127.0.0.1]")]
+Port = Annotated[int | None, typer.Option("--port", metavar="N", help="0 is a free one.  [default: 8000]")]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key-env", metavar="NAME", help="Environment variable that holds the key.  [default: SPECFUSE_API_KEY]"
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
+
+
+def serve(
+    member: Members = None,
+    config: ConfigFile = None,
+    preset: Preset = "default",
+    host: Host = None,
+    port: Port = None,
+    api_key_env: ApiKeyEnv = None,
+    verbose: Verbose = False,
+) -> int:
+    """Serve the ensemble to OpenAI's clients, and a page to people."""
+    given: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
+    chosen = _chosen(member, config, preset)
+    chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in given.items() if v is not None}))
+    chosen.server.api_key()
+    calm(verbose)
+    _log(verbose)
+    from specfuse_shared.api_server.run import serve as run
+
+    run(chosen, lambda address: print(f"listening at {address}", file=sys.stderr, flush=True))
+    return 0
+
+
+def _chosen(member: list[str] | None, config: Path | None, preset: str) -> ServeConfig:
+    try:
+        from specfuse_shared.api_server.settings import ServeConfig, read_config
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        raise MissingExtraError("specfuse-llm serve", "serve") from error
+    if config is not None and (member or preset != "default"):
+        raise ConfigError("--config names the members and their preset: leave --member and --preset out")
+    if config is not None:
+        return read_config(config)
+    ensemble = ensemble_of(member, {}, preset)
+    return ServeConfig({"+".join(ensemble.names) if member else "demo": ensemble})
+
+
+def _log(verbose: bool) -> None:
+    """Requests and progress go to stderr; uvicorn says only what goes wrong."""
+    if not verbose:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+        logging.getLogger("specfuse_shared.api_server").setLevel(logging.INFO)

@@ -1,0 +1,45 @@
+"""What commands have in common: the ensemble that options describe, and libraries that keep quiet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.member_config import MemberConfig
+
+CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
+"""Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
+
+
+def ensemble_of(
+    models: Sequence[str] | None,
+    member: Mapping[str, Any],
+    preset: str = "default",
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> EnsembleConfig:
+    """Settings, those that are not None, are checked before the demo models are looked for."""
+    settings = {name: value for name, value in given.items() if value is not None}
+    config = EnsembleConfig.preset(preset, [MemberConfig(model, **member) for model in models or ["demo"]], **settings)
+    if models:
+        return config
+    from specfuse_shared.loading.demo import demo_members
+
+    return replace(config, members=[replace(demo, **member) for demo in demo_members()])
+
+
+def calm(verbose: bool) -> None:
+    """The libraries' own messages and progress bars belong to `--verbose`."""
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        return
+    warnings.simplefilter("ignore")
+    for library in CHATTY:
+        logging.getLogger(library).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,0 +1,35 @@
+"""A server over two tiny members with random weights, which every test shares, and its address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from tests.api_server.serving import serving
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+
+
+@pytest.fixture(scope="session")
+def tiny_members(tmp_path_factory: pytest.TempPathFactory) -> list[MemberConfig]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    shape = {"max_position_embeddings": 4096}
+    chat = save_model("qwen3", byte_level_tokenizer(), folder / "chat", **shape)
+    base = save_model("llama", metaspace_tokenizer(), folder / "base", seed=1, **shape)
+    return [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_members: list[MemberConfig]) -> Iterator[EnsembleEngine]:
+    with EnsembleEngine(EnsembleConfig(tiny_members, when_busy="raise")) as engine:
+        yield engine.load()
+
+
+@pytest.fixture(scope="session")
+def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
+    """Of a server without a key that offers "tiny", "tiny/chat" and "tiny/base"."""
+    with serving({"tiny": tiny}) as found:
+        yield found

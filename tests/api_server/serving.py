@@ -1,0 +1,57 @@
+"""A server of the tests: the real application behind a real socket, its event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared.api_server.app import Service, build_app
+from specfuse_shared.api_server.models import Models
+from specfuse_shared.api_server.run import http_server
+from specfuse_shared.api_server.settings import ServerSettings
+
+QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
+
+
+@contextmanager
+def serving(
+    engines: Mapping[str, EnsembleEngine],
+    settings: ServerSettings | None = None,
+    key: str | None = None,
+    load: bool = True,
+    **sampling: Any,
+) -> Iterator[httpx.Client]:
+    """A client of a server over these engines; the server stops with the block."""
+    models = Models(engines)
+    if load:
+        models.load()
+    service = Service(models, settings or ServerSettings(), SamplingParams(**{"max_tokens": 8, **sampling}))
+    app = build_app(service, key)
+    server = http_server(app, service.settings)
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with httpx.Client(base_url=address, headers=headers, timeout=60) as client:
+            until(lambda: server.started)
+            yield client
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.005)

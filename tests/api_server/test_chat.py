@@ -1,0 +1,254 @@
+"""What the server answers is what the engine answers, in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from specfuse_shared import EnsembleEngine, SamplingParams
+from tests.api_server.serving import QUESTION
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["a"],
+        },
+    },
+}
+NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {}}}}
+DIGIT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
+
+
+def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, **body})
+    assert response.status_code == 200, response.text
+    told: dict[str, Any] = response.json()
+    return told
+
+
+def chunks(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, which has to end as OpenAI's do."""
+    asked = {"model": "tiny", "stream": True, **({"messages": QUESTION} if "chat" in path else {}), **body}
+    response = client.post(path, json=asked)
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    *lines, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert last == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def deltas(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice["delta"] for chunk in found for choice in chunk["choices"]]
+
+
+def test_a_chat_is_the_engines_answer(client: httpx.Client, tiny: EnsembleEngine) -> None:
+    told, result = chat(client, max_tokens=20), tiny.generate(QUESTION, SamplingParams(max_tokens=20))
+    (choice,) = told["choices"]
+    assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None}
+    assert choice["finish_reason"] == "length"
+    usage = result.usage
+    assert told["usage"] == {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    assert (told["object"], told["model"]) == ("chat.completion", "tiny")
+
+
+def test_a_stream_joined_is_the_whole_answer_and_says_who_wrote_each_segment(client: httpx.Client) -> None:
+    whole, found = chat(client, max_tokens=20), chunks(client, max_tokens=20, stream_options={"include_usage": True})
+    text = "".join(delta.get("content", "") for delta in deltas(found))
+    assert text == whole["choices"][0]["message"]["content"]
+    assert deltas(found)[0] == {"role": "assistant", "content": ""}
+    assert [chunk.get("usage") for chunk in found[:-1]] == [None] * (len(found) - 1)
+    assert found[-1]["choices"] == []
+    assert found[-1]["usage"] == whole["usage"]
+    assert [c["choices"][0]["finish_reason"] for c in found[:-1]] == [None] * (len(found) - 2) + ["length"]
+    segments = [s for c in found[:-1] for s in c["choices"][0].get("specfuse", {}).get("segments", [])]
+    assert "".join(text[s["start"] : s["end"]] for s in segments) == text
+    assert {s["member"] for s in segments} <= {"chat", "base"}
+    assert segments == whole["choices"][0]["specfuse"]["segments"] or len(segments) > 1
+    assert len({chunk["id"] for chunk in found}) == 1
+
+
+def test_a_stream_without_include_usage_has_none(client: httpx.Client) -> None:
+    assert all("usage" not in chunk for chunk in chunks(client))
+
+
+@pytest.mark.parametrize("member", ["chat", "base"])
+def test_a_single_member_is_a_model_that_answers_as_it_does_alone(
+    client: httpx.Client, tiny: EnsembleEngine, member: str
+) -> None:
+    alone = tiny.generate(QUESTION, SamplingParams(max_tokens=12), members=[member])
+    assert alone.members == (member,)
+    told = chat(client, model=f"tiny/{member}", max_tokens=12)
+    assert told["choices"][0]["message"]["content"] == alone.text
+    assert {s["member"] for s in told["choices"][0]["specfuse"]["segments"]} == {member}
+
+
+def test_several_choices_are_answers_of_seeds_one_after_another(client: httpx.Client) -> None:
+    several = chat(client, n=3, temperature=1.0, seed=7, max_tokens=10)
+    one_by_one = [chat(client, temperature=1.0, seed=7 + i, max_tokens=10) for i in range(3)]
+    texts = [choice["message"]["content"] for choice in several["choices"]]
+    assert texts == [told["choices"][0]["message"]["content"] for told in one_by_one]
+    assert len(set(texts)) == 3
+    assert several["usage"]["total_tokens"] == sum(told["usage"]["total_tokens"] for told in one_by_one)
+    streamed = chunks(client, n=3, temperature=1.0, seed=7, max_tokens=10)
+    for i in range(3):
+        pieces = [c["choices"][0]["delta"].get("content", "") for c in streamed if c["choices"][0]["index"] == i]
+        assert "".join(pieces) == texts[i]
+
+
+def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: httpx.Client) -> None:
+    text = chat(client, max_tokens=20)["choices"][0]["message"]["content"]
+    stopped = chat(client, max_tokens=20, stop=[text[-3:]])["choices"][0]
+    assert stopped["message"]["content"] == text[: text.index(text[-3:])]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
+    told = chat(client, max_tokens=8, logprobs=True)["choices"][0]
+    entries = told["logprobs"]["content"]
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == told["message"]["content"]
+    assert all(e["logprob"] < 0 for e in entries)
+    assert chunks(client, max_tokens=8, logprobs=True)[-1]["choices"][0]["logprobs"]["content"] == entries
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_fits_its_schema_streamed_and_not(client: httpx.Client, choice: Any) -> None:
+    tools = [ADD, NOTE] if isinstance(choice, dict) else [ADD]
+    told = chat(client, tools=tools, tool_choice=choice, max_tokens=80)["choices"][0]
+    (call,) = told["message"]["tool_calls"]
+    assert told["finish_reason"] == "tool_calls"
+    assert told["message"]["content"] is None
+    assert (call["type"], call["function"]["name"]) == ("function", "add")
+    assert 0 <= json.loads(call["function"]["arguments"])["a"] <= 9
+    pieces = [
+        c
+        for d in deltas(chunks(client, tools=tools, tool_choice=choice, max_tokens=80))
+        for c in d.get("tool_calls", [])
+    ]
+    assert "id" in pieces[0]
+    assert pieces[0]["function"]["name"] == "add"
+    assert all("id" not in p and "name" not in p["function"] for p in pieces[1:])
+    assert "".join(p["function"]["arguments"] for p in pieces) == call["function"]["arguments"]
+
+
+def test_tools_that_may_not_be_called_are_not(client: httpx.Client) -> None:
+    none = chat(client, tools=[ADD], tool_choice="none")["choices"][0]
+    assert none["message"]["content"] == chat(client)["choices"][0]["message"]["content"]
+    assert "tool_calls" not in none["message"]
+    assert chat(client, tools=[ADD], tool_choice="auto")["choices"][0]["finish_reason"] in (
+        "length",
+        "stop",
+        "tool_calls",
+    )
+
+
+def test_parallel_calls_come_one_after_another(client: httpx.Client) -> None:
+    body = {
+        "tools": [NOTE],
+        "tool_choice": "required",
+        "parallel_tool_calls": True,
+        "max_tokens": 200,
+        "temperature": 1.0,
+    }
+    told = [chat(client, seed=seed, **body)["choices"][0] for seed in range(3)]
+    assert all(call["function"]["name"] == "note" for t in told for call in t["message"]["tool_calls"])
+
+
+def test_a_call_and_its_result_are_read_as_turns(client: httpx.Client, tiny: EnsembleEngine) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+    turns = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "call_1", "content": "4"})
+    named = [*turns[:-1], {**turns[-1], "name": "add"}]
+    assert chat(client, messages=turns)["usage"]["prompt_tokens"] == tiny.count_tokens(named)
+
+
+def test_a_response_format_holds(client: httpx.Client) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT, "strict": True}}
+    told = chat(client, response_format=schema, max_tokens=60)["choices"][0]
+    assert 0 <= json.loads(told["message"]["content"])["a"] <= 9
+    assert told["finish_reason"] == "stop"
+    assert isinstance(
+        json.loads(
+            chat(client, response_format={"type": "json_object"}, max_tokens=60)["choices"][0]["message"]["content"]
+        ),
+        dict,
+    )
+    plain = chat(client, response_format={"type": "text"})
+    assert plain["choices"][0]["message"] == chat(client)["choices"][0]["message"]
+
+
+def test_a_grammar_of_the_engine_holds(client: httpx.Client) -> None:
+    grammar = {"kind": "choice", "source": '["yes", "no"]'}
+    assert chat(client, grammar=grammar)["choices"][0]["message"]["content"] in ("yes", "no")
+
+
+def test_a_value_that_is_cut_ends_with_the_reason_length(client: httpx.Client) -> None:
+    grammar = {"kind": "regex", "source": "[a-z]*9"}
+    body = {"grammar": grammar, "max_tokens": 30, "temperature": 3.0, "seed": 1}
+    told = chat(client, **body)["choices"][0]
+    assert told["finish_reason"] in ("length", "stop")
+    assert (told["finish_reason"] == "stop") == told["message"]["content"].endswith("9")
+
+
+def test_thoughts_are_kept_apart_from_the_answer(client: httpx.Client) -> None:
+    assert "reasoning_content" not in chat(client)["choices"][0]["message"]
+
+
+def test_what_means_nothing_here_is_accepted(client: httpx.Client) -> None:
+    given = {
+        "user": "ada",
+        "store": False,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "reasoning_effort": "low",
+        "tools": None,
+    }
+    given |= {"max_completion_tokens": 8, "top_p": 0, "modalities": ["text"], "temperature": None}
+    assert chat(client, **given)["choices"][0]["message"] == chat(client)["choices"][0]["message"]
+
+
+def test_completions_answer_each_prompt(client: httpx.Client, tiny: EnsembleEngine) -> None:
+    prompts = ["Why is the sea salty?", "The tides follow"]
+    response = client.post("/v1/completions", json={"model": "tiny", "prompt": prompts, "max_tokens": 8, "logprobs": 0})
+    told = response.json()
+    results = tiny.generate_batch(prompts, SamplingParams(max_tokens=8))
+    assert [choice["text"] for choice in told["choices"]] == [result.text for result in results]
+    for choice in told["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) > 0
+    found = chunks(client, "/v1/completions", prompt=prompts, max_tokens=8)
+    for i, result in enumerate(results):
+        assert "".join(c["choices"][0]["text"] for c in found if c["choices"][0]["index"] == i) == result.text
+
+
+def test_tokens_are_those_of_the_reference_member(client: httpx.Client, tiny: EnsembleEngine) -> None:
+    told = client.post("/tokenize", json={"model": "tiny", "prompt": "The sea"}).json()
+    assert told["tokens"] == tiny.tokenize("The sea")
+    base = client.post("/tokenize", json={"model": "tiny/base", "prompt": "The sea"}).json()
+    assert base["tokens"] == tiny.tokenize("The sea", members=["base"]) != told["tokens"]
+    counted = client.post("/tokenize", json={"model": "tiny", "messages": QUESTION, "tools": [ADD]}).json()
+    assert counted["count"] == tiny.count_tokens(QUESTION, [ADD])
+
+
+def test_the_record_comes_as_asked_for(client: httpx.Client) -> None:
+    def record(**extension: Any) -> Any:
+        return chat(client, max_tokens=20, specfuse=extension)["choices"][0]["specfuse"].get("record")
+
+    assert record(ledger="none") is None
+    assert record()["rounds"] == len(record(ledger="full")["rounds"]) > 1
+
+
+def test_models_are_ensembles_and_their_members(client: httpx.Client) -> None:
+    told = client.get("/v1/models").json()
+    assert [model["id"] for model in told["data"]] == ["tiny", "tiny/chat", "tiny/base"]
+    assert client.get("/v1/models/tiny/base").json() == told["data"][2]
+    assert told["data"][0]["specfuse"]["members"] == ["chat", "base"]
+    assert client.get("/v1/models/none").status_code == 404
