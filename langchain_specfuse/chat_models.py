@@ -23,8 +23,8 @@ from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
-from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, EnsembleEngine, Event, Message, SamplingParams
-from specfuse_shared.adapters import TRANSPORT_OPTIONS, EnsembleSettings, config_of
+from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
+from specfuse_shared.adapters import TRANSPORT_OPTIONS, Engine, EnsembleSettings, config_of
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
@@ -39,7 +39,7 @@ _OF_A_CALL = (
 class _Request:
     """One call: who answers what, and how its events are read."""
 
-    engine: EnsembleEngine
+    engine: Engine
     messages: list[Message]
     params: SamplingParams
     answer: Answer
@@ -60,6 +60,9 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
     and `grammar`.
 
+    `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
+    and records; `model` is then one of the server's.
+
     Members that think (`MemberConfig(thinking=True)`) do so in reasoning blocks (`content_blocks`, and
     `additional_kwargs["reasoning_content"]`), in front of the answer and no part of it.
 
@@ -73,7 +76,8 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     ensembles: Mapping[str, Any] = Field(default_factory=dict)
     """Other ensembles by name, each as `members` or `config` take them; a call chooses one with `model="name"`."""
     model_name: str | None = Field(default=None, alias="model")
-    """Who answers where a call names nobody: "demo" or one of `ensembles`, instead of `members`."""
+    """Who answers where a call names nobody: "demo" or one of `ensembles`, instead of `members`; or one of a server's
+    models."""
     streaming: bool = False
     """`invoke` streams as well: callbacks hear its chunks as those of a stream. If set to False, `stream` gives one."""
 
@@ -84,7 +88,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
             return values
         values = {key: value for key, value in values.items() if key in cls.model_fields or key not in _TRANSPORT}
         name = values.get("model", values.get("model_name"))
-        if name is None or any(values.get(key) is not None for key in ("members", "config", "engine")):
+        if name is None or any(values.get(key) is not None for key in ("members", "config", "engine", "base_url")):
             return values
         config = _ensemble_named(name, values.get("ensembles") or {})
         return {**values, **({"members": "demo"} if name == "demo" else {"config": config})}
@@ -118,7 +122,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
             tool_calling=True,
             tool_choice=True,
             structured_output=True,
-            reasoning_output=any(member.thinking for member in self._ensemble().member_configs),
+            reasoning_output=self._thinks(),
         )
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
@@ -247,7 +251,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
         grammar, told = to_value(asked["response_format"], asked["grammar"])
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
         return _Request(
-            engine=self._engine_for(self._ensemble(name)),
+            engine=self._resolve_engine(name),
             messages=[*to_messages(messages), *told],
             params=params,
             answer=Answer(name or self._model_name(), self.ledger, reads_calls=bool(tools) and choice != "none"),
@@ -269,7 +273,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
 
     def _most_at_once(self, options: Mapping[str, Any]) -> int:
         try:
-            return self._ensemble(_named(options)).max_concurrent
+            return self._at_once(_named(options))
         except ConfigError:  # each input says so for itself
             return 1
 

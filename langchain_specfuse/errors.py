@@ -32,7 +32,7 @@ class MissingExtraError(errors.MissingExtraError, exceptions.ModelInvalidRequest
     """An optional part was used without its extra."""
 
 
-class UnknownModelError(errors.ConfigError, exceptions.ModelNotFoundError):
+class UnknownModelError(errors.UnknownModelError, exceptions.ModelNotFoundError):
     """No ensemble has this name."""
 
 
@@ -95,6 +95,7 @@ _TRANSLATED: dict[type[BaseException], type[errors.SpecFuseError]] = {
         ConfigError,
         GrammarError,
         MissingExtraError,
+        UnknownModelError,
         MemberLoadError,
         PlacementError,
         UnsupportedModelError,

@@ -77,6 +77,9 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
     a response holds the calls that are complete.
 
+    `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
+    responses and records; `model` is then one of the server's.
+
     Raises `ConfigError` if the smallest member's context has no room for `max_tokens` and LlamaIndex's prompts.
     """
 
@@ -95,6 +98,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
+        if self.model_name is not None and self.base_url is None:
+            raise ConfigError(f"model is {self.model_name!r}: it names a model of a server, so that it needs base_url")
         window, params = self._window(), self._call({}).params
         if window is not None and window - self._longest_output() < PROMPT_ROOM:
             thoughts = f" and max_thinking_tokens={params.max_thinking_tokens}" if self._thinks() else ""
@@ -193,9 +198,6 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def _longest_output(self) -> int:
         params = self._call({}).params
         return params.max_tokens + (params.max_thinking_tokens if self._thinks() else 0)
-
-    def _thinks(self) -> bool:
-        return any(member.thinking for member in self._ensemble().member_configs)
 
     def _window(self) -> int | None:
         return self.context_window or self._context_limit()

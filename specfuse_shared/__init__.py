@@ -24,6 +24,7 @@ from specfuse_shared.errors import (
     RequestTimeoutError,
     SpecFuseError,
     UnfinishedValueError,
+    UnknownModelError,
     UnsupportedModelError,
     ValueTooLongError,
 )
@@ -125,6 +126,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "UnfinishedValueError",
+    "UnknownModelError",
     "UnsupportedModelError",
     "Usage",
     "ValueTooLongError",

@@ -3,6 +3,7 @@
     SpecFuseError
     ├── ConfigError              a setting that cannot work (also a ValueError)
     │   ├── GrammarError         a schema, expression or grammar that cannot be used
+    │   ├── UnknownModelError    no ensemble, and no model of a server, has this name
     │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
     ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
     │   ├── PlacementError        the devices have no room for a member, or not the one it names
@@ -40,6 +41,10 @@ class ConfigError(SpecFuseError, ValueError):
 
 class GrammarError(ConfigError):
     """A grammar is malformed, or asks for what no grammar can promise."""
+
+
+class UnknownModelError(ConfigError):
+    """No ensemble, and no model of a server, has this name; the message lists those that there are."""
 
 
 class MissingExtraError(ConfigError, ImportError):

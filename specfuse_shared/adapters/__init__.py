@@ -3,6 +3,7 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
+from specfuse_shared.adapters.ensembles import Members, config_of
 from specfuse_shared.adapters.openai_forms import RESPONSE_FORMATS, choice_of, response_schema, value_of
 from specfuse_shared.adapters.records import (
     Detail,
@@ -14,7 +15,7 @@ from specfuse_shared.adapters.records import (
     segment_record,
     usage_record,
 )
-from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, EnsembleSettings, Members, OnSegment, config_of
+from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, Engine, EnsembleSettings, OnSegment
 from specfuse_shared.adapters.thoughts import Thoughts
 from specfuse_shared.messages import Role, arguments_of
 from specfuse_shared.text.schemas import schema_request
@@ -26,6 +27,7 @@ __all__ = [
     "CallDelta",
     "CallReader",
     "Detail",
+    "Engine",
     "EnsembleSettings",
     "Members",
     "OnSegment",

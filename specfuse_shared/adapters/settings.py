@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PlainSerializer,
-    PlainValidator,
     PrivateAttr,
+    SecretStr,
     ValidationError,
     model_validator,
 )
 
+from specfuse_shared.adapters.ensembles import SOURCES, Config, Members, config_of
 from specfuse_shared.adapters.records import Detail, plain, plain_config
+from specfuse_shared.adapters.remote import RemoteEngine
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
-from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.loading.planning import stated_context
 from specfuse_shared.loading.pretrained import OnProgress
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.leases import EngineLease, lease_engine
 from specfuse_shared.validation import unknown_setting
 
-Members = Annotated[
-    Literal["demo"] | Sequence[str | MemberConfig] | None,
-    PlainValidator(lambda value: _as_members(value)),
-    PlainSerializer(lambda value: plain(value)),
-]
-Config = Annotated[
-    EnsembleConfig | None,
-    PlainValidator(lambda value: _as_config(value)),
-    PlainSerializer(lambda value: value and plain_config(value)),
-]
 OnSegment = Callable[[SegmentEvent], None]
 
 TRANSPORT_OPTIONS = frozenset(
@@ -53,16 +41,17 @@ TRANSPORT_OPTIONS = frozenset(
 """What components pass for a provider's HTTP client: accepted with a call, and without effect."""
 
 _SAMPLING = SamplingParams()
-_SOURCES = 'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); or engine='
+Engine = EnsembleEngine | RemoteEngine
 
 
 class EnsembleSettings(BaseModel):
-    """The fields of a chat model over an ensemble; exactly one of `members`, `config` and `engine` is given.
+    """The fields of a chat model over an ensemble; one of `members`, `config`, `engine` and `base_url` is given.
 
-    Construction loads nothing. Copies share the engine; pickles and dictionaries carry its configuration instead.
+    Construction loads nothing. Copies share the engine; pickles and dictionaries carry its configuration instead, and
+    never the key of a server.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True, populate_by_name=True)
 
     members: Members = None
     """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
@@ -70,6 +59,12 @@ class EnsembleSettings(BaseModel):
     """Members together with how a round is decided; that of `engine` if one is given."""
     engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
     """An engine to share; without one, equal configurations share one engine of this process."""
+    base_url: str | None = None
+    """Address of a server (`specfuse-llm serve`) that answers instead of members in this process."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """The server's key; the environment variable SPECFUSE_API_KEY, if unset."""
+    model_name: str | None = Field(default=None, alias="model")
+    """Which of the server's models answers; its first, if unset."""
     max_tokens: int = _SAMPLING.max_tokens
     """Longest answer, in tokens of the reference member."""
     temperature: float = _SAMPLING.temperature
@@ -100,6 +95,7 @@ class EnsembleSettings(BaseModel):
     """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 
     _leases: list[EngineLease] = PrivateAttr(default_factory=list)
+    _remotes: dict[str | None, RemoteEngine] = PrivateAttr(default_factory=dict)
 
     def __init__(self, *args: Any, **values: Any) -> None:
         try:
@@ -122,21 +118,33 @@ class EnsembleSettings(BaseModel):
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         if self.engine is not None and self.config in (None, self.engine.config):
-            self.config = self.engine.config
+            self.config, self.base_url, self.api_key = self.engine.config, None, None
         elif self.engine is not None:
             raise ConfigError("config differs from that of engine: give one of them")
-        if (self.members is None) == (self.config is None):
-            raise ConfigError(f"give one of {_SOURCES}")
+        if sum(source is not None for source in (self.members, self.config, self.base_url)) != 1:
+            raise ConfigError(f"give one of {SOURCES}")
         self._sampling({})
+        self._remote()
         return self
 
-    def _ensemble(self) -> EnsembleConfig:
+    def _remote(self, name: str | None = None) -> RemoteEngine | None:
+        """The server's model of this name, or the one that this model asks; None where the ensemble is here."""
+        if self.base_url is None:
+            return None
+        name = name or self.model_name
+        if name not in self._remotes:
+            key = None if self.api_key is None else self.api_key.get_secret_value()
+            self._remotes[name] = RemoteEngine(self.base_url, name, key)
+        return self._remotes[name]
+
+    def _ensemble(self, name: str | None = None) -> EnsembleConfig:
+        """The ensemble in this process; `name` chooses where there are several."""
         if self.engine is not None:
             return self.engine.config
         return config_of(self.config if self.config is not None else self.members)
 
-    def _resolve_engine(self) -> EnsembleEngine:
-        return self._engine_for(self._ensemble())
+    def _resolve_engine(self, name: str | None = None) -> Engine:
+        return self._remote(name) or self._engine_for(self._ensemble(name))
 
     def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:
         """The engine given, where it has this configuration, else the one that this process shares.
@@ -163,6 +171,8 @@ class EnsembleSettings(BaseModel):
         """Let go of the shared engine; the last model that does frees its memory. An `engine` given stays open."""
         for lease in self._leases:
             lease.close()
+        for remote in self._remotes.values():
+            remote.close()
         self._leases = []
 
     def __enter__(self) -> Self:
@@ -190,7 +200,11 @@ class EnsembleSettings(BaseModel):
     def _identity(self) -> dict[str, Any]:
         """Everything that decides an answer besides the messages, as plain JSON."""
         sampling = {**self._settings(), "stop": list(self._sampling({}).stops)}
-        return {"ensemble": self._plain_ensemble(self._ensemble()), "sampling": plain(sampling)}
+        remote = {"base_url": self.base_url, "model": self.model_name}
+        return {
+            "ensemble": self._plain_ensemble(self._ensemble()) if self.base_url is None else remote,
+            "sampling": plain(sampling),
+        }
 
     @staticmethod
     def _plain_ensemble(config: EnsembleConfig) -> dict[str, Any]:
@@ -198,26 +212,40 @@ class EnsembleSettings(BaseModel):
 
     def _context_limit(self) -> int | None:
         """Of the smallest member; before the members are loaded, as far as configurations on this machine say."""
+        if (remote := self._remote()) is not None:
+            return remote.context_limit
         config = self._ensemble()
         held = self.engine or ((lease := self._held(config)) and lease.engine)
         return held.context_limit if held else stated_context(config)
 
     def _model_name(self) -> str:
+        if (remote := self._remote()) is not None:
+            return remote.label
         return "demo" if self.members == "demo" else "+".join(self._ensemble().names)
+
+    def _thinks(self) -> bool:
+        """A member thinks before it answers, as far as it is known without asking a server."""
+        remote = self._remote()
+        return any(m.thinking for m in self._ensemble().member_configs) if remote is None else remote.thinks
+
+    def _at_once(self, name: str | None = None) -> int:
+        """How many answers the engine of this name runs at once."""
+        remote = self._remote(name)
+        return self._ensemble(name).max_concurrent if remote is None else remote.max_concurrent
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied._leases = []
+        copied._leases, copied._remotes = [], {}
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        shared = {id(held): held for held in (self.engine, *self._leases)}
+        shared = {id(held): held for held in (self.engine, *self._leases, *self._remotes.values())}
         copied = super().__deepcopy__({**(memo or {}), **shared})
-        copied._leases = []
+        copied._leases, copied._remotes = [], {}
         return copied
 
     def __getstate__(self) -> dict[Any, Any]:
-        bare = self.model_copy(update={} if self.engine is None else {"engine": None})
+        bare = self.model_copy(update={"engine": None, "api_key": None})
         return super(EnsembleSettings, bare).__getstate__()
 
 
@@ -225,32 +253,3 @@ def _own_error(error: ValidationError) -> SpecFuseError | None:
     """The error of ours that pydantic wrapped, if it was one."""
     found = (told.get("ctx", {}).get("error") for told in error.errors())
     return next((own for own in found if isinstance(own, SpecFuseError)), None)
-
-
-def config_of(ensemble: Members | EnsembleConfig) -> EnsembleConfig:
-    """The configuration that `members` or `config` stand for. Raises `ConfigError`."""
-    if isinstance(ensemble, EnsembleConfig):
-        return ensemble
-    members = _as_members(ensemble)
-    return _demo_config() if members == "demo" else EnsembleConfig(members or ())
-
-
-@cache
-def _demo_config() -> EnsembleConfig:
-    return EnsembleConfig(demo_members())
-
-
-def _as_members(value: Any) -> Members:
-    if value is None or value == "demo":
-        return "demo" if value else None
-    if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
-        raise ConfigError(f"members is {value!r}: give {_SOURCES}")
-    return EnsembleConfig([MemberConfig.from_dict(m) if isinstance(m, Mapping) else m for m in value]).member_configs
-
-
-def _as_config(value: Any) -> EnsembleConfig | None:
-    if isinstance(value, Mapping):
-        return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
-    if value is None or isinstance(value, EnsembleConfig):
-        return value
-    raise ConfigError(f"config must be an EnsembleConfig, not {type(value).__name__}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from specfuse_shared.adapters.wire import error_to_json
 from specfuse_shared.api_server.bodies import BodyError
-from specfuse_shared.api_server.models import ModelsLoadingError, UnknownModelError
+from specfuse_shared.api_server.models import ModelsLoadingError
 from specfuse_shared.errors import (
     ConfigError,
     EngineBusyError,
@@ -18,6 +18,7 @@ from specfuse_shared.errors import (
     RequestTimeoutError,
     SpecFuseError,
     UnfinishedValueError,
+    UnknownModelError,
 )
 
 _FAILURES: tuple[tuple[type[SpecFuseError], int, str, str | None], ...] = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, SpecFuseError
+from specfuse_shared.errors import EngineBusyError, EngineClosedError, SpecFuseError, UnknownModelError
 from specfuse_shared.loading.pretrained import LoadProgress
 from specfuse_shared.serving.engine import EnsembleEngine
 
@@ -17,10 +17,6 @@ logger = logging.getLogger(__name__)
 Status = Literal["loading", "ok", "failed"]
 LONGEST_RETRY = 60
 """Seconds."""
-
-
-class UnknownModelError(RequestError):
-    """No model of this server has this name."""
 
 
 class ModelsLoadingError(EngineBusyError):

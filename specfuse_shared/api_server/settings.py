@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from specfuse_shared.adapters.settings import config_of
+from specfuse_shared.adapters.ensembles import config_of
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.member_config import MemberConfig

@@ -16,7 +16,7 @@ from specfuse_shared.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from specfuse_shared.api_server.settings import ServeConfig
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
 
 Members = Annotated[
     list[str] | None,

@@ -1,0 +1,59 @@
+"""The ensemble of a model as its fields hold it: members or a configuration, checked, and as plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainSerializer, PlainValidator
+
+from specfuse_shared.adapters.records import plain, plain_config
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.loading.demo import demo_members
+from specfuse_shared.member_config import MemberConfig
+
+Members = Annotated[
+    Literal["demo"] | Sequence[str | MemberConfig] | None,
+    PlainValidator(lambda value: _as_members(value)),
+    PlainSerializer(lambda value: plain(value)),
+]
+Config = Annotated[
+    EnsembleConfig | None,
+    PlainValidator(lambda value: _as_config(value)),
+    PlainSerializer(lambda value: value and plain_config(value)),
+]
+SOURCES = (
+    'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); engine=; '
+    'or base_url="http://…" of a server'
+)
+
+
+def config_of(ensemble: Members | EnsembleConfig) -> EnsembleConfig:
+    """The configuration that `members` or `config` stand for. Raises `ConfigError`."""
+    if isinstance(ensemble, EnsembleConfig):
+        return ensemble
+    members = _as_members(ensemble)
+    return _demo_config() if members == "demo" else EnsembleConfig(members or ())
+
+
+@cache
+def _demo_config() -> EnsembleConfig:
+    return EnsembleConfig(demo_members())
+
+
+def _as_members(value: Any) -> Members:
+    if value is None or value == "demo":
+        return "demo" if value else None
+    if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
+        raise ConfigError(f"members is {value!r}: give {SOURCES}")
+    return EnsembleConfig([MemberConfig.from_dict(m) if isinstance(m, Mapping) else m for m in value]).member_configs
+
+
+def _as_config(value: Any) -> EnsembleConfig | None:
+    if isinstance(value, Mapping):
+        return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
+    if value is None or isinstance(value, EnsembleConfig):
+        return value
+    raise ConfigError(f"config must be an EnsembleConfig, not {type(value).__name__}")

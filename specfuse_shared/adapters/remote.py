@@ -1,0 +1,225 @@
+"""An engine behind `specfuse-llm serve`: the same events, errors and counts as in this process, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import fields
+from typing import Any, Self, Unpack
+from urllib.parse import urlsplit
+
+import httpx
+
+from specfuse_shared.adapters.remote_events import RemoteStream, events_of
+from specfuse_shared.adapters.wire import error_from_json, request_to_json
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import ConfigError, EngineClosedError, SpecFuseError
+from specfuse_shared.events import Event
+from specfuse_shared.messages import Message, Tool
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, tools_of
+from specfuse_shared.serving.streams import result_of
+
+KEY_ENV = "SPECFUSE_API_KEY"
+CONNECT_SECONDS = 10.0
+GRACE_SECONDS = 30.0
+"""How long after the timeout of an answer its server may still be silent."""
+_MAX_CONCURRENT = next(f.default for f in fields(EnsembleConfig) if f.name == "max_concurrent")
+
+
+class RemoteEngine:
+    """One model of a server. Any number of threads and event loops may ask at once; each answer is a connection.
+
+    `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: what it
+    was started with; that of the environment variable SPECFUSE_API_KEY, if None. Connects on first use.
+
+    Raises `EngineClosedError` where no server answers, `ConfigError` for a key or a model that it does not know, and
+    otherwise what the engine raises in its own process.
+    """
+
+    def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        if not _is_address(self.base_url):
+            raise ConfigError(f"base_url is {base_url!r}: give the address of a server, such as http://127.0.0.1:8000")
+        self._model = model
+        self._api_key = os.environ.get(KEY_ENV) if api_key is None else api_key
+        self._described: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"RemoteEngine({self.base_url!r}, {self._model!r})"
+
+    @property
+    def closed(self) -> bool:
+        """Never: it connects again when it is asked."""
+        return False
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Always: after a fork it connects anew."""
+        return True
+
+    @property
+    def label(self) -> str:
+        """The model's name as far as it is known without asking."""
+        return str(self._model or self.known.get("id") or self.base_url)
+
+    @property
+    def thinks(self) -> bool:
+        """A member thinks before it answers; False before the server was asked."""
+        return bool(self.known.get("thinking"))
+
+    @property
+    def max_concurrent(self) -> int:
+        """Most answers that run at once."""
+        return int(self.known.get("max_concurrent", _MAX_CONCURRENT))
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """What the server has said of its model; nothing before it was asked."""
+        return self._described or {}
+
+    @property
+    def model(self) -> str:
+        """The model's name; asks the server if none was given."""
+        return str(self.describe()["id"]) if self._model is None else self._model
+
+    @property
+    def context_limit(self) -> int | None:
+        """Tokens that the smallest member's context holds; None before the server was asked."""
+        limit: int | None = self.known.get("context_limit")
+        return limit
+
+    def describe(self) -> Mapping[str, Any]:
+        """Members, reference, context_limit, max_concurrent and the members that think, as the server says."""
+        if self._described is None:
+            path = "/v1/models" if self._model is None else f"/v1/models/{self._model}"
+            told = self._call("GET", path)
+            told = told["data"][0] if self._model is None else told
+            self._described = {"id": told["id"], **told["specfuse"]}
+        return self._described
+
+    def load(self, on_progress: object = None) -> Self:
+        """Ask the server for its model; loading is its own affair."""
+        self.describe()
+        return self
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text in the reference member."""
+        ids: list[int] = self._call("POST", "/tokenize", {"model": self.model, "prompt": text})["tokens"]
+        return ids
+
+    def count_tokens(self, messages: Conversation, tools: Sequence[Tool | Mapping[str, Any]] = ()) -> int:
+        """Tokens of a prompt in the reference member's chat template, `tools` included."""
+        turns = [message.to_dict() for message in conversation_of(messages)]
+        offered = [tool.to_dict() for tool in tools_of(tools)]
+        told = self._call("POST", "/tokenize", {"model": self.model, "messages": turns, "tools": offered})
+        return int(told["count"])
+
+    def generate(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> EnsembleResult:
+        """Answer a conversation; the fold of `stream`."""
+        return result_of(self.stream(messages, params, **options))
+
+    def stream(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> Iterator[Event]:
+        """Answer a conversation as typed events. Raises here what the server refuses; closing it stops the answer."""
+        request = self._request(conversation_of(messages), params, options)
+        with self._reached():
+            response = self._connected().send(request, stream=True)
+        if response.is_error:
+            with self._reached():
+                response.read()
+            response.close()
+            raise _refusal(response)
+        return RemoteStream(response)
+
+    async def astream(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> AsyncIterator[Event]:
+        """`stream` without blocking the event loop; closing it or cancelling its task stops the answer."""
+        if self._model is None:
+            await asyncio.to_thread(self.describe)
+        request = self._request(conversation_of(messages), params, options)
+        async with httpx.AsyncClient(**self._settings()) as client:
+            with self._reached():
+                response = await client.send(request, stream=True)
+            async with aclosing(response):
+                if response.is_error:
+                    await response.aread()
+                    raise _refusal(response)
+                async with aclosing(events_of(response)) as events:
+                    async for event in events:
+                        yield event
+
+    def close(self) -> None:
+        """Let the connections go; a call makes new ones."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _request(self, messages: Sequence[Message], params: SamplingParams | None, options: CallOptions) -> Any:
+        body = request_to_json(messages, params or SamplingParams(), options)
+        body |= {"model": self.model, "stream": True, "specfuse": {"events": True}}
+        seconds = options.get("timeout")
+        silent = None if seconds is None else seconds + GRACE_SECONDS
+        timeout = httpx.Timeout(CONNECT_SECONDS, read=silent)
+        return self._connected().build_request("POST", "/v1/chat/completions", json=body, timeout=timeout)
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        with self._reached():
+            response = self._connected().request(method, path, json=body)
+        if response.is_error:
+            raise _refusal(response)
+        return response.json()
+
+    def _connected(self) -> httpx.Client:
+        with self._lock:
+            if self._client is None or self._process != os.getpid():  # connections do not survive a fork
+                self._client, self._process = httpx.Client(**self._settings()), os.getpid()
+            return self._client
+
+    def _settings(self) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        return {
+            "base_url": self.base_url,
+            "headers": headers,
+            "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
+        }
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TransportError as error:
+            what = f"no server answers at {self.base_url} ({type(error).__name__})"
+            raise EngineClosedError(f"{what}: start one with specfuse-llm serve, or correct base_url") from error
+
+
+def _refusal(response: httpx.Response) -> SpecFuseError:
+    """The error of a response, as the engine would have raised it."""
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return SpecFuseError(f"{response.url.host} answers {response.status_code}: it is no server of SpecFuse")
+    if response.status_code == 401:
+        return ConfigError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
+    return error_from_json(error.get("specfuse") or error)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no such port
+        return False

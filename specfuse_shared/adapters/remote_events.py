@@ -1,0 +1,88 @@
+"""What a server tells of an answer, read back as events; needs httpx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any
+
+from httpx import Response, TransportError
+
+from specfuse_shared.adapters.wire import error_from_json, event_from_json
+from specfuse_shared.errors import EngineClosedError, SpecFuseError
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent
+
+_DATA, _DONE = "data: ", "[DONE]"
+
+
+class RemoteStream(Iterator[Event]):
+    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated."""
+
+    def __init__(self, response: Response) -> None:
+        self._response, self._read = response, _Reading()
+        self._lines = response.iter_lines()
+
+    def __next__(self) -> Event:
+        try:
+            for line in self._lines:
+                if (event := self._read.event(line)) is not None:
+                    if isinstance(event, FinishEvent):
+                        self.close()
+                    return event
+        except TransportError as error:
+            raise self._read.lost() from error
+        except SpecFuseError:
+            self.close()
+            raise
+        if not self._read.over:
+            raise self._read.lost()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the answer."""
+        self._read.over, self._lines = True, iter(())
+        self._response.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+async def events_of(response: Response) -> AsyncGenerator[Event, None]:
+    """The same on an event loop."""
+    read = _Reading()
+    try:
+        async for line in response.aiter_lines():
+            if (event := read.event(line)) is not None:
+                yield event
+                if isinstance(event, FinishEvent):
+                    return
+    except TransportError as error:
+        raise read.lost() from error
+    raise read.lost()
+
+
+class _Reading:
+    """Reads lines of server-sent events, and knows the text so far."""
+
+    def __init__(self) -> None:
+        self.text, self.over = "", False
+
+    def event(self, line: str) -> Event | None:
+        """The event of a line; None for lines that tell of none. Raises the error that a line holds."""
+        if not line.startswith(_DATA) or line == _DATA + _DONE:
+            return None
+        data = json.loads(line.removeprefix(_DATA))
+        if (error := data.get("error")) is not None:
+            raise error_from_json(error.get("specfuse") or error)
+        told: Mapping[str, Any] = data["choices"][0].get("specfuse", {}) if data["choices"] else {}
+        for found in told.get("events", ()):
+            event = event_from_json(found)
+            self.text += event.text if isinstance(event, SegmentEvent) else ""
+            self.over = isinstance(event, FinishEvent)
+            return event
+        if (error := told.get("error")) is not None:
+            raise error_from_json(error)
+        return None
+
+    def lost(self) -> EngineClosedError:
+        return EngineClosedError("the server went away while it answered: try again", text=self.text)
