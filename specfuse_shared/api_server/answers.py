@@ -52,7 +52,8 @@ class Answer:
         self._call, self._extension = call, extension
         self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()
-        self._growing = GrowingAnswer()
+        asked = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
+        self._growing = GrowingAnswer(asked[-1] if asked else "")
 
     async def pieces(self, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
         """A piece for every event that has something to tell."""
@@ -60,7 +61,7 @@ class Answer:
             async for event in events:
                 piece = self._piece(event)
                 if self._extension.report and self._growing.observe(event):
-                    piece.specfuse["report"] = await asyncio.to_thread(self._growing.report)
+                    piece.specfuse |= await asyncio.to_thread(self._growing.report)
                 if piece != Piece():
                     yield piece
         except UnfinishedValueError as error:

@@ -66,7 +66,7 @@ class Extension(Body):
     ledger: Detail = "summary"
     """The record with the end of the answer."""
     report: bool = False
-    """The report of the answer so far, as HTML, with every segment of a stream and with the end."""
+    """The report of the answer so far, as HTML, a few times a second and with the end; then also as a file."""
 
 
 class GrammarBody(Body):

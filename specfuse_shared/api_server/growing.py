@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.report.html import fragment
+from specfuse_shared.report.html import document, fragment
 from specfuse_shared.types import AnswerRecord, FinishReason, MemberFault, RoundRecord, Usage
+
+PAUSE = 0.2
+"""Seconds between two reports of an answer that grows."""
 
 
 class GrowingAnswer:
-    """Follows the events of one answer. Tokens are counted as their authors count them, until the answer is over."""
+    """Follows the events of one answer. Tokens are counted as their authors count them, until the answer is over.
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
+    `title`: heading of the report as a file, usually the question.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._began, self._drawn = time.monotonic(), -math.inf
         self._record: AnswerRecord | None = None
         self._over = False
 
     def observe(self, event: Event) -> bool:
-        """Take an event; True if there is something new to show."""
+        """Take an event; True if it is time for a new report."""
         if isinstance(event, StartEvent):
             self._record = self._started(event)
         elif isinstance(event, FinishEvent):
             self._record, self._over = event.result, True
         elif self._record is not None:
             self._record = self._grown(self._record, event)
-        return self._record is not None
+        return self._record is not None and (self._over or time.monotonic() - self._drawn >= PAUSE)
 
-    def report(self) -> str:
-        """The report of the answer so far, as an element."""
+    def report(self) -> dict[str, str]:
+        """The report of the answer so far, as an element; once it is over, also as a file."""
         assert self._record is not None, "the answer has not begun"
-        return fragment(self._record, running=not self._over)
+        self._drawn = time.monotonic()
+        told = {"report": fragment(self._record, running=not self._over)}
+        return {**told, "document": document(self._record, self._title)} if self._over else told
 
     def _started(self, event: StartEvent) -> AnswerRecord:
         return AnswerRecord(

@@ -24,6 +24,7 @@ MADE: list[errors.SpecFuseError] = [
     errors.SpecFuseError("x"),
     errors.ConfigError("x"),
     errors.GrammarError("x"),
+    errors.UnknownModelError("x"),
     errors.MissingExtraError("Tracing", "metrics"),
     errors.MemberLoadError("x"),
     errors.PlacementError("x"),

@@ -1,1 +1,237 @@
+// Asks the server that it came from, and shows the report of the answer while it grows.
+// Text of people and models goes through textContent; the report is markup of the server, whose templates escape it.
 
+const at = id => document.getElementById(id);
+const [status, problem, form, stop, send, report, spoken, asked, save, history] =
+  ["status", "problem", "ask", "stop", "send", "report", "spoken", "asked", "save", "history"].map(at);
+const sheet = new CSSStyleSheet();
+document.adoptedStyleSheets = [sheet];
+const templates = window.trustedTypes?.createPolicy("report", { createHTML: html => html });
+const answers = [];
+let running = null, ready = false;
+
+function say(text, kind = "") {
+  status.textContent = text;
+  status.className = kind;
+}
+
+function complain(text) {
+  problem.textContent = text;
+  problem.hidden = !text;
+}
+
+function headers() {
+  const key = at("key").value.trim();
+  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+}
+
+// ── the report ──────────────────────────────────────────────────────────────────────────────────
+
+// The policy of this page takes no styles from markup; set by script, they are allowed. Text has neither in the clear.
+function parsed(html) {
+  const [element, style] = html.match(/<style>([^]*?)<\/style>/);
+  if (sheet.text !== style) sheet.replaceSync(sheet.text = style);
+  const markup = html.replace(element, "").replaceAll(' style="', ' data-style="');
+  const page = new DOMParser().parseFromString(templates ? templates.createHTML(markup) : markup, "text/html");
+  return page.querySelector(".specfuse-report");
+}
+
+// Changes what differs and leaves the rest, so that focus, choice and scrolling stay where they are.
+function morph(live, fresh) {
+  if (live.nodeName !== fresh.nodeName) return live.replaceWith(fresh);
+  if (live.nodeType === Node.TEXT_NODE) {
+    if (live.data !== fresh.data) live.data = fresh.data;
+    return;
+  }
+  if (live.nodeType !== Node.ELEMENT_NODE) return;
+  for (const { name } of [...live.attributes])
+    if (!fresh.hasAttribute(name) && name !== "open" && name !== "style") live.removeAttribute(name);
+  for (const { name, value } of fresh.attributes)
+    if (live.getAttribute(name) !== value) live.setAttribute(name, value);
+  const before = [...live.childNodes], after = [...fresh.childNodes];
+  after.forEach((node, i) => i < before.length ? morph(before[i], node) : live.append(node));
+  before.slice(after.length).forEach(node => node.remove());
+}
+
+function draw(html) {
+  const fresh = parsed(html);
+  if (report.firstElementChild) morph(report.firstElementChild, fresh);
+  else report.append(fresh);
+  for (const element of report.querySelectorAll("[data-style]"))
+    if (element.style.cssText !== element.dataset.style) element.style.cssText = element.dataset.style;
+}
+
+function showLastRound() {
+  const rounds = report.querySelectorAll(".seg input");
+  if (rounds.length && !report.dataset.chosen) rounds[rounds.length - 1].checked = true;
+}
+
+function clear(question) {
+  report.replaceChildren();
+  spoken.replaceChildren();
+  delete report.dataset.chosen;
+  asked.textContent = question;
+  asked.hidden = false;
+  save.hidden = true;
+  complain("");
+}
+
+// ── an answer ───────────────────────────────────────────────────────────────────────────────────
+
+async function* chunks(response) {
+  let rest = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) if (line !== "data: [DONE]") yield JSON.parse(line.slice("data: ".length));
+  }
+}
+
+async function refusal(response) {
+  const told = await response.json().catch(() => null);
+  if (response.status === 401) at("key-field").hidden = false;
+  return new Error(told?.error?.message ?? `the server answers ${response.status}`);
+}
+
+function take(chunk, answer) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  for (const { delta, specfuse } of chunk.choices) {
+    if (delta.content) spoken.append(Object.assign(document.createElement("span"), { textContent: delta.content }));
+    if (specfuse?.report) {
+      answer.report = specfuse.report;
+      answer.document = specfuse.document;
+      if (answer.shown) {
+        draw(answer.report);
+        if (!answer.document) showLastRound();
+      }
+    }
+  }
+}
+
+async function ask(question) {
+  const answer = { question, report: "", state: "answering", began: new Date(), shown: true };
+  const stopping = running = new AbortController();
+  const turns = [{ role: "user", content: question }];
+  if (at("system").value.trim()) turns.unshift({ role: "system", content: at("system").value });
+  for (const other of answers) other.shown = false;
+  answers.unshift(answer);
+  clear(question);
+  list();
+  control();
+  say("The members read the question …", "busy");
+  try {
+    const response = await fetch("/v1/chat/completions", {
+      method: "POST", headers: headers(), signal: stopping.signal,
+      body: JSON.stringify({
+        model: at("model").value, messages: turns, max_tokens: at("tokens").valueAsNumber || null,
+        temperature: at("temperature").valueAsNumber || 0, stream: true, specfuse: { report: true, ledger: "none" },
+      }),
+    });
+    if (!response.ok) throw await refusal(response);
+    say("The members are writing …", "busy");
+    for await (const chunk of chunks(response)) take(chunk, answer);
+    answer.state = answer.document ? "finished" : "cut";
+    say("Finished", "ok");
+    if (!answer.document) complain("The server went away, or the answer found no room to end: what there is, is shown.");
+  } catch (error) {
+    answer.state = stopping.signal.aborted ? "stopped" : "failed";
+    say(answer.state === "stopped" ? "Stopped: the members compute no more" : "Failed", answer.state === "stopped" ? "ok" : "failed");
+    if (answer.state === "failed") complain(`The answer failed: ${error.message}`);
+  }
+  running = null;
+  control();
+  if (answer.shown) show(answer);
+  list();
+}
+
+function show(answer) {
+  for (const other of answers) other.shown = other === answer;
+  if (answer.report) draw(answer.report);
+  const fact = report.querySelectorAll(".facts dd");
+  if (fact.length && !answer.document && answer.state !== "answering") {
+    fact[0].textContent = answer.state;
+    fact[1].textContent = "before its end";
+  }
+  save.hidden = !answer.document;
+  if (answer.document) {
+    URL.revokeObjectURL(save.href);
+    save.href = URL.createObjectURL(new Blob([answer.document], { type: "text/html" }));
+  }
+}
+
+function list() {
+  const items = answers.map(answer => {
+    const item = document.createElement("li"), button = document.createElement("button"), about = document.createElement("small");
+    button.type = "button";
+    button.textContent = answer.question;
+    about.textContent = `${answer.state}, ${answer.began.toLocaleTimeString()}`;
+    button.append(about);
+    button.setAttribute("aria-current", String(answer.shown));
+    button.addEventListener("click", () => {
+      clear(answer.question);
+      show(answer);
+      list();
+      asked.focus();
+    });
+    item.append(button);
+    return item;
+  });
+  history.querySelector("ol").replaceChildren(...items);
+  history.hidden = !items.length;
+}
+
+// ── the server ──────────────────────────────────────────────────────────────────────────────────
+
+function control() {
+  stop.disabled = !running;
+  send.disabled = Boolean(running) || !ready;
+}
+
+async function models() {
+  const response = await fetch("/v1/models", { headers: headers() });
+  if (!response.ok) throw await refusal(response);
+  const found = (await response.json()).data.map(model => Object.assign(document.createElement("option"), { textContent: model.id, value: model.id }));
+  at("model").replaceChildren(...found);
+  at("model").disabled = false;
+}
+
+async function connect() {
+  try {
+    const { status: state, stage } = await (await fetch("/health")).json();
+    if (state === "failed") return say(`The models could not be loaded: the server's log says why`, "failed");
+    if (state === "loading") {
+      say(`Loading: ${stage}`, "busy");
+      return setTimeout(connect, 1000);
+    }
+    await models();
+    ready = true;
+    say("Ready", "ok");
+    complain("");
+  } catch (error) {
+    if (!at("key-field").hidden) {
+      say("A key is needed", "failed");
+      at("key").focus();
+    } else {
+      say("The server cannot be reached", "failed");
+      setTimeout(connect, 3000);
+    }
+  }
+  control();
+}
+
+form.addEventListener("submit", event => {
+  event.preventDefault();
+  const question = at("question").value;
+  if (!running && ready && question.trim()) ask(question);
+});
+stop.addEventListener("click", () => running?.abort());
+at("key").addEventListener("change", connect);
+at("question").addEventListener("keydown", event => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+});
+document.addEventListener("keydown", event => event.key === "Escape" && running?.abort());
+report.addEventListener("change", () => report.dataset.chosen = "true");
+connect();

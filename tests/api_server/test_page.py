@@ -1,0 +1,254 @@
+"""The page in a real browser: what can be seen, reached and stopped, and that its policy lets nothing else in."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.api_server.page import FILES
+from tests.api_server.serving import serving, until
+from tests.cli.conftest import reciting_model, reciting_tokenizer
+from tests.engine.test_report_browser import CHROMIUM, CONTRASTS, DESK, PHONE, QUIET, shown_card
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+
+SPEECH = "the tide comes in and goes out again while people sleep near harbours"
+COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked))")]
+  .map(s => [s.className.match(/m\\d/)[0], getComputedStyle(s).backgroundColor])"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
+        with playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments) as chromium:
+            yield chromium
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, EnsembleEngine]]:
+    """A server whose answers go round in circles until somebody stops them, and its engine."""
+    tokenizer, folder = reciting_tokenizer(SPEECH), tmp_path_factory.mktemp("endless")
+    reciting_model(tokenizer, SPEECH, 9.0, endless=True).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = EnsembleConfig([MemberConfig(str(folder), name=name) for name in ("ann", "bob")], repetition_guard=False)
+    with EnsembleEngine(config) as engine, serving({"endless": engine}) as client:
+        yield client, engine
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """`opened(client, **context)` → the page; afterwards nothing was complained of or fetched from elsewhere."""
+    complaints: list[str] = []
+    elsewhere: list[str] = []
+    contexts = []
+
+    def open_page(client: httpx.Client, expected: str = "Ready", **settings: Any) -> Page:
+        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
+        page, address = contexts[-1].new_page(), str(client.base_url)
+        page.on("console", lambda m: complaints.append(m.text) if "Failed to load resource" not in m.text else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "request", lambda r: elsewhere.append(r.url) if not r.url.startswith((address, "data:", "blob:")) else None
+        )
+        page.goto(address)
+        expect(page.locator("#status")).to_have_text(expected)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert elsewhere == []
+
+
+def segments(page: Page) -> int:
+    return page.locator("#report .seg").count()
+
+
+def ask(page: Page, question: str = "Why is the sea salty?", tokens: int = 24) -> None:
+    page.fill("#question", question)
+    page.fill("#tokens", str(tokens))
+    page.click("#send")
+
+
+def test_an_answer_grows_while_it_is_written(
+    opened: Callable[..., Page], endless: tuple[httpx.Client, EnsembleEngine]
+) -> None:
+    page = opened(endless[0])
+    ask(page, tokens=3000)
+    for _ in range(3):
+        count = segments(page)
+        until(lambda before=count: segments(page) > before)  # type: ignore[misc]
+        assert page.locator("#report .facts dd").first.inner_text() == "not yet"
+        assert page.locator("#status").inner_text() == "The members are writing …"
+        assert shown_card(page).startswith("Round ")
+        assert not shown_card(page).startswith("Round 1\n"), "the newest round is the one to see"
+    page.keyboard.press("Escape")
+
+
+def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    ask(page, tokens=1000)
+    expect(page.locator("#status")).to_have_text("Finished", timeout=30_000)
+    assert page.locator("#report .facts dd").first.inner_text() in ("length", "stop")
+    assert page.locator("#asked").inner_text() == "Why is the sea salty?"
+    answer = page.locator("#report .answer").text_content()
+    assert answer == page.locator("#spoken").text_content()
+    colours = page.evaluate(COLOURS)
+    assert {member for member, _ in colours} == {"m0", "m1"}, "both members wrote"
+    assert len({ground for _, ground in colours}) == 2, "each in a colour of its own"
+    for heading in ("Weights", "Time", "Members"):
+        assert page.locator("#report").get_by_text(heading, exact=True).first.is_visible()
+
+
+def test_a_segments_card_opens_by_mouse_and_by_keyboard(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    ask(page, tokens=40)
+    expect(page.locator("#status")).to_have_text("Finished")
+    count = page.locator(".seg").count()
+    assert count > 3
+    page.hover(".s2")
+    assert shown_card(page).startswith(f"Round 2 of {count}")
+    assert "chat" in shown_card(page)
+    page.click(".s3")
+    page.hover("h1")
+    assert shown_card(page).startswith("Round 3")
+    page.focus("#question")
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.matches('.seg input')"):
+            break
+    assert shown_card(page).startswith("Round 3")
+    page.keyboard.press("ArrowLeft")
+    assert shown_card(page).startswith("Round 2")
+    assert page.locator(".s2").evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+
+
+def test_a_chosen_round_stays_chosen_while_the_answer_grows(
+    opened: Callable[..., Page], endless: tuple[httpx.Client, EnsembleEngine]
+) -> None:
+    page = opened(endless[0])
+    ask(page, tokens=3000)
+    until(lambda: segments(page) > 3)
+    page.locator(".s1 input").evaluate("e => { e.focus(); e.click() }")
+    count = page.locator(".seg").count()
+    until(lambda: segments(page) > count)
+    assert page.evaluate("document.activeElement.matches('.s1 input') && document.activeElement.checked")
+    page.keyboard.press("Escape")
+
+
+@pytest.mark.parametrize("how", ["button", "key"])
+def test_stopping_stops_the_compute(
+    opened: Callable[..., Page], endless: tuple[httpx.Client, EnsembleEngine], how: str
+) -> None:
+    client, engine = endless
+    until(lambda: engine.metrics().running == 0)
+    page, cancelled = opened(client), engine.metrics().requests["cancelled"]
+    ask(page, tokens=3000)
+    until(lambda: segments(page) > 1)
+    assert engine.metrics().running == 1
+    page.click("#stop") if how == "button" else page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped: the members compute no more")
+    until(lambda: engine.metrics().running == 0, 5)
+    assert engine.metrics().requests["cancelled"] == cancelled + 1
+    assert page.locator("#report .facts dd").first.inner_text() == "stopped"
+    assert page.locator("#report .seg").count() > 1
+    assert page.locator("#send").is_enabled()
+
+
+def test_an_error_is_shown(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    ask(page, "sea " * 5000)
+    expect(page.locator("#problem")).to_contain_text("whose context holds 4096")
+    assert page.locator("#problem").get_attribute("role") == "alert"
+    ask(page, "Hi", 4)
+    expect(page.locator("#status")).to_have_text("Finished")
+    expect(page.locator("#problem")).to_be_hidden()
+
+
+def test_text_of_people_and_models_is_text(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    evil = '<img src=x onerror=alert(1)><script>alert(2)</script> style="x" {{7*7}}'
+    ask(page, evil, 8)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert page.locator("#asked").inner_text() == evil
+    assert page.locator("nav button").first.inner_text().startswith(evil)
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_history_shows_reports_again_and_saves_them_as_files(
+    opened: Callable[..., Page], client: httpx.Client, tmp_path: Path
+) -> None:
+    page = opened(client)
+    texts = []
+    for question in ("Why is the sea salty?", "What is a tide?"):
+        ask(page, question, 16)
+        expect(page.locator("#status")).to_have_text("Finished")
+        expect(page.locator("#asked")).to_have_text(question)
+        texts.append(page.locator("#report .answer").text_content())
+    page.get_by_role("button", name="Why is the sea salty?").click()
+    expect(page.locator("#asked")).to_have_text("Why is the sea salty?")
+    assert page.locator("#report .answer").text_content() == texts[0]
+    assert page.locator("#asked").evaluate("e => e === document.activeElement")
+    with page.expect_download() as download:
+        page.click("#save")
+    download.value.save_as(tmp_path / "answer.html")
+    saved = (tmp_path / "answer.html").read_text("utf-8")
+    assert saved.startswith("<!doctype html>")
+    assert '<h1 dir="auto">Why is the sea salty?</h1>' in saved
+
+
+def test_a_key_is_asked_for_where_one_is_needed(opened: Callable[..., Page], tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}, key="open sesame") as client:
+        page = opened(client, "A key is needed")
+        page.fill("#key", "open sesame")
+        page.keyboard.press("Tab")
+        expect(page.locator("#status")).to_have_text("Ready")
+        ask(page, tokens=8)
+        expect(page.locator("#status")).to_have_text("Finished")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast_and_a_phone_never_scrolls_sideways(
+    opened: Callable[..., Page], client: httpx.Client, scheme: str
+) -> None:
+    page = opened(client, color_scheme=scheme, viewport=PHONE)
+    ask(page, tokens=16)
+    expect(page.locator("#status")).to_have_text("Finished")
+    ratios = page.evaluate(CONTRASTS)
+    assert len(ratios) > 50
+    assert ratios[0][0] >= 4.5, ratios[:5]
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    assert (page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)") is (scheme == "dark")
+
+
+def test_everything_has_a_name_for_those_who_cannot_see_it(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    for role, name in [("textbox", "Question"), ("combobox", "Model"), ("spinbutton", "Tokens"), ("button", "Ask")]:
+        assert page.get_by_role(role, name=name).count() >= 1  # type: ignore[arg-type]
+    ask(page, tokens=16)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert page.get_by_role("log").count() == 1
+    assert page.get_by_role("navigation", name="Answers").count() == 1
+    assert page.get_by_role("radio").count() == page.locator(".seg").count()
+
+
+def test_the_policy_lets_no_script_style_or_connection_in(client: httpx.Client) -> None:
+    for path in FILES:
+        policy = client.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+    page = client.get("/").text
+    assert "<style" not in page
+    assert " style=" not in page
+    assert " on" not in page.partition("<body>")[2].replace(" on ", "")
