@@ -50,7 +50,7 @@ def deltas(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_chat_is_the_engines_answer(client: httpx.Client, tiny: EnsembleEngine) -> None:
     told, result = chat(client, max_tokens=20), tiny.generate(QUESTION, SamplingParams(max_tokens=20))
     (choice,) = told["choices"]
-    assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None, "annotations": []}
     assert choice["finish_reason"] == "length"
     usage = result.usage
     assert told["usage"] == {

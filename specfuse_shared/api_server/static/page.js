@@ -164,11 +164,11 @@ function show(answer) {
 
 function list() {
   const items = answers.map(answer => {
-    const item = document.createElement("li"), button = document.createElement("button"), about = document.createElement("small");
+    const [item, button, name, about] = ["li", "button", "span", "small"].map(tag => document.createElement(tag));
     button.type = "button";
-    button.textContent = answer.question;
+    name.textContent = answer.question;
     about.textContent = `${answer.state}, ${answer.began.toLocaleTimeString()}`;
-    button.append(about);
+    button.append(name, about);
     button.setAttribute("aria-current", String(answer.shown));
     button.addEventListener("click", () => {
       clear(answer.question);
