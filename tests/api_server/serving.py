@@ -8,16 +8,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.api_server.app import Service, build_app
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.run import http_server
 from specfuse_shared.api_server.settings import ServerSettings
+from tests.cli.conftest import reciting_model, reciting_tokenizer
 
+SPEECH = "the tide comes in and goes out again while people sleep near harbours"
 QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
 
 
@@ -47,6 +50,14 @@ def serving(
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
+
+
+def reciting(folder: Path, endless: bool = False) -> EnsembleConfig:
+    """Two members that answer everything with the same words, once, or round in circles until somebody stops them."""
+    tokenizer = reciting_tokenizer(SPEECH)
+    reciting_model(tokenizer, SPEECH, 9.0, endless).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return EnsembleConfig([MemberConfig(str(folder), name=name) for name in ("ann", "bob")], repetition_guard=False)
 
 
 def until(condition: Any, seconds: float = 20.0) -> None:

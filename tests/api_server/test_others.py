@@ -24,7 +24,7 @@ from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
 from specfuse_shared import EnsembleEngine
-from tests.api_server.serving import QUESTION, serving
+from tests.api_server.serving import QUESTION, reciting, serving
 
 TOOL: Any = {
     "type": "function",
@@ -228,7 +228,13 @@ def test_openailike_completes_chats_and_streams(address: str) -> None:
     assert llm.complete("Why is the sea salty?").text
     whole = llm.chat([ChatMessage("Why is the sea salty?")]).message.content
     assert "".join(r.delta or "" for r in llm.stream_chat([ChatMessage("Why is the sea salty?")])) == whole
-    assert asyncio.run(llm.acomplete("Hi")).text == llm.complete("Hi").text
+
+    async def ask() -> str:
+        text = (await llm.acomplete("Hi")).text
+        await llm._get_aclient().close()
+        return text
+
+    assert asyncio.run(ask()) == llm.complete("Hi").text
 
 
 @pytest.mark.slow
@@ -260,9 +266,9 @@ async def test_openailike_runs_a_function_agent(demo: httpx.Client) -> None:
 # ── llm-comply ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_chat_tests_of_llm_comply_pass_but_the_one_with_an_image(tiny: EnsembleEngine) -> None:
+def test_the_chat_tests_of_llm_comply_pass_but_the_one_with_an_image(tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("llm-comply"))
-    with serving({"tiny": tiny}, max_tokens=256) as client:
+    with EnsembleEngine(reciting(tmp_path)) as engine, serving({"tiny": engine}, max_tokens=256) as client:
         at = ["--base-url", f"{client.base_url}/v1", "--api-key", "none", "--model", "tiny"]
         asked = [program, "--format", "openai-chat", *at, "--json"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)

@@ -11,16 +11,14 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared import EnsembleEngine
 from specfuse_shared.api_server.page import FILES
-from tests.api_server.serving import serving, until
-from tests.cli.conftest import reciting_model, reciting_tokenizer
+from tests.api_server.serving import reciting, serving, until
 from tests.engine.test_report_browser import CHROMIUM, CONTRASTS, DESK, PHONE, QUIET, shown_card
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 
-SPEECH = "the tide comes in and goes out again while people sleep near harbours"
 COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked))")]
   .map(s => [s.className.match(/m\\d/)[0], getComputedStyle(s).backgroundColor])"""
 
@@ -36,11 +34,10 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, EnsembleEngine]]:
     """A server whose answers go round in circles until somebody stops them, and its engine."""
-    tokenizer, folder = reciting_tokenizer(SPEECH), tmp_path_factory.mktemp("endless")
-    reciting_model(tokenizer, SPEECH, 9.0, endless=True).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    config = EnsembleConfig([MemberConfig(str(folder), name=name) for name in ("ann", "bob")], repetition_guard=False)
-    with EnsembleEngine(config) as engine, serving({"endless": engine}) as client:
+    with (
+        EnsembleEngine(reciting(tmp_path_factory.mktemp("endless"), endless=True)) as engine,
+        serving({"endless": engine}) as client,
+    ):
         yield client, engine
 
 
