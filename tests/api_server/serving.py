@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -66,3 +71,26 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came to be"
         time.sleep(0.005)
+
+
+@contextmanager
+def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`specfuse-llm serve` in a process of its own, and the address that it says it listens at."""
+    asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
+    told = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True, env=told)
+    assert process.stderr is not None
+    try:
+        assert select.select([process.stderr], [], [], 60)[0]
+        line = process.stderr.readline()
+        found = re.search(r"listening at (http://\S+)", line)
+        assert found, line + process.stderr.read()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def ready(address: str) -> bool:
+    return httpx.get(f"{address}/health").status_code == 200

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
-import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +18,7 @@ import psutil
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from tests.api_server.serving import QUESTION, until
+from tests.api_server.serving import QUESTION, command, ready, until
 
 LONG = {"model": "tiny", "messages": QUESTION, "max_tokens": 3000, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
@@ -110,29 +104,6 @@ def test_many_clients_of_which_a_third_leave_get_their_own_answers(client: httpx
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`specfuse-llm serve` in a process of its own, and the address that it says it listens at."""
-    asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
-    told = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True, env=told)
-    assert process.stderr is not None
-    try:
-        assert select.select([process.stderr], [], [], 60)[0]
-        line = process.stderr.readline()
-        found = re.search(r"listening at (http://\S+)", line)
-        assert found, line + process.stderr.read()
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def ready(address: str) -> bool:
-    return httpx.get(f"{address}/health").status_code == 200
 
 
 def test_a_server_that_is_told_to_stop_lets_answers_finish(tiny_members: list[MemberConfig]) -> None:

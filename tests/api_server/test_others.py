@@ -156,6 +156,9 @@ def test_the_sdk_raises_its_own_errors_and_hears_of_a_cut_value(sdk: openai.Open
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # langchain-openai's, about how it parses values itself
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # it leaves its clients to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestChatOpenAI(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _use_the_server(self, demo: httpx.Client) -> None:
@@ -246,6 +249,7 @@ def test_openailike_answers_in_a_query_engine(demo: httpx.Client) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 async def test_openailike_runs_a_function_agent(demo: httpx.Client) -> None:
     """The first call is forced, as small models begin none of their own accord; the agent answers after it."""
     called: list[int] = []
