@@ -74,7 +74,7 @@ class ChatFormat(Format):
     def _message(self, folded: Folded) -> dict[str, Any]:
         told = {"reasoning_content": folded.thoughts, "tool_calls": folded.calls}
         content = folded.text if folded.text or not folded.calls else None
-        message = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
         return {"message": message | {key: value for key, value in told.items() if value}}
 
     def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
