@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.errors import MissingExtraError
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.metrics import Histogram, MetricsSnapshot
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 
 def prometheus_collector(engine: EnsembleEngine | Mapping[str, EnsembleEngine], prefix: str = "specfuse") -> Any:
@@ -16,44 +19,43 @@ def prometheus_collector(engine: EnsembleEngine | Mapping[str, EnsembleEngine], 
     Several engines are told apart by the label "ensemble", which is their name.
     """
     try:
-        from prometheus_client.metrics_core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-            Metric,
-        )
+        from prometheus_client import metrics_core
     except ImportError as error:
         raise MissingExtraError("prometheus_collector", "metrics") from error
     engines = {(name,): each for name, each in engine.items()} if isinstance(engine, Mapping) else {(): engine}
     labels = ["ensemble"] if isinstance(engine, Mapping) else []
 
-    def families(snapshots: Mapping[tuple[str, ...], MetricsSnapshot]) -> Iterator[Metric]:
-        for name in ("requests", "wins", "exits", "faults", "forwards", "forward_seconds"):
-            label = "end" if name == "requests" else "member"
-            family = CounterMetricFamily(f"{prefix}_{name}", _help(name), labels=[*labels, label])
-            for of, snapshot in snapshots.items():
-                counted: Mapping[str, float] = getattr(snapshot, name)
-                for key, value in counted.items():
-                    family.add_metric([*of, key], value)
-            yield family
-        for name in (*_COUNTERS, *_GAUGES):
-            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-            single = kind(f"{prefix}_{name}", _help(name), labels=labels)
-            for of, snapshot in snapshots.items():
-                single.add_metric(of, getattr(snapshot, name))
-            yield single
-        for name in ("queue_seconds", "first_segment_seconds", "answer_seconds", "active_members", "batch_size"):
-            histogram = HistogramMetricFamily(f"{prefix}_{name}", _help(name), labels=labels)
-            for of, snapshot in snapshots.items():
-                found: Histogram = getattr(snapshot, name)
-                histogram.add_metric(of, _buckets(found), found.total)
-            yield histogram
-
     class Collector:
         def collect(self) -> Iterator[Metric]:
-            return families({of: each.metrics() for of, each in engines.items()})
+            return _families(metrics_core, prefix, labels, {of: each.metrics() for of, each in engines.items()})
 
     return Collector()
+
+
+def _families(
+    core: Any, prefix: str, labels: Sequence[str], snapshots: Mapping[tuple[str, ...], MetricsSnapshot]
+) -> Iterator[Metric]:
+    """Each metric of all engines; `snapshots`: values of the labels → counters."""
+    for name in ("requests", "wins", "exits", "faults", "forwards", "forward_seconds"):
+        label = "end" if name == "requests" else "member"
+        family = core.CounterMetricFamily(f"{prefix}_{name}", _help(name), labels=[*labels, label])
+        for of, snapshot in snapshots.items():
+            counted: Mapping[str, float] = getattr(snapshot, name)
+            for key, value in counted.items():
+                family.add_metric([*of, key], value)
+        yield family
+    for name in (*_COUNTERS, *_GAUGES):
+        kind = core.CounterMetricFamily if name in _COUNTERS else core.GaugeMetricFamily
+        single = kind(f"{prefix}_{name}", _help(name), labels=labels)
+        for of, snapshot in snapshots.items():
+            single.add_metric(of, getattr(snapshot, name))
+        yield single
+    for name in ("queue_seconds", "first_segment_seconds", "answer_seconds", "active_members", "batch_size"):
+        histogram = core.HistogramMetricFamily(f"{prefix}_{name}", _help(name), labels=labels)
+        for of, snapshot in snapshots.items():
+            found: Histogram = getattr(snapshot, name)
+            histogram.add_metric(of, _buckets(found), found.total)
+        yield histogram
 
 
 def _buckets(found: Histogram) -> list[tuple[str, float]]:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field
 
 from specfuse_shared import EnsembleEngine
 from tests.api_server.serving import QUESTION, reciting, serving
+from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, run, worked
 
 TOOL: Any = {
     "type": "function",
@@ -249,21 +250,12 @@ def test_openailike_answers_in_a_query_engine(demo: httpx.Client) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
-async def test_openailike_runs_a_function_agent(demo: httpx.Client) -> None:
-    """The first call is forced, as small models begin none of their own accord; the agent answers after it."""
-    called: list[int] = []
-
-    def weigh(grams: int) -> str:
-        """Weighs a thing of so many grams."""
-        called.append(grams)
-        return f"It weighs {grams} grams."
-
-    agent = FunctionAgent(
-        tools=[weigh], llm=like(f"{demo.base_url}/v1", "demo", max_tokens=64), initial_tool_choice="weigh"
-    )
-    answer = await agent.run("How much does a letter of 20 grams weigh?", max_iterations=4)
-    assert called
-    assert str(answer)
+async def test_openailike_runs_a_function_agent_as_our_own_llm_does_in_process(demo: httpx.Client) -> None:
+    llm = like(f"{demo.base_url}/v1", "demo", max_tokens=60)
+    agent = FunctionAgent(tools=[HOURS, PRICE], llm=llm, system_prompt=TASK, allow_parallel_tool_calls=False)
+    done = await run(agent, [message for example in EXAMPLES for message in worked(*example)])
+    assert done.calls == [("opening_hours", {"day": "Friday"}), ("ticket_price", {"visitor": "child"})]
+    assert done.answer == ANSWER
 
 
 # ── llm-comply ───────────────────────────────────────────────────────────────────────────────────
