@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.validation import Settings, check
 
+SMALLEST_TEMPERATURE = 1e-4
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Settings):
@@ -82,4 +84,5 @@ class SamplingParams(Settings):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        """The most probable token is always taken; logits divided by a temperature near 0 would overflow."""
+        return self.temperature < SMALLEST_TEMPERATURE

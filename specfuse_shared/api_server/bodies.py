@@ -18,7 +18,7 @@ from specfuse_shared.validation import unknown_setting
 
 SEED_LIMIT = 2**63
 _IGNORED = (TRANSPORT_OPTIONS - {"stream_options"}) | {
-    *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction", "best_of"),
+    *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction"),
 }
 """They say how a provider shall work, not what the answer is."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -31,6 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "web_search_options": (),
+    "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
 }

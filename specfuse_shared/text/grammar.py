@@ -85,15 +85,25 @@ class Grammar:
         if self.kind == "regex":
             return dict(json.loads(matcher.grammar_from_regex(self.source))["grammars"][0])
         if self.kind == "choice":
-            return {"lark_grammar": "start: " + " | ".join(_dumps(o) for o in json.loads(self.source))}
+            return {"lark_grammar": "start: " + " | ".join(_dumps(o) for o in self._options())}
         return {"lark_grammar": self.source}
+
+    def _options(self) -> list[str]:
+        """The strings of a choice. Raises `GrammarError` for a source that is none."""
+        try:
+            options = json.loads(self.source)
+        except json.JSONDecodeError:
+            options = None
+        if not isinstance(options, list) or not options or not all(isinstance(o, str) and o for o in options):
+            raise GrammarError("a choice needs a list of non-empty strings, as JSON")
+        return options
 
     def as_rule(self) -> str:
         """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
         if self.kind == "json_schema":
             return f"%json {_dumps(styled(self.source, self.strict))}"
         if self.kind == "choice":
-            return " | ".join(_dumps(o) for o in json.loads(self.source))
+            return " | ".join(_dumps(o) for o in self._options())
         if self.kind == "regex":
             return str(self._part()["lark_grammar"]).removeprefix("start:").strip()
         raise GrammarError("a Lark grammar cannot be combined with tools: give a schema, a choice or an expression")

@@ -31,15 +31,14 @@ QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
 
 @contextmanager
 def serving(
-    engines: Mapping[str, EnsembleEngine],
+    engines: Mapping[str, EnsembleEngine] | Models,
     settings: ServerSettings | None = None,
     key: str | None = None,
-    load: bool = True,
     **sampling: Any,
 ) -> Iterator[httpx.Client]:
-    """A client of a server over these engines; the server stops with the block."""
-    models = Models(engines)
-    if load:
+    """A client of a server over these engines, or over models that the caller loads; it stops with the block."""
+    models = engines if isinstance(engines, Models) else Models(engines)
+    if models is not engines:
         models.load()
     service = Service(models, settings or ServerSettings(), SamplingParams(**{"max_tokens": 8, **sampling}))
     app = build_app(service, key)

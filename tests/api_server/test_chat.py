@@ -105,6 +105,11 @@ def test_several_choices_are_answers_of_seeds_one_after_another(client: httpx.Cl
         assert "".join(pieces) == texts[i]
 
 
+def test_a_temperature_next_to_nothing_is_greedy(client: httpx.Client) -> None:
+    """Logits divided by it would be no numbers any more."""
+    assert chat(client, temperature=1e-200)["choices"][0]["message"] == chat(client)["choices"][0]["message"]
+
+
 def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: httpx.Client) -> None:
     text = chat(client, max_tokens=20)["choices"][0]["message"]["content"]
     stopped = chat(client, max_tokens=20, stop=[text[-3:]])["choices"][0]

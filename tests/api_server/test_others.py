@@ -18,14 +18,15 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from llama_index.core import Document, SummaryIndex
-from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
 from specfuse_shared import EnsembleEngine
 from tests.api_server.serving import QUESTION, reciting, serving
-from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, run, worked
+from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
+from tests.llamaindex.test_agents import QUESTION as ASKED
 
 TOOL: Any = {
     "type": "function",
@@ -253,9 +254,11 @@ def test_openailike_answers_in_a_query_engine(demo: httpx.Client) -> None:
 async def test_openailike_runs_a_function_agent_as_our_own_llm_does_in_process(demo: httpx.Client) -> None:
     llm = like(f"{demo.base_url}/v1", "demo", max_tokens=60)
     agent = FunctionAgent(tools=[HOURS, PRICE], llm=llm, system_prompt=TASK, allow_parallel_tool_calls=False)
-    done = await run(agent, [message for example in EXAMPLES for message in worked(*example)])
-    assert done.calls == [("opening_hours", {"day": "Friday"}), ("ticket_price", {"visitor": "child"})]
-    assert done.answer == ANSWER
+    history = [message for example in EXAMPLES for message in worked(*example)]
+    handler = agent.run(user_msg=ASKED, chat_history=history, max_iterations=6)
+    calls = [(e.tool_name, e.tool_kwargs) async for e in handler.stream_events() if isinstance(e, ToolCallResult)]
+    assert calls == [("opening_hours", {"day": "Friday"}), ("ticket_price", {"visitor": "child"})]
+    assert str(await handler) == ANSWER
 
 
 # ── llm-comply ───────────────────────────────────────────────────────────────────────────────────

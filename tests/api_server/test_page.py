@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from specfuse_shared import EnsembleEngine
+from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
+from specfuse_shared.loading.pretrained import LoadProgress
 from tests.api_server.serving import reciting, serving, until
 from tests.engine.test_report_browser import CHROMIUM, CONTRASTS, DESK, PHONE, QUIET, shown_card
 
@@ -202,6 +205,33 @@ def test_history_shows_reports_again_and_saves_them_as_files(
     saved = (tmp_path / "answer.html").read_text("utf-8")
     assert saved.startswith("<!doctype html>")
     assert '<h1 dir="auto">Why is the sea salty?</h1>' in saved
+
+
+def test_it_says_what_is_being_loaded_and_when_it_is_ready(
+    opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EnsembleEngine(reciting(tmp_path)) as engine:
+        models, begun, go_on = Models({"two": engine}), threading.Event(), threading.Event()
+        observe = models._observe
+
+        def held(ensemble: str, progress: LoadProgress) -> None:
+            observe(ensemble, progress)
+            if progress.stage == "reading the weights":
+                begun.set()
+                go_on.wait(30)
+
+        monkeypatch.setattr(models, "_observe", held)
+        with serving(models) as client:
+            thread = threading.Thread(target=models.load)
+            thread.start()
+            assert begun.wait(30)
+            page = opened(client, "Loading: two: ann (1 of 2): reading the weights")
+            assert page.locator("#send").is_disabled()
+            go_on.set()
+            expect(page.locator("#status")).to_have_text("Ready", timeout=20_000)
+            thread.join()
+            ask(page, tokens=8)
+            expect(page.locator("#status")).to_have_text("Finished")
 
 
 def test_a_key_is_asked_for_where_one_is_needed(opened: Callable[..., Page], tiny: EnsembleEngine) -> None:

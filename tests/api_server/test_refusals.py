@@ -77,6 +77,8 @@ def refused(client: httpx.Client, status: int, *words: str, path: str = "/v1/cha
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}}, "grammar"),
         ({"grammar": {"kind": "regex", "source": "("}}, "regex"),
+        ({"grammar": {"kind": "choice", "source": "yes"}}, "as JSON"),
+        ({"grammar": {"kind": "choice", "source": "[]"}}, "as JSON"),
         ({"timeout": 0}, "timeout"),
         ({"functions": [{"name": "f"}]}, "use tools"),
     ],
