@@ -16,7 +16,20 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specfuse_shared", "langchain_specfuse", "llamaindex_specfuse")
-EXTRAS = ("langchain", "llamaindex", "adapters", "demo", "grammar", "bench", "metrics", "quant", "docs", "test", "all")
+EXTRAS = (
+    "langchain",
+    "llamaindex",
+    "adapters",
+    "demo",
+    "grammar",
+    "bench",
+    "metrics",
+    "serve",
+    "quant",
+    "docs",
+    "test",
+    "all",
+)
 
 
 @pytest.fixture(scope="session")
@@ -149,3 +162,16 @@ def test_an_adapter_without_its_extra_says_what_to_install(
     said = run_with_extra(metadata, unpacked, other, code)
     assert said.startswith("MissingExtraError ")
     assert f'pip install "specfuse-llm[{extra}]"' in said
+
+
+def test_the_server_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:
+    code = (
+        "import sys\n"
+        "from specfuse_shared.api_server import page, run\n"
+        "from importlib.resources import files\n"
+        "static = files('specfuse_shared.api_server') / 'static'\n"
+        "print(all((static / name).read_text() for name, _ in page.FILES.values()), 'langchain_core' in sys.modules)"
+    )
+    assert run_with_extra(metadata, unpacked, "serve", code).split() == ["True", "False"]
+    without = "import sys; sys.stderr = sys.stdout; from specfuse_shared.cli.commands import main; main(['serve'])"
+    assert 'needs the "serve" extra' in run_with_extra(metadata, unpacked, "", without)
