@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 from llama_index.core import Settings
 
 from specfuse_shared import EnsembleConfig, close_idle_engines, demo_members, lease_engine
+from tests.api_server.serving import serving
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 BLOCK = re.compile(r"(?ms)^```python\n(.*?)^```")
+SERVER = "http://127.0.0.1:8000"
+"""Where examples look for a server."""
 PLACES = ("langchain_specfuse", "llamaindex_specfuse")
 
 
@@ -57,6 +61,16 @@ def run(page: str, examples: list[str]) -> None:
         exec(compile(code, page, "exec"), names)
 
 
+@contextmanager
+def served(examples: list[str]) -> Iterator[list[str]]:
+    """The examples, with a server over the demo ensemble where they ask one."""
+    if not any(SERVER in code for code in examples):
+        yield examples
+        return
+    with lease_engine(EnsembleConfig(members=demo_members())) as lease, serving({"demo": lease.engine}) as client:
+        yield [code.replace(SERVER, str(client.base_url).rstrip("/")) for code in examples]
+
+
 @pytest.mark.usefixtures("_demo", "_surroundings")
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +82,8 @@ def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.Captu
 @pytest.mark.usefixtures("_demo", "_surroundings")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(page, examples_in(page))
+    with served(examples_in(page)) as examples:
+        run(page, examples)
     assert len(capsys.readouterr().out.split()) >= 3
 
 
