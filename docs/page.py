@@ -13,10 +13,10 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
-QUESTION = "Why is the sky blue?"
+QUESTION = "How do bees make honey?"
 WIDTH, HEIGHT, SCALE, COLOURS = 1280, 880, 2, 96
 TARGET = Path(__file__).with_name("page.png")
-GROWN = 14
+GROWN = 9
 """Segments to wait for: by then the answer has a few lines, and is still being written."""
 
 
