@@ -153,7 +153,8 @@ class MemberConstraint:
         """`text` is now part of the answer."""
         ids = self._vocabulary.greedy_tokenize(text)
         if not self._committed.consume_tokens(ids):
-            raise GenerationError(f"{text!r} does not follow the grammar here", member="", text="")
+            # of the text only its length: what members say stays out of logs
+            raise GenerationError(f"a text of {len(text)} characters does not follow the grammar", member="", text="")
         self._draft = self._committed
 
 
