@@ -21,7 +21,7 @@ from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import from_json
 
 from specfuse_shared import Grammar
-from specfuse_shared.adapters import schema_request
+from specfuse_shared.adapters import value_of
 from specfuse_shared.errors import ConfigError
 
 _dispatcher = get_dispatcher(__name__)
@@ -133,10 +133,9 @@ class StructuredPrediction(LLM):
         """The arguments of the chat that writes the value."""
         options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
-        schema = output_cls.model_json_schema()
-        if (told := schema_request(schema)) is not None:
-            messages = [*messages, ChatMessage(told.content, role=told.role)]
-        return {**options, "messages": messages, "grammar": Grammar.json_schema(schema, strict=False)}
+        grammar, told = value_of(output_cls.model_json_schema(), strict=False)
+        turns = [ChatMessage(message.content, role=message.role) for message in told]
+        return {**options, "messages": [*messages, *turns], "grammar": grammar}
 
 
 class _Growing:

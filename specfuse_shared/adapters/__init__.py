@@ -18,7 +18,6 @@ from specfuse_shared.adapters.records import (
 from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, Engine, EnsembleSettings, OnSegment
 from specfuse_shared.adapters.thoughts import Thoughts
 from specfuse_shared.messages import Role, arguments_of
-from specfuse_shared.text.schemas import schema_request
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "openai_logprobs",
     "plain_config",
     "response_schema",
-    "schema_request",
     "segment_record",
     "usage_record",
     "value_of",

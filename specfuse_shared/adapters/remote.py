@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields
+from functools import cache
 from typing import Any, Self, Unpack
 from urllib.parse import urlsplit
 
@@ -193,6 +195,7 @@ class RemoteEngine:
         return {
             "base_url": self.base_url,
             "headers": headers,
+            "verify": _trusted(),
             "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
         }
@@ -204,6 +207,12 @@ class RemoteEngine:
         except httpx.TransportError as error:
             what = f"no server answers at {self.base_url} ({type(error).__name__})"
             raise EngineClosedError(f"{what}: start one with specfuse-llm serve, or correct base_url") from error
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    """Whom TLS trusts: reading the certificates takes as long as a forward, so not for every answer."""
+    return httpx.create_ssl_context()
 
 
 def _refusal(response: httpx.Response) -> SpecFuseError:

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from specfuse_shared import errors
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.messages import Message, Tool
+from specfuse_shared.messages import Message
 from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.serving.calls import CallOptions
+from specfuse_shared.serving.calls import CallOptions, tools_of
 
 _KINDS: Mapping[str, type[Event]] = {
     "start": StartEvent,
@@ -57,11 +57,10 @@ def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
 
 def request_to_json(messages: Sequence[Message], params: SamplingParams, options: CallOptions) -> dict[str, Any]:
     """A call of the engine as the body of a chat completion, whose settings are named as the engine's are."""
-    tools = options.get("tools") or ()
     return {
         "messages": [message.to_dict() for message in messages],
         **asdict(params),
-        "tools": [(tool if isinstance(tool, Tool) else Tool.from_dict(tool)).to_dict() for tool in tools],
+        "tools": [tool.to_dict() for tool in tools_of(options.get("tools") or ())],
         "tool_choice": _choice(options.get("tool_choice", "auto")),
         "parallel_tool_calls": bool(options.get("parallel_tool_calls")),
         "timeout": options.get("timeout"),

@@ -91,9 +91,8 @@ class Answer:
             self._write(piece, self._reader.finish(cut=result.finish_reason is FinishReason.LENGTH))
         piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calls))
         if self._call.choices[self.index].params.grammar is not None and piece.finish_reason == "length":
-            piece.finish_reason = (
-                "stop"  # a value that is not cut is whole, though it was closed in time for max_tokens
-            )
+            # a value that is not cut is whole, though it was closed in time for max_tokens
+            piece.finish_reason = "stop"
         piece.logprobs = openai_logprobs(result)
         if told := ledger(result, self._extension.ledger):
             piece.specfuse["record"] = told

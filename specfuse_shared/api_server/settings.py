@@ -12,13 +12,13 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from specfuse_shared.adapters.ensembles import config_of
+from specfuse_shared.adapters.remote import KEY_ENV
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.validation import Settings, check, unknown_setting
 
-KEY_ENV = "SPECFUSE_API_KEY"
 _SCALARS = (str, int, float, bool, NoneType)
 
 

@@ -59,9 +59,7 @@ class Grammar:
     @classmethod
     def choice(cls, options: Sequence[str]) -> Self:
         """One of these strings."""
-        if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
-            raise GrammarError("a choice needs a list of non-empty strings")
-        return cls("choice", _dumps(list(options)))
+        return cls("choice", _dumps(_checked_options(options)))
 
     @classmethod
     def lark(cls, source: str) -> Self:
@@ -94,9 +92,7 @@ class Grammar:
             options = json.loads(self.source)
         except json.JSONDecodeError:
             options = None
-        if not isinstance(options, list) or not options or not all(isinstance(o, str) and o for o in options):
-            raise GrammarError("a choice needs a list of non-empty strings, as JSON")
-        return options
+        return _checked_options(options if isinstance(options, list) else ())
 
     def as_rule(self) -> str:
         """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
@@ -107,6 +103,12 @@ class Grammar:
         if self.kind == "regex":
             return str(self._part()["lark_grammar"]).removeprefix("start:").strip()
         raise GrammarError("a Lark grammar cannot be combined with tools: give a schema, a choice or an expression")
+
+
+def _checked_options(options: Sequence[str]) -> list[str]:
+    if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
+        raise GrammarError("a choice needs a list of non-empty strings")
+    return list(options)
 
 
 def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:

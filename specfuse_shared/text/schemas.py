@@ -38,7 +38,7 @@ def _fields(schema: Any, whole: Mapping[str, Any], indent: str, seen: tuple[str,
         about = _about(field, whole)
         yield f"{indent}- {name}: {about}" if about else f"{indent}- {name}"
         yield from _fields(field, whole, indent + "  ", seen)
-    for branch in (part for key in _BRANCHES if isinstance(schema.get(key), list) for part in schema[key]):
+    for branch in _branches(schema):
         yield from _fields(branch, whole, indent, seen)
     for key in _INSIDE:
         yield from _fields(schema.get(key), whole, indent, seen)
@@ -51,11 +51,15 @@ def _about(schema: Any, whole: Mapping[str, Any]) -> str:
     told = [str(schema[key]) for key in _TOLD if schema.get(key)]
     if told:
         return ", ".join(told)
-    branches = [part for key in _BRANCHES if isinstance(schema.get(key), list) for part in schema[key]]
     reference = schema.get("$ref")
     targets = [_target(reference, whole)] if isinstance(reference, str) else []
-    plain = [part for part in (*targets, *branches) if isinstance(part, Mapping) and "$ref" not in part]
+    plain = [part for part in (*targets, *_branches(schema)) if isinstance(part, Mapping) and "$ref" not in part]
     return ", ".join(dict.fromkeys(filter(None, (_about(part, whole) for part in plain))))
+
+
+def _branches(schema: Mapping[str, Any]) -> list[Any]:
+    """What a value is one or all of."""
+    return [part for key in _BRANCHES if isinstance(schema.get(key), list) for part in schema[key]]
 
 
 def _target(reference: str, whole: Mapping[str, Any]) -> Any:
