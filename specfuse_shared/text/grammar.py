@@ -92,7 +92,7 @@ class Grammar:
             options = json.loads(self.source)
         except json.JSONDecodeError:
             options = None
-        return _checked_options(options if isinstance(options, list) else ())
+        return _checked_options(options if isinstance(options, list) else (), "a choice needs {}, as JSON")
 
     def as_rule(self) -> str:
         """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
@@ -105,9 +105,9 @@ class Grammar:
         raise GrammarError("a Lark grammar cannot be combined with tools: give a schema, a choice or an expression")
 
 
-def _checked_options(options: Sequence[str]) -> list[str]:
+def _checked_options(options: Sequence[str], complaint: str = "a choice needs {}") -> list[str]:
     if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
-        raise GrammarError("a choice needs a list of non-empty strings")
+        raise GrammarError(complaint.format("a list of non-empty strings"))
     return list(options)
 
 
