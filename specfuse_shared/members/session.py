@@ -1,0 +1,231 @@
+"""One answer of a member, wherever its model runs: its stages, which turn ids into text and text into ids.
+
+A stage is a coroutine that yields what it wants of the model and is sent what came of that. What that is, and who
+runs it, is known to a subclass alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from specfuse_shared.members.stages import (
+    Commit,
+    Draft,
+    DraftAlone,
+    Drafted,
+    Op,
+    Open,
+    Question,
+    Think,
+    Thought,
+    TokenCounts,
+    Verdict,
+    Verdicts,
+    Verify,
+)
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.text.codec import Encoding, common_prefix, cut_candidate, whole_characters
+from specfuse_shared.text.constraint import MemberConstraint
+from specfuse_shared.text.member_text import MemberText
+from specfuse_shared.text.stops import find_stop, partial_stop
+
+_MOST_EXTRA_TOKENS = 8
+"""A draft may run over by this much to finish a character."""
+
+T = TypeVar("T")
+Stage: TypeAlias = Generator[Any, Any, T]
+
+
+class ContextIds(Protocol):
+    """The ids of one answer: `prompt` is frozen, `answer` are the committed ids.
+
+    `computed_tokens` went through the model after the prompt.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    computed_tokens: int
+
+    def begin_answer(self) -> None:
+        """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
+
+    def release(self, remember: bool = False) -> None:
+        """Free what is held for it. Safe to call twice."""
+
+
+C = TypeVar("C", bound=ContextIds)
+
+
+class Session(ABC, Generic[C]):
+    """One answer of a member. Invariant while fusing: the ids of `context` = prompt + canonical ids of the answer."""
+
+    def __init__(
+        self, text: MemberText, stop_ids: Sequence[int], context: C, prompt: Sequence[int], params: SamplingParams
+    ) -> None:
+        self.context = context
+        self.encoding = Encoding()
+        self._prompts, self._codec, self._turn_ends = text.prompts, text.codec, text.turn_ends
+        self._stop_ids, self._prompt, self._text = tuple(stop_ids), tuple(prompt), ""
+        self._thinking, grammar = False, params.grammar
+        self._grammar = MemberConstraint(grammar, text.vocabulary, stop_ids) if grammar else None
+        # thinking: how much of the thoughts is given out
+        # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
+        self._ids_held, self._shown = 0, 0
+
+    # ── of the model ─────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def prefill(self) -> Stage[None]:
+        """Read the prompt; called once, first."""
+
+    @abstractmethod
+    def _start(self, round_index: int) -> None:
+        """The draws that follow belong to this round."""
+
+    @abstractmethod
+    def _next(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+        """One to `count` tokens behind the committed answer and `ids`, and whether the turn ends behind them.
+
+        The turn does not end before `hold` tokens behind the answer. `alone`: tokens without text may come, too.
+        """
+
+    @abstractmethod
+    def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
+        """Natural log p of each branch's tokens; where it has stop ids, also that any of them comes next."""
+
+    @abstractmethod
+    def _keep(self, branch: Branch) -> Stage[None]:
+        """The branch becomes the end of the committed answer."""
+
+    # ── stages ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def counts(self) -> TokenCounts:
+        thinking = len(self.context.prompt) - len(self._prompt)
+        return TokenCounts(len(self.context.answer), max(0, thinking), self.context.computed_tokens)
+
+    @property
+    def _constraint(self) -> MemberConstraint | None:
+        """The grammar is that of the answer alone."""
+        return None if self._thinking else self._grammar
+
+    def stage(self, op: Op) -> Stage[Drafted | Thought | Verdicts | None]:
+        """The stage that an op asks for."""
+        match op:
+            case Open():
+                return self.prefill()
+            case Think(limit=limit, most=most):
+                return self.think(limit, most)
+            case Draft(limit=limit, round_index=number, hold=hold):
+                return self.draft(limit, number, hold)
+            case DraftAlone(limit=limit, round_index=number, hold=hold):
+                return self.draft_alone(limit, number, hold)
+            case Verify(questions=questions):
+                return self.verify(questions)
+            case Commit(text=text):
+                return self.commit(text)
+        raise ValueError(f"a member has no stage for {op!r}")
+
+    def think(self, limit: int, most: int) -> Stage[Thought]:
+        """Plain decoding of thoughts, which then stand in front of the answer as if they were prompt."""
+        known, self._thinking = len(self.context.answer), True
+        self._start(-1 - known)
+        more, ended = yield from self._decode([], min(limit, most - known), alone=True)
+        ids = [*self.context.answer, *more]
+        text, end = self._prompts.thoughts(ids)
+        ended = ended or end is not None or len(ids) >= most
+        ids = ids[:end] + (self._prompts.thoughts_closing() if ended else [])
+        base = known if end is None else min(end, known)
+        yield from self._keep(Branch(base, tuple(ids[base:])))
+        if ended:
+            self.context.begin_answer()
+            self._thinking = False
+        fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
+        return Thought(fresh, ended)
+
+    def draft(self, limit: int, round_index: int, hold: int = 0) -> Stage[Drafted]:
+        """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
+        self._start(round_index)
+        if self._constraint is not None:
+            self._constraint.start()
+        ids, ended = yield from self._decode([], limit, hold)
+        text = self._codec.text_after(self.context.answer, ids)
+        while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
+            ids, ended = yield from self._decode(ids, len(ids) + 1, hold)
+            text = self._codec.text_after(self.context.answer, ids)
+        turn_ends = () if hold else self._turn_ends
+        text, turn_over = self._cut_turn(text, turn_ends)
+        if ended or turn_over:
+            return Drafted(whole_characters(text), True, len(ids))
+        open_turn = partial_stop(text, turn_ends)
+        text = text[: len(text) - open_turn] if 0 < open_turn < len(text) else text
+        return Drafted(cut_candidate(text), False, len(ids))
+
+    def verify(self, questions: Sequence[Question]) -> Stage[Verdicts]:
+        """Judge candidates, all at once."""
+        branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
+        stops = [self._stop_ids if q.ends else () for q in questions]
+        sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
+        judged = yield from self._judge(branches, stops)
+        pairs = zip(judged, sizes, strict=True)
+        return Verdicts(tuple(Verdict(tuple(logprobs), tuple(own)) for logprobs, own in pairs))
+
+    def commit(self, text: str) -> Stage[None]:
+        """`text` is now part of the answer."""
+        encoding = self._codec.extend(self.encoding, text)
+        yield from self._keep(self._branch(encoding))
+        self._text, self.encoding = self._text + text, encoding
+        if self._constraint is not None:
+            self._constraint.commit(text)
+
+    def draft_alone(self, limit: int, round_index: int, hold: int = 0) -> Stage[Drafted]:
+        """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
+        self._start(round_index)
+        ids, ended = yield from self._decode([], limit, hold, alone=True)
+        read = self.context.answer[: len(self.context.answer) - self._ids_held]
+        pending = [*self.context.answer[len(read) :], *ids]
+        text = self._codec.text_after(read, pending)
+        turn_ends = () if hold else self._turn_ends
+        fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :], turn_ends)
+        if not (ended or turn_over):
+            yield from self._keep(Branch(len(self.context.answer), tuple(ids)))
+            fresh = fresh[: len(fresh) - partial_stop(fresh, turn_ends)]
+            self._shown += len(fresh)
+            self._ids_held = len(pending)
+            if self._shown == len(text):
+                self._ids_held = self._shown = 0
+        self._text += fresh
+        return Drafted(fresh, ended or turn_over, len(ids))
+
+    def release(self, remember: bool = False) -> None:
+        """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""
+        self.context.release(remember)
+
+    def _decode(
+        self, ids: Sequence[int], limit: int, hold: int = 0, alone: bool = False
+    ) -> Stage[tuple[list[int], bool]]:
+        """Sample behind the committed answer and `ids` until there are `limit` of them; True if the turn ended.
+
+        The turn does not end before `hold` tokens.
+        """
+        ids, ended = list(ids), False
+        while not ended and len(ids) < limit:
+            if self._constraint is not None and self._constraint.finished:
+                return ids, True
+            more, ended = yield from self._next(ids, limit - len(ids), hold, alone)
+            ids += more
+        return ids, ended
+
+    def _branch(self, encoding: Encoding) -> Branch:
+        base = common_prefix(self.context.answer, encoding.ids)
+        return Branch(base, encoding.ids[base:])
+
+    def _cut_turn(self, text: str, turn_ends: Sequence[str]) -> tuple[str, bool]:
+        """A base model ends its turn by writing the next turn's header; that header is not part of the answer."""
+        match = find_stop(self._text, text, turn_ends)
+        if match is None:
+            return text, False
+        return text[: max(0, match.start - len(self._text))].rstrip("\n"), True
