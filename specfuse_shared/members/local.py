@@ -20,7 +20,7 @@ from specfuse_shared.members.probe import Attempt, probe
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
-from specfuse_shared.runtime.kv_cache import smallest_row
+from specfuse_shared.runtime.cache_sizes import smallest_row
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText

@@ -1,8 +1,9 @@
 """Keys and values of many answers in one model: rows of equal capacity in blocks, so that a batch is a slice.
 
 Every answer owns one row; slots are its tokens. A full row moves to a block of twice the capacity; a freed row is
-filled with the last one, so that the rows in use are always the first ones of their block. Every row keeps its last
-slot free: steps of fixed shape put there what they compute for answers that sit a step out.
+filled with the last one of its capacity, so that the rows in use are always the first ones. Where steps are captured,
+blocks never move or grow: one that is full is followed by another. Every row keeps its last slot free: steps of fixed
+shape put there what they compute for answers that sit a step out.
 """
 
 from __future__ import annotations
@@ -15,12 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specfuse_shared.runtime.cache_sizes import SPARE, fixed_rows, row_capacity, smallest_row
 from specfuse_shared.runtime.transfer import upload
 
-_SMALLEST_ROW = {"cpu": 256}
-_DEFAULT_SMALLEST_ROW = 1024
-"""Coarser where steps are captured, which happens anew for every capacity."""
-_SPARE = 1
 _LAYERS_A_STACK = 16
 """So many tensors of keys or values are one: more would save calls, but a block grows by copying stack after stack."""
 
@@ -43,7 +41,7 @@ class CacheRow:
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots in all."""
-        if slots + _SPARE > self.block.capacity:
+        if slots + SPARE > self.block.capacity:
             self.pool.move(self, slots)
 
     def keep(self, prefix: int, slots: Sequence[int]) -> None:
@@ -87,10 +85,10 @@ class CacheBlock:
 
     pool: CachePool
     capacity: int
+    size: int = 1
     rows: list[CacheRow] = field(default_factory=list)
     layers: dict[int, Layer] = field(default_factory=dict)
     stacks: list[torch.Tensor] = field(default_factory=list)
-    size: int = 1
     version: int = 0
     _places: list[list[_Place]] = field(default_factory=list)
 
@@ -101,23 +99,38 @@ class CacheBlock:
             if index not in known:
                 known = {index: (keys[:1, :, :1].clone(), values[:1, :, :1].clone())}
                 self.pool.slots.update(known)
-            self._add(known)
+            self._add_what_fits(known)
         return self.layers[index]
 
+    @property
+    def is_full(self) -> bool:
+        return len(self.rows) >= self.size
+
     def grow(self) -> None:
-        """Room for one more row; doubles, so that copies stay rare."""
-        if len(self.rows) < self.size:
-            return
+        """Room for twice as many rows, so that copies stay rare."""
+        self.version = next(_versions)  # first: if memory runs out half-way, some buffers are others already
         for n, places in enumerate(self._places):
+            if self.stacks[n].shape[1] > self.size:  # memory ran out behind this one, the last time
+                continue
             bigger = self._zeros(len(places), 2 * self.size, self.stacks[n])
             bigger[:, : self.size] = self.stacks[n][:, : self.size]
             self.stacks[n] = bigger
             self._show(places, bigger)
-        self.size, self.version = 2 * self.size, next(_versions)
+        self.size *= 2
 
     def drop(self) -> None:
         """Give the memory back; it is taken again when something is written."""
-        self.layers, self.stacks, self._places, self.size, self.version = {}, [], [], 1, next(_versions)
+        self.layers, self.stacks, self._places, self.version = {}, [], [], next(_versions)
+
+    def _add_what_fits(self, slots: Mapping[int, Layer]) -> None:
+        """Buffers with room for fewer rows where memory for all is not there."""
+        while True:
+            try:
+                return self._add(slots)
+            except torch.OutOfMemoryError:
+                if self.layers or self.size <= len(self.rows):
+                    raise
+                self.size = max(len(self.rows), self.size // 2)
 
     def _add(self, slots: Mapping[int, Layer]) -> None:
         """Buffers for layers like `slots` (1, heads, 1, head size), those that are alike in stacks."""
@@ -154,23 +167,23 @@ class CacheBlock:
 
 
 class CachePool:
-    """The blocks of one model on a device, by capacity.
+    """The blocks of one model on a device, by capacity, in the order in which they are filled.
 
-    `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `keeps_empty`
-    blocks until `reclaim`, because steps captured over their buffers would be lost with them.
+    `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `is_fixed`:
+    blocks stay where they are, and another one follows a full one. `keeps_empty` blocks until `reclaim`, because steps
+    captured over their buffers would be lost with them.
     """
 
     def __init__(self, device: torch.device, slots: Mapping[int, Layer] | None = None) -> None:
-        self._device = device
-        self._blocks: dict[int, CacheBlock] = {}
+        self._smallest = smallest_row(device)
+        self._blocks: dict[int, list[CacheBlock]] = {}
         self.slots = dict(slots or {})
-        self.keeps_empty = False
+        self.is_fixed = self.keeps_empty = False
 
     @torch.inference_mode()
     def row(self, slots: int) -> CacheRow:
         """A new row with room for at least `slots` slots."""
-        block = self._block(slots)
-        block.grow()
+        block = self._block(row_capacity(slots, self._smallest))
         row = CacheRow(self, block, len(block.rows))
         block.rows.append(row)
         for stack in block.stacks:
@@ -182,10 +195,14 @@ class CachePool:
     def move(self, row: CacheRow, slots: int) -> None:
         """Take `row` to a block with room for `slots` slots."""
         other = self.row(slots)
-        for n, (keys, values) in row.block.layers.items():
-            new_keys, new_values = other.block.layer(n, keys, values)
-            new_keys[other.index, :, : row.used] = keys[row.index, :, : row.used]
-            new_values[other.index, :, : row.used] = values[row.index, :, : row.used]
+        try:
+            for n, (keys, values) in row.block.layers.items():
+                new_keys, new_values = other.block.layer(n, keys, values)
+                new_keys[other.index, :, : row.used] = keys[row.index, :, : row.used]
+                new_values[other.index, :, : row.used] = values[row.index, :, : row.used]
+        except Exception:
+            self.free(other)
+            raise
         block, index = other.block, other.index
         self.free(row)
         row.block, row.index = block, index
@@ -193,50 +210,84 @@ class CachePool:
 
     @torch.inference_mode()
     def free(self, row: CacheRow) -> None:
-        """Fill the gap with the block's last row; an empty block gives its memory back."""
-        block, last = row.block, row.block.rows.pop()
+        """Fill the gap with the last row of its capacity; an empty block gives its memory back."""
+        block, blocks = row.block, self._blocks[row.block.capacity]
+        source = [other for other in blocks if other.rows][-1] if block.layers else block
+        last = source.rows.pop()
         if last is not row:
-            for stack in block.stacks:
-                stack[:, row.index, :, : last.used] = stack[:, last.index, :, : last.used]
+            _copy_row(source, last, block, row.index)
             block.rows[row.index] = last
-            last.index = row.index
+            last.block, last.index = block, row.index
         row.index = -1
-        if not block.rows and not self.keeps_empty:
-            block.drop()
-            del self._blocks[block.capacity]
+        if not source.rows and not self.keeps_empty:
+            source.drop()
+            blocks.remove(source)
+
+    def covering(self, rows: Sequence[CacheRow]) -> list[tuple[CacheBlock, int]]:
+        """Blocks and how many of their first rows, so that these rows are among them; few such coverings occur.
+
+        A capacity is covered up to its first row, its first block, its second … The capacities that occur are all
+        covered alike, as far as they have blocks.
+        """
+        found: dict[int, int] = {}
+        for row in rows:
+            number = self._blocks[row.block.capacity].index(row.block)
+            level = number + 1 if number or row.index else 0
+            found[row.block.capacity] = max(level, found.get(row.block.capacity, 0))
+        most = max(found.values())
+        covered: list[tuple[CacheBlock, int]] = []
+        for capacity in sorted(found):
+            blocks = [block for block in self._blocks[capacity] if block.rows]
+            covered += [(block, block.size) for block in blocks[:most]] or [(blocks[0], 1)]
+        return covered
 
     def reclaim(self) -> bool:
         """Give the memory of empty blocks back; whether there was any."""
-        empty = [block for block in self._blocks.values() if not block.rows and block.stacks]
+        empty = [block for blocks in self._blocks.values() for block in blocks if not block.rows and block.stacks]
         for block in empty:
             block.drop()
+            self._blocks[block.capacity].remove(block)
         return bool(empty)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(stack.nbytes for block in self._blocks.values() for stack in block.stacks)
+        every = (block for blocks in self._blocks.values() for block in blocks)
+        return sum(stack.nbytes for block in every for stack in block.stacks)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot of one row, once something was written."""
         return slot_bytes(self.slots)
 
-    def _block(self, slots: int) -> CacheBlock:
-        capacity = row_capacity(slots, smallest_row(self._device))
-        return self._blocks.setdefault(capacity, CacheBlock(weakref.proxy(self), capacity))
+    def _block(self, capacity: int) -> CacheBlock:
+        """The first block with a free row; one that grows, or is new, if there is none."""
+        blocks = self._blocks.setdefault(capacity, [])
+        for block in blocks:
+            if not block.is_full:
+                return block
+        if blocks and not self.is_fixed:
+            blocks[0].grow()
+            return blocks[0]
+        size = fixed_rows(len(blocks), capacity, self._smallest) if self.is_fixed else 1
+        blocks.append(CacheBlock(weakref.proxy(self), capacity, size))
+        return blocks[-1]
+
+
+def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) -> None:
+    """What `row` holds in `source` goes to row `index` of `block`, and nothing of an earlier answer stays there."""
+    pairs = [(stack, stack) for stack in block.stacks] if source is block else []
+    if source is not block:
+        pairs = [
+            (own[None], other[None])
+            for n, pair in source.layers.items()
+            for own, other in zip(block.layers[n], pair, strict=True)
+        ]
+    for own, other in pairs:
+        own[:, index, :, : row.used] = other[:, row.index, :, : row.used]
+        own[:, index, :, row.used :] = 0
 
 
 def slot_bytes(slots: Mapping[int, Layer]) -> int:
     """Bytes of one slot of every layer."""
     return sum(t.nbytes for pair in slots.values() for t in pair)
-
-
-def row_capacity(slots: int, smallest: int) -> int:
-    """Slots of the row that holds `slots` and a spare one: a power of two, at least the smallest row."""
-    return max(smallest, 1 << (slots + _SPARE - 1).bit_length())
-
-
-def smallest_row(device: torch.device) -> int:
-    """Slots of the smallest row on a device."""
-    return _SMALLEST_ROW.get(device.type, _DEFAULT_SMALLEST_ROW)

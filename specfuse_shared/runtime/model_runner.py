@@ -61,7 +61,7 @@ class ModelRunner:
         self.static: StaticRunner | None = None
         if plan is not None and graphs is not None:
             self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
-            self.pool.keeps_empty = graphs.reason is None
+            self.pool.is_fixed, self.pool.keeps_empty = True, graphs.reason is None
 
     def keep_last(self, count: int) -> dict[str, int]:
         """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""

@@ -1,8 +1,8 @@
 """Steps of fixed shape over the cache rows: what a CUDA graph can replay, and what a CPU runs as it is.
 
-A step feeds the first rows of each block that it needs, the same number of tokens in each: a power of two, so that few
-shapes occur. Everything it reads lies in buffers of its own. Rows that sit the step out, and the padding of others, are
-inert tokens: they see slot 0 and are written into their row's spare slot.
+A step feeds the first rows of each block that it needs, the same number of tokens in each, rounded up generously, so
+that few shapes occur. Everything it reads lies in buffers of its own. Rows that sit the step out, and the padding of
+others, are inert tokens: they see slot 0 and are written into their row's spare slot.
 
 Symbols: R rows of a part, Q tokens of each, K slots of each, T tokens of a step, V vocabulary.
 """
@@ -20,6 +20,13 @@ from specfuse_shared.runtime.attention import ForwardInput, Kernel
 from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
+
+MOST_TOKENS = 256
+"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded."""
+CAPTURE_AT = 3
+"""At which use a step is captured: many shapes occur once and never again."""
+_QUERIES = (8, 32, 128)
+"""Tokens of a row in a verification: a few more cost less than another shape to capture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class StaticStep(Cache):
         self.moving = torch.zeros(self.tokens, dtype=torch.long, device=device)
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
+        self.uses, self.capture_at = 0, CAPTURE_AT
         self.parts: list[_Part] = []
         start = 0
         for shape in shapes:
@@ -181,15 +189,7 @@ class StaticStep(Cache):
         return (torch.cat(found) if len(found) > 1 else found[0])[None]
 
 
-def shapes_of(wanted: Sequence[tuple[CacheRow, int]]) -> list[Shape]:
-    """For every block that holds one of the rows, the rows up to it and the longest of their feeds, rounded up."""
-    most: dict[int, tuple[CacheBlock, int, int]] = {}
-    for row, count in wanted:
-        _, rows, queries = most.get(row.block.capacity, (row.block, 0, 0))
-        most[row.block.capacity] = row.block, max(rows, row.index + 1), max(queries, count)
-    return [Shape(block, _up(rows), _up(queries)) for _, (block, rows, queries) in sorted(most.items())]
-
-
-def _up(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+def shapes_of(wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
+    """Blocks that cover these rows, with room for the longest of their feeds."""
+    queries = next((n for n in _QUERIES if n >= max(count for _, count in wanted)), MOST_TOKENS + 1) if tree else 1
+    return [Shape(block, rows, queries) for block, rows in wanted[0][0].pool.covering([row for row, _ in wanted])]

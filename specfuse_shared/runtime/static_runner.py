@@ -20,11 +20,9 @@ from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.sampler import NOT_FINITE, Choice, Sampler
-from specfuse_shared.runtime.static_batch import StaticStep, shapes_of
+from specfuse_shared.runtime.static_batch import MOST_TOKENS, StaticStep, shapes_of
 from specfuse_shared.runtime.transfer import Download
 
-MOST_TOKENS = 256
-"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded."""
 _MOST_STEPS = 64
 
 Forward = Callable[..., torch.Tensor]
@@ -89,7 +87,8 @@ class StaticRunner:
         """Whether segments, for which room is reserved, are worth a step of fixed shape: no prompts, not many."""
         if any(s.visible is None for s in segments):
             return False
-        return sum(shape.tokens for shape in shapes_of([(s.row, len(s.ids)) for s in segments])) <= MOST_TOKENS
+        shapes = shapes_of([(s.row, len(s.ids)) for s in segments], tree=True)
+        return sum(shape.tokens for shape in shapes) <= MOST_TOKENS
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment in one step; logits (wanted, V) of each."""
@@ -131,9 +130,14 @@ class StaticRunner:
         else:
             self._feed(step)
         assert step.logits is not None
-        if step.replay is None:
-            step.replay = self.graphs.capture(lambda: self._feed(step), step.logits)
+        if step.replay is None and step.uses >= step.capture_at:
+            self._capture(step, step.logits)
         return step.logits
+
+    def _capture(self, step: StaticStep, logits: torch.Tensor) -> None:
+        step.replay = self.graphs.capture(lambda: self._feed(step), logits, step.ids)
+        if step.replay is None:  # memory may have been short: once more, later
+            step.capture_at = 4 * step.uses
 
     def _feed(self, step: StaticStep) -> None:
         """The step itself, from its buffers to its logits."""
@@ -154,13 +158,14 @@ class StaticRunner:
 
     def _step(self, wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
         """The step of the smallest shape that holds so many tokens of these rows."""
-        shapes = shapes_of(wanted)
+        shapes = shapes_of(wanted, tree)
         key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
         step = self._steps.get(key)
         if step is None or not step.is_valid:
             self._keep([k for k, known in self._steps.items() if known.is_valid][1 - _MOST_STEPS :])
             step = self._steps[key] = StaticStep(shapes, self._plan, self._device, self._dtype, tree)
         self._steps.move_to_end(key)
+        step.uses += 1
         return step
 
     def _keep(self, keys: Sequence[tuple[object, ...]]) -> None:

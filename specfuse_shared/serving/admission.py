@@ -10,7 +10,7 @@ from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
-from specfuse_shared.runtime.kv_cache import row_capacity
+from specfuse_shared.runtime.cache_sizes import row_capacity
 
 _PREFIX_SHARE = 0.125
 

@@ -91,7 +91,8 @@ def run(kind, attention):
     one._row.keep(20, [20, 23])
     other._row.load(saved, 20)
     one.release()
-    where = {str(k.device) for block in runner.pool._blocks.values() for k, _ in block.layers.values()}
+    held = [block for blocks in runner.pool._blocks.values() for block in blocks]
+    where = {str(k.device) for block in held for k, _ in block.layers.values()}
     print(kind, *sorted(where))
 
 
