@@ -77,7 +77,7 @@ def feed_all(jobs: Sequence[Job], is_last_try: bool = False) -> None:
                 feed_all(jobs[start : start + size])
         elif is_out_of_memory(error) and not is_last_try:
             assert jobs[0].request is not None
-            jobs[0].request.context.runner.free_reclaimable()
+            jobs[0].request.context.runner.pool.make_room()
             feed_all(jobs, is_last_try=True)
         else:
             jobs[0].fail(error)

@@ -23,6 +23,7 @@ from specfuse_shared.members.local_session import LocalSession
 from specfuse_shared.members.requests import PREFILL_CHUNK
 from specfuse_shared.members.stages import Close, Closed, Fault, Open, Reply, StageRequest, StageResult, TokenCounts
 from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.runtime.model_runner import share_room
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class LocalLane:
         on_forward: OnForward = lambda member, answers, seconds: None,
     ) -> None:
         self.local = {member.name: member for member in members}
+        share_room([member.runner for member in members])
         self._cores, self._on_forward = cores, on_forward
         self._asked: deque[tuple[Sequence[StageRequest], Reply]] = deque()
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}

@@ -159,23 +159,25 @@ class TreeSequence(SequenceState):
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
         self._row: CacheRow | None = None
+        self._is_open = False
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self.prompt = tuple(prompt)
-        self._row = self.runner.pool.row(len(prompt) + _TREE_ROOM)
-        self.prompt_remaining = len(prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+        self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
 
     def release(self, remember: bool = False) -> None:
         if self._row is not None:
             if remember and not self.prompt_remaining:
                 self.runner.prefixes.store(self._row, self.prompt + self.answer)
             self._row.free()
-        self._row, self._end = None, None
+        self._row, self._end, self._is_open = None, None, False
         self._forget_tree()
 
     def forward_input(self, request: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
         """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
-        assert self._row is not None, "the sequence was released"
+        assert self._is_open, "the sequence was released"
+        if self._row is None or not self._row.used:
+            self._start()
+        assert self._row is not None
         if request.prompt:
             start = len(self.prompt) - self.prompt_remaining
             ids = self.prompt[start : start + request.prompt]
@@ -190,6 +192,12 @@ class TreeSequence(SequenceState):
         visible, positions = self._visible(nodes)
         tokens = [self._tree.nodes[n].token for n in nodes]
         return ForwardInput(self._row, tokens, visible, positions, wanted=len(nodes)), nodes
+
+    def _start(self) -> None:
+        """Take a row, and what is known of the prompt; here, where lack of memory is dealt with."""
+        if self._row is None:
+            self._row = self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
+        self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(self._row, self.prompt)
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
         """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,8 +49,9 @@ class CacheRow:
         end = prefix + len(slots)
         if slots and list(slots) != list(range(prefix, end)):
             at = upload(slots, self.block.stacks[0].device)
-            for stack in self.block.stacks:
-                stack[:, self.index, :, prefix:end] = stack[:, self.index].index_select(2, at.to(stack.device))
+            for stack in self.block.stacks:  # where memory runs out half-way, what is done must not be done again
+                kept = self.pool.retried(lambda s=stack: s[:, self.index].index_select(2, at.to(s.device)))  # type: ignore[misc]
+                stack[:, self.index, :, prefix:end] = kept
         self.used = end
 
     def save(self, count: int) -> dict[int, Layer]:
@@ -158,12 +159,7 @@ class CacheBlock:
     def _zeros(self, layers: int, rows: int, like: torch.Tensor) -> torch.Tensor:
         # zeros, because uninitialised memory may hold NaN
         shape = (layers, rows, like.shape[-3], self.capacity, like.shape[-1])
-        try:
-            return like.new_zeros(shape)
-        except torch.OutOfMemoryError:
-            if not self.pool.reclaim():
-                raise
-            return like.new_zeros(shape)
+        return self.pool.retried(lambda: like.new_zeros(shape))
 
 
 class CachePool:
@@ -171,7 +167,7 @@ class CachePool:
 
     `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `is_fixed`:
     blocks stay where they are, and another one follows a full one. `keeps_empty` blocks until `reclaim`, because steps
-    captured over their buffers would be lost with them.
+    captured over their buffers would be lost with them. `make_room` gives back what only saves time.
     """
 
     def __init__(self, device: torch.device, slots: Mapping[int, Layer] | None = None) -> None:
@@ -179,6 +175,7 @@ class CachePool:
         self._blocks: dict[int, list[CacheBlock]] = {}
         self.slots = dict(slots or {})
         self.is_fixed = self.keeps_empty = False
+        self.make_room: Callable[[], object] = lambda: None
 
     @torch.inference_mode()
     def row(self, slots: int) -> CacheRow:
@@ -241,13 +238,20 @@ class CachePool:
             covered += [(block, block.size) for block in blocks[:most]] or [(blocks[0], 1)]
         return covered
 
-    def reclaim(self) -> bool:
-        """Give the memory of empty blocks back; whether there was any."""
+    def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `work` makes; if memory is short, once more when there is room."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            self.make_room()
+            return work()
+
+    def reclaim(self) -> None:
+        """Give the memory of empty blocks back."""
         empty = [block for blocks in self._blocks.values() for block in blocks if not block.rows and block.stacks]
         for block in empty:
             block.drop()
             self._blocks[block.capacity].remove(block)
-        return bool(empty)
 
     @property
     def memory_bytes(self) -> int:

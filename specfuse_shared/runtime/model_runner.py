@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class ModelRunner:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
         self.device, self.dtype = _home(model), model.dtype
         self.pool, self.prefixes = CachePool(self.device, slots), PrefixCache()
+        share_room([self])
         self._forward = ModelForward(model)
         self.static: StaticRunner | None = None
         if plan is not None and graphs is not None:
@@ -124,6 +126,18 @@ class ModelRunner:
         self.pool.reclaim()
         if self.static is not None:
             self.static.drop()
+
+
+def share_room(runners: Sequence[ModelRunner]) -> None:
+    """Let each of runners on the same device make room for any other, when memory is short."""
+    held = [weakref.ref(runner) for runner in runners]
+
+    def make_room() -> None:
+        for runner in filter(None, (reference() for reference in held)):
+            runner.free_reclaimable()
+
+    for runner in runners:
+        runner.pool.make_room = make_room
 
 
 def _home(model: Any) -> torch.device:

@@ -41,9 +41,9 @@ class PrefixCache:
         if size < SHORTEST_PREFIX:
             return 0
         entry = self._entries[sizes.index(size)]
-        row.load(entry.layers, size)
-        self._entries.remove(entry)
+        self._entries.remove(entry)  # first: what is loaded may have to make room
         self._entries.append(entry)
+        row.load(entry.layers, size)
         self.reused_tokens += size
         return size
 

@@ -73,7 +73,7 @@ def fault_in(
     """
     target = local_members(engine)[1]
     runner, plain_step = target.runner, target.runner.step
-    marks: dict[int, str] = {}
+    marks: dict[Any, str] = {}
     plain_stage = LocalSession.stage
 
     def marked(session: Any, op: Op) -> Any:
@@ -84,7 +84,7 @@ def fault_in(
         try:
             while True:
                 request = inner.send(result)
-                marks[id(request.context._row)] = op.stage if chosen else ""
+                marks[request.context] = op.stage if chosen else ""
                 result = yield request
         except StopIteration as stop:
             return stop.value
@@ -97,10 +97,11 @@ def fault_in(
         context._end = fault(context._end)
 
     def step(segments: Any) -> Any:
-        if any(marks.get(id(s.row)) == stage for s in segments) and fault is not FAULTS["NaN"]:
+        poisoned = [context._row for context, at in marks.items() if at == stage]  # taken at the first forward
+        if any(s.row in poisoned for s in segments) and fault is not FAULTS["NaN"]:
             fault(torch.empty(0))
         found = plain_step(segments)
-        return [fault(rows) if marks.get(id(s.row)) == stage else rows for s, rows in zip(segments, found, strict=True)]
+        return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, found, strict=True)]
 
     LocalSession.stage = marked  # type: ignore[method-assign]
     runner.step = step  # type: ignore[method-assign]
