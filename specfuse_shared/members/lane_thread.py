@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
 from specfuse_shared.members.base import CacheUse, MemberInfo
 from specfuse_shared.members.lanes import devices_of
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult
-
-_LINE_UP_SECONDS = 0.002
-"""Drafts wait this long for those of answers that are between two stages: a run of many costs little more than one."""
 
 
 class LaneThread:
@@ -22,7 +18,7 @@ class LaneThread:
         self._lane = lane
         self._changed = threading.Condition()
         self._replies: dict[tuple[int, str], Reply] = {}  # of every answer that was not closed
-        self._closed, self._given = False, 0.0
+        self._closed = False
         self._fault: Fault | None = None
         name = f"specfuse lane {'+'.join(devices_of(next(iter(lane.local.values()))))}"
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -67,10 +63,8 @@ class LaneThread:
 
     def _await_work(self) -> bool:
         with self._changed:
-            while not self._closed and not self._lane.has_work:
-                self._changed.wait()
-            if not self._closed and self._lane.may_line_up:
-                self._changed.wait(max(0.0, self._given + _LINE_UP_SECONDS - time.monotonic()))
+            while not self._closed and (patience := self._lane.patience) != 0:
+                self._changed.wait(patience)
             return not self._closed
 
     def _give(self, results: Sequence[StageResult]) -> None:
@@ -80,7 +74,6 @@ class LaneThread:
                 key = result.answer, result.member
                 reply = self._replies.pop(key) if isinstance(result.value, Closed) else self._replies[key]
                 own.setdefault(reply, []).append(result)
-        self._given = time.monotonic()
         for reply, some in own.items():
             reply(some)
 

@@ -31,6 +31,8 @@ SHARED_PREFILL_CHUNK = 256
 """Prompt tokens a step while other answers run, so that they keep streaming; a step that drafts ahead takes more."""
 _MOST_HELD = 2
 """So many forwards may go before the drafts that wait."""
+_LINE_UP_SECONDS = 0.002
+"""So long drafts wait for those of answers that are between two stages."""
 _SHARE_OF_FREE = {"cpu": 0.5}
 _DEFAULT_SHARE = 0.9
 
@@ -72,7 +74,7 @@ class LocalLane:
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
         self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
         self._results: list[tuple[Reply, StageResult]] = []
-        self._held = 0
+        self._held, self._stepped, self._step_seconds = 0, 0.0, 0.0
 
     # ── the lane ─────────────────────────────────────────────────────────────────────────────────
 
@@ -106,16 +108,23 @@ class LocalLane:
     # ── its turn ─────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self._asked) or any(self._waiting.values())
+    def patience(self) -> float | None:
+        """Seconds that the next step had better wait, for a forward of many costs little more than one of few.
 
-    @property
-    def may_line_up(self) -> bool:
-        """Whether only drafts wait, and answers whose next stage is still to come might join them."""
-        waiting = [task for tasks in self._waiting.values() for task in tasks]
-        known = sum(map(len, self._sessions.values()))
-        return bool(waiting) and not self._asked and all(task.is_draft for task in waiting) and known > len(waiting)
+        Answers between two stages, which other lanes may still have, are waited for where fewer than half are here, at
+        most as long as the last step took; by drafts of whole segments a moment. None: there is nothing to do.
+        """
+        tasks = [task for waiting in self._waiting.values() for task in waiting]
+        here = {task.request.answer for task in tasks} | {r.answer for asked, _ in self._asked for r in asked}
+        if not here:
+            return None
+        away = {answer for sessions in self._sessions.values() for answer in sessions} - here
+        most = 0.0
+        if len(away) > len(here):
+            most = self._step_seconds
+        elif away and not self._asked and all(task.is_draft for task in tasks):
+            most = _LINE_UP_SECONDS
+        return max(0.0, self._stepped + most - time.monotonic())
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -126,6 +135,7 @@ class LocalLane:
         if self._cores is not None:
             use_cores(self._cores)
             self._cores = None
+        began = time.monotonic()
         while self._asked:
             requests, reply = self._asked.popleft()
             for request in requests:
@@ -137,6 +147,8 @@ class LocalLane:
                 if not task.job.done:
                     task.job.advance()
                 self._settle(task)
+            self._step_seconds = time.monotonic() - began
+        self._stepped = time.monotonic()
         self._give()
 
     def _start(self, request: StageRequest, reply: Reply) -> None:

@@ -158,7 +158,9 @@ def serve_members(
 
 def _take(connection: Connection, lane: LocalLane, reply: Reply) -> bool:
     """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
-    while not lane.has_work or connection.poll():
+    while (patience := lane.patience) != 0 or connection.poll():
+        if patience and not connection.poll(patience):
+            continue
         message = connection.recv()
         if message is None:
             return False

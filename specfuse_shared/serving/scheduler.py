@@ -67,7 +67,7 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, assembly: Assembly, budget: Budget, metrics: Metrics) -> None:
-        self._assembly, self._budget, self._metrics = assembly, budget, metrics
+        self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
         self._lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
@@ -126,12 +126,11 @@ class Scheduler:
     # ── the worker ───────────────────────────────────────────────────────────────────────────────
 
     def _work(self) -> None:
-        own = self._assembly.own
         try:
             while self._await_work():
                 self._pass_on()
-                if own is not None and own.has_work:
-                    own.step()
+                if self._own is not None and self._own.patience == 0:
+                    self._own.step()
         except BaseException as error:
             logger.exception("the engine's worker stopped")
             with self._changed:
@@ -147,14 +146,14 @@ class Scheduler:
 
     def _await_work(self) -> bool:
         """Sort out who runs; wait while there is nothing to do; False once the scheduler is closed."""
-        own = self._assembly.own
         with self._changed:
             while self._closed is None:
                 self._remove_stopped()
                 admitted = self._admit()
-                if admitted or self._arrived or self._wanted or (own is not None and own.has_work):
+                patience = None if self._own is None else self._own.patience
+                if admitted or self._arrived or self._wanted or patience == 0:
                     break
-                self._changed.wait(self._next_deadline())
+                self._changed.wait(min(self._next_deadline(), patience or threading.TIMEOUT_MAX))
             else:
                 return False
         for request in admitted:
@@ -180,9 +179,10 @@ class Scheduler:
             self._changed.notify_all()
         return admitted
 
-    def _next_deadline(self) -> float | None:
-        waiting = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
-        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+    def _next_deadline(self) -> float:
+        """Seconds to the first deadline; without one, as long as a lock may wait."""
+        ends = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
+        return max(0.0, min(ends) - time.monotonic()) if ends else threading.TIMEOUT_MAX
 
     # ── between answers and lanes ────────────────────────────────────────────────────────────────
 
