@@ -16,6 +16,8 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
 from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.events import FinishEvent, WarningEvent
 from specfuse_shared.members.lanes import lanes_of, use_cores
+from specfuse_shared.members.local_lane import LocalLane
+from specfuse_shared.members.stages import Close, Draft, Open, StageRequest, StageResult
 from tests.engine.comparing import answer_of, local_members
 
 QUESTIONS = [f"How do the tides follow the moon? {n}" for n in range(6)]
@@ -171,3 +173,36 @@ def test_a_thread_keeps_to_its_cores_and_others_keep_theirs() -> None:
     thread.join()
     assert found == [before, before + 1]
     assert torch.get_num_threads() == before
+
+
+def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: EnsembleEngine) -> None:
+    member = local_members(tiny_engine)[0]
+    lane, found = LocalLane([member]), list[StageResult]()
+
+    def ask(op: Open | Draft | Close, *answers: int) -> None:
+        lane.submit([StageRequest(answer, member.name, op) for answer in answers], found.extend)
+
+    def run() -> None:
+        while lane.patience is not None:
+            lane.step()
+
+    assert lane.patience is None, "there is nothing to do"
+    ask(Open((1, 2, 3), SamplingParams(), seed=0), 1, 2, 3, 4, 5)
+    assert lane.patience == 0, "all are here"
+    run()
+    ask(Draft(4, 0), 1, 2)
+    with slowed(tiny_engine, 0.5):
+        lane.step()
+        patience = lane.patience
+        assert patience is not None and patience > 0, "three are away, and two are here"
+        time.sleep(patience)
+        assert lane.patience == 0, "nobody is waited for longer than the last step took"
+        lane.step()
+        assert lane.patience
+        ask(Draft(4, 0), 3)
+        assert lane.patience == 0, "two are away, and three are here"
+    run()
+    ask(Close(), 1, 2, 3, 4, 5)
+    run()
+    assert [result.error for result in found] == [None] * 13
+    assert lane.patience is None and not any(lane._sessions.values())
