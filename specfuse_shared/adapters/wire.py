@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specfuse_shared import errors
-from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.messages import Message
 from specfuse_shared.sampling_params import SamplingParams
@@ -56,7 +56,12 @@ def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
 
 
 def request_to_json(messages: Sequence[Message], params: SamplingParams, options: CallOptions) -> dict[str, Any]:
-    """A call of the engine as the body of a chat completion, whose settings are named as the engine's are."""
+    """A call of the engine as the body of a chat completion, whose settings are named as the engine's are.
+
+    Raises `ConfigError` for a call to some of the members only: to a server, one of them is a model of its own.
+    """
+    if options.get("members") is not None:
+        raise ConfigError('a server takes no members=… in a call: name one of its models, such as "demo/gemma3-270m"')
     return {
         "messages": [message.to_dict() for message in messages],
         **asdict(params),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 
 from starlette.requests import Request
@@ -29,5 +30,9 @@ def routes() -> list[Route]:
 
 async def _page(request: Request) -> Response:
     name, kind = FILES[request.url.path]
-    text = files("specfuse_shared.api_server").joinpath("static", name).read_text("utf-8")
-    return Response(text, media_type=kind, headers=HEADERS)
+    return Response(_read(name), media_type=kind, headers=HEADERS)
+
+
+@cache
+def _read(name: str) -> str:
+    return files("specfuse_shared.api_server").joinpath("static", name).read_text("utf-8")

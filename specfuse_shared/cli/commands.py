@@ -21,7 +21,7 @@ from rich.console import Console
 from specfuse_shared.cli import terminal
 from specfuse_shared.cli.complaints import PROGRAM, in_options, usage_line
 from specfuse_shared.cli.serve import serve
-from specfuse_shared.cli.setup import calm, ensemble_of
+from specfuse_shared.cli.setup import Members, calm, ensemble_of
 from specfuse_shared.config import EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
@@ -43,10 +43,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 app.command()(serve)
 
 Question = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
-Members = Annotated[
-    list[str] | None,
-    typer.Option("--member", metavar="MODEL", help="Hub id, folder or GGUF file; repeatable. Unset: the demo models."),
-]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to answer with.")]
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specfuse_shared.cli.setup import calm, ensemble_of
+from specfuse_shared.cli.setup import Members, calm, ensemble_of
 from specfuse_shared.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 
 NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
 
-Members = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--member",
-        "--members",
-        metavar="MODEL",
-        help="Hub id, folder or GGUF file; repeatable. Unset: the demo models.",
-    ),
-]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="TOML file of ensembles and settings; not with --member."),

@@ -8,11 +8,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.member_config import MemberConfig
 
+Members = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--member",
+        "--members",
+        metavar="MODEL",
+        help="Hub id, folder or GGUF file; repeatable. Unset: the demo models.",
+    ),
+]
 CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
 """Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
 

@@ -237,6 +237,11 @@ def test_langchains_errors_are_its_own_there_too(chats: list[ChatSpecFuse], clie
     assert chats[1].invoke("Hi", model="tiny/base").response_metadata["specfuse"]["members"] == ["base"]
 
 
+def test_a_call_to_some_members_only_is_refused_before_it_is_sent(remote: RemoteEngine) -> None:
+    with pytest.raises(ConfigError, match="name one of its models"):
+        remote.generate("Hi", members=["base"])
+
+
 def test_a_client_keeps_its_key_to_itself(client: httpx.Client) -> None:
     for kind in (ChatSpecFuse, SpecFuseLLM):
         model = kind(base_url=str(client.base_url), api_key="very-secret", max_tokens=4)

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from llama_index.core import Document, SummaryIndex
@@ -25,6 +24,7 @@ from pydantic import BaseModel, Field
 
 from specfuse_shared import EnsembleEngine
 from tests.api_server.serving import QUESTION, reciting, serving
+from tests.langchain.standard import ByTheDemo
 from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
 from tests.llamaindex.test_agents import QUESTION as ASKED
 
@@ -164,58 +164,19 @@ def test_the_sdk_raises_its_own_errors_and_hears_of_a_cut_value(sdk: openai.Open
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # langchain-openai's, about how it parses values itself
-class TestChatOpenAI(ChatModelIntegrationTests):
+class TestChatOpenAI(ByTheDemo, ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _use_the_server(self, demo: httpx.Client) -> None:
         type(self).address = f"{demo.base_url}/v1"
 
     address = "http://127.0.0.1:9/v1"
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
-
-    @property
-    def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"max_tokens": 48}
+    chat_model_class = ChatOpenAI
+    model_override_value = "demo/smollm2-135m"
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
         at = {"model": "demo", "base_url": self.address, "api_key": "none", "stream_usage": True}
         return {**at, "http_async_client": unkept()}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return True
-
-    @property
-    def has_tool_choice(self) -> bool:
-        return True
-
-    @property
-    def has_structured_output(self) -> bool:
-        return True
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def returns_usage_metadata(self) -> bool:
-        return True
-
-    @property
-    def supports_model_override(self) -> bool:
-        return True
-
-    @property
-    def model_override_value(self) -> str:
-        return "demo/smollm2-135m"
-
-    @pytest.mark.xfail(reason="neither demo model begins a call of its own accord, as in this process")
-    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
-    def test_agent_loop(self, model: BaseChatModel) -> None:
-        super().test_agent_loop(model)
 
 
 # ── LlamaIndex's OpenAILike ──────────────────────────────────────────────────────────────────────

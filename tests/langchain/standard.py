@@ -1,0 +1,39 @@
+"""What LangChain's standard suites are told of our models, and what the demo members cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+
+from langchain_specfuse import ChatSpecFuse
+
+
+class Supported:
+    """Mixed in before a suite: what its models can do."""
+
+    chat_model_class: type[BaseChatModel] = ChatSpecFuse
+    has_tool_calling = True
+    has_tool_choice = True
+    has_structured_output = True
+    supports_json_mode = True
+    returns_usage_metadata = True
+    supports_model_override = True
+    model_override_value = "demo"
+
+
+class ByTheDemo(Supported):
+    """Mixed in before the integration suite, whose answers are the demo members'."""
+
+    @property
+    def standard_chat_model_params(self) -> dict[str, Any]:
+        return {"max_tokens": 48}
+
+    @pytest.mark.xfail(
+        reason="neither demo model begins a call of its own accord: 0 of 3 questions that "
+        "need a tool, each with 6 ways to describe the tools"
+    )
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)  # type: ignore[misc]
