@@ -21,6 +21,7 @@ from specfuse_shared.messages import Message, Tool
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.cache_sizes import smallest_row
+from specfuse_shared.runtime.kernels import choose_kernels
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
@@ -56,9 +57,11 @@ class LocalMember:
             tokenizer, config.chat_template, config.template_options, self.name, config.thinking
         )
         self.codec = self.prompts.codec
+        choose_kernels(torch.device(model.device))
         on_stage("checking parity")
         way = probe(model, self.name, execution)
         self.runner = way.runner(model)
+        self.runner.warm_up()
         self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
         special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
         self.banned_token_ids = self._ids(special)

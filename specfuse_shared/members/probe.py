@@ -22,6 +22,7 @@ from specfuse_shared.members.sequence import SequenceState, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
+from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
@@ -119,6 +120,8 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
         return "as configured"
     if way.plan is None:
         return "the model runs row by row"
+    if LongRope(model).limit is not None:
+        return "its rotary frequencies depend on the length of the text"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model lies on several devices"
     return "no CUDA device" if execution == "auto" and model.device.type != "cuda" else None

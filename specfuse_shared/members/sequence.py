@@ -64,10 +64,8 @@ class SequenceState(ABC):
 
     def needs(self, request: ForwardRequest) -> bool:
         """Whether the request holds anything that the model has not seen."""
-        if request.prompt:
-            return self.prompt_remaining > 0
-        if request.draft is not None:
-            return True
+        if request.prompt or request.draft is not None:
+            return request.draft is not None or self.prompt_remaining > 0
         return any(node not in self._rows for branch in request.branches for node in self._path(branch))
 
     def logits(self, branch: Branch) -> torch.Tensor:
@@ -102,8 +100,7 @@ class SequenceState(ABC):
         path = self._path(branch)
         end = self._logits_row(path[-1] if path else ROOT).clone()
         self._keep(branch, path[len(path) - len(branch.tokens) :])
-        self.answer = self.answer[: branch.base] + branch.tokens
-        self._end = end
+        self.answer, self._end = self.answer[: branch.base] + branch.tokens, end
         self._forget_tree()
 
     def begin_answer(self) -> None:
@@ -166,7 +163,7 @@ class TreeSequence(SequenceState):
 
     def release(self, remember: bool = False) -> None:
         if self._row is not None:
-            if remember and not self.prompt_remaining:
+            if remember and not self.prompt_remaining and not self._row.reach:
                 self.runner.prefixes.store(self._row, self.prompt + self.answer)
             self._row.free()
         self._row, self._end, self._is_open = None, None, False
@@ -174,30 +171,39 @@ class TreeSequence(SequenceState):
 
     def forward_input(self, request: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
         """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
-        assert self._is_open, "the sequence was released"
-        if self._row is None or not self._row.used:
-            self._start()
-        assert self._row is not None
+        row = self._row if self._row and self._row.used else self._started()
         if request.prompt:
             start = len(self.prompt) - self.prompt_remaining
             ids = self.prompt[start : start + request.prompt]
-            return ForwardInput(self._row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
+            return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
+        self._read_again_if_long(row)
         branches = request.branches if request.draft is None else (request.draft.branch,)
         paths = [self._path(branch) for branch in branches]
         nodes = sorted({node for path in paths for node in path if node not in self._rows})
         if not nodes:
             return None
-        for slot, node in enumerate(nodes, start=self._row.used):
+        for slot, node in enumerate(nodes, start=row.used):
             self._tree.nodes[node].slot = slot
         visible, positions = self._visible(nodes)
         tokens = [self._tree.nodes[n].token for n in nodes]
-        return ForwardInput(self._row, tokens, visible, positions, wanted=len(nodes)), nodes
+        return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
 
-    def _start(self) -> None:
-        """Take a row, and what is known of the prompt; here, where lack of memory is dealt with."""
-        if self._row is None:
-            self._row = self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
-        self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+    def _started(self) -> CacheRow:
+        """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
+        assert self._is_open, "the sequence was released"
+        self._row = self._row or self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
+        if not self.runner.longrope.outgrown(self._row, len(self.prompt) + _TREE_ROOM) and not self._row.reach:
+            self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+        return self._row
+
+    def _read_again_if_long(self, row: CacheRow) -> None:
+        """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
+        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + _TREE_ROOM):
+            return
+        row.used, ids = 0, self.prompt + self.answer
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
+            self._end = rows[-1]
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
         """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end."""

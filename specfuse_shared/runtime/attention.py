@@ -15,6 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
 import torch
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -28,6 +29,8 @@ _LONG = {"cpu": 4}
 _DEFAULT_LONG = 64
 """From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
 cost little on a CPU, and padding little on a GPU."""
+_WITHOUT_LOWER_RIGHT = {"cpu"}
+"""Devices without a kernel for queries at the end of their keys that takes no mask."""
 _MOST_INDEXED = 16
 """Longer segments are written to their row by themselves."""
 _SHORT, _OWN_CALL, _COPIED = range(3)
@@ -97,6 +100,7 @@ class Batch(Cache):
         super().__init__(layers=[])
         self._plan, self._device, self._dtype = plan, device, dtype
         long = _LONG.get(device.type, _DEFAULT_LONG)
+        self._knows_lower_right = device.type not in _WITHOUT_LOWER_RIGHT
         self._written: list[tuple[CacheBlock, Any, slice]] = []
         self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
         blocks = list(dict.fromkeys(id(s.row.block) for s in segments))
@@ -177,12 +181,13 @@ class Batch(Cache):
     def _masks(self, found: Sequence[ForwardInput], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
         """Additive masks (B, 1, Q, K) by kind, in the model's dtype, because eager attention misreads boolean ones."""
         first, rows = found[0], found[-1].row.index + 1 - found[0].row.index
-        fresh = len(found) == 1 and first.visible is None and first.row.used == 0
+        plain = len(found) == 1 and first.visible is None and queries > 1
         masks: dict[str, torch.Tensor | None] = {}
         parts = [(s.row.index - first.row.index, s, s.seen(), s.slot_positions()) for s in found]
         for kind in self._plan.kinds:
-            if fresh and queries > 1 and self._plan.is_plain(kind, slots):
-                masks[kind] = None
+            if plain and self._plan.is_plain(kind, slots) and (first.row.used == 0 or self._knows_lower_right):
+                # a kernel that knows by itself what is visible, so that no mask is made, read or sent
+                masks[kind] = causal_lower_right(queries, slots) if first.row.used else None
                 continue
             visible = torch.zeros(rows, queries, slots, dtype=torch.bool)
             # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
@@ -195,7 +200,7 @@ class Batch(Cache):
 
     def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
         """`tensor` on the device of a layer: those of a split model copy it once a forward."""
-        if tensor.device == layer.device:
+        if tensor.device == layer.device or isinstance(tensor, CausalBias):
             return tensor
         key = id(tensor), layer.device
         if key not in self._copies:

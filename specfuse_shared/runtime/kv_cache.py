@@ -32,12 +32,13 @@ _versions = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
-    """One answer's place in a block: slots 0 … used - 1 hold keys and values."""
+    """One answer's place in a block: slots 0 … used - 1 hold keys and values. `reach`: tokens that are sure to come."""
 
     pool: CachePool
     block: CacheBlock
     index: int
     used: int = 0
+    reach: int = 0
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots in all."""

@@ -12,6 +12,7 @@ import torch
 from specfuse_shared.runtime.attention import Batch, ForwardInput, running
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import CachePool, Layer
+from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.prefix_cache import PrefixCache
 from specfuse_shared.runtime.static_runner import StaticRunner
@@ -60,6 +61,7 @@ class ModelRunner:
         self.pool, self.prefixes = CachePool(self.device, slots), PrefixCache()
         share_room([self])
         self._forward = ModelForward(model)
+        self.longrope = LongRope(model)
         self.static: StaticRunner | None = None
         if plan is not None and graphs is not None:
             self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
@@ -77,10 +79,17 @@ class ModelRunner:
         if self.static is not None and self.static.fits(segments):
             found = self.static.step(segments)
         else:
-            found = self._packed(segments, self.plan)
+            found = self._apart(segments, self.plan)
         for segment in segments:
             segment.row.used = segment.slots
         return found
+
+    def _apart(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for side, own in self.longrope.apart(segments):
+            with self.longrope.on(side):
+                found |= zip(own, self._packed([segments[n] for n in own], plan), strict=True)
+        return [found[n] for n in range(len(segments))]
 
     def _packed(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
         batch = Batch(segments, plan, self.device, self.dtype)
@@ -119,6 +128,18 @@ class ModelRunner:
         inputs = torch.tensor([list(ids)], device=self.device)
         out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
         return out.logits[0, -1], out[self._forward.cache_argument]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the steps of a lone answer's drafts and short verifications, for which it would have to wait."""
+        if self.static is None or self.static.graphs.reason is not None:
+            return
+        row = self.pool.row(1)
+        try:
+            self.step([ForwardInput(row, [0])])
+            self.static.warm_up(row)
+        finally:
+            row.free()
 
     def free_reclaimable(self) -> None:
         """Free what only saves time: remembered prefixes, empty blocks, captured steps."""

@@ -119,6 +119,14 @@ class StaticRunner:
             draft.row.used += draft.count - 1
         return DraftRun(chosen, behind)
 
+    def warm_up(self, row: CacheRow) -> None:
+        """Run the steps that feed one token behind this row, and the next few, until they are captured."""
+        for tree in (False, True):
+            step = self._step([(row, 1)], tree)
+            step.begin([row])
+            step.uses = step.capture_at
+            self._run(step)
+
     def drop(self) -> None:
         """Give the memory of captured steps back."""
         self._keep([])
