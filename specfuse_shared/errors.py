@@ -7,7 +7,12 @@
     │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
     ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
     │   ├── PlacementError        the devices have no room for a member, or not the one it names
-    │   └── UnsupportedModelError no verification path gives the model's own probabilities
+    │   ├── UnsupportedModelError no verification path gives the model's own probabilities
+    │   └── ServerError           a member's server cannot be used, or refused a request
+    │       ├── ServerUnreachableError  nobody answers there, or not in time
+    │       ├── ServerKeyError          it asks for another key
+    │       ├── ServerModelError        it has no such model, or one with another vocabulary
+    │       └── ServerSettingsError     it was started in a way in which no member can live there
     ├── RequestError             one request cannot be served; the engine is unharmed
     │   ├── PromptTooLongError   the prompt leaves a member no room to answer
     │   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
@@ -64,6 +69,26 @@ class PlacementError(MemberLoadError):
 
 class UnsupportedModelError(MemberLoadError):
     """Neither packed nor row-by-row verification reproduces the model's own probabilities."""
+
+
+class ServerError(MemberLoadError):
+    """A member's server cannot be used, or refused a request. In an answer it is why the member left."""
+
+
+class ServerUnreachableError(ServerError):
+    """Nobody answers at the address of a member's server, or not in time."""
+
+
+class ServerKeyError(ServerError):
+    """A member's server asks for another key; the message names the environment variable."""
+
+
+class ServerModelError(ServerError):
+    """A member's server has no such model, or one with another vocabulary."""
+
+
+class ServerSettingsError(ServerError):
+    """A member's server runs without its prefix cache, or does not tell the model's own log-probabilities."""
 
 
 class RequestError(SpecFuseError):
@@ -138,3 +163,7 @@ def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, A
 
 class MemberFailedWarning(RuntimeWarning):
     """A member failed in a stage and left an answer, which went on with the others."""
+
+
+class SlowVerificationWarning(RuntimeWarning):
+    """A member's server cannot score given tokens behind its prefix cache, and reads every context again each round."""

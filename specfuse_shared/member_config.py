@@ -9,10 +9,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from specfuse_shared.addresses import is_private, server_address
 from specfuse_shared.validation import Settings, check, check_choice
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SERVER_KINDS = ("vllm", "sglang")
+_SERVERS_OWN = ("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "allow_pickle")
+"""What a server decides of the model that it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,20 @@ class MemberConfig(Settings):
     """Run Python code that comes with the model: only for repositories that you have read."""
     allow_pickle: bool = False
     """Load weights that are no safetensors; unpickling a file may run code that is in it."""
+    drafts_under_grammar: bool = True
+    """It also drafts where a grammar or a tool call binds the answer; False: there it judges what others draft, unless
+    none of them does. Such drafts cost a server a request a token."""
+    server: str | None = None
+    """Address of a server that runs the model ("http://127.0.0.1:8000/v1"), of which `model` then names the tokenizer
+    and template (extra "servers")."""
+    server_kind: str = "vllm"
+    """What the server is: "vllm" or "sglang"."""
+    server_model: str | None = None
+    """The server's name of the model; `model`, if unset."""
+    server_timeout: float = 60.0
+    """Seconds after which a request to the server is given up and the member leaves the answer."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the server's key; the key itself is kept nowhere."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))
@@ -81,6 +99,7 @@ class MemberConfig(Settings):
             self.max_context is None or self.max_context > 0,
             f"MemberConfig.max_context must be positive, not {self.max_context!r}",
         )
+        self._check_server()
         thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
         if not isinstance(thinking, bool):
             thinking = tuple(thinking)
@@ -92,6 +111,25 @@ class MemberConfig(Settings):
         options = {**self.template_options, "enable_thinking": bool(thinking)}
         object.__setattr__(self, "template_options", MappingProxyType(options))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def _check_server(self) -> None:
+        """The settings of a server suit each other, and none of them would give its key away."""
+        check_choice("MemberConfig.server_kind", self.server_kind, SERVER_KINDS)
+        check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
+        if self.server is None:
+            given = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
+            check(not given, f"MemberConfig.{given and given[0]} goes with server=…, the address of one")
+            return
+        object.__setattr__(self, "server", server_address("MemberConfig.server", self.server))
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in _SERVERS_OWN:
+            settled = getattr(self, name) == defaults[name]
+            check(settled, f"MemberConfig.{name} is the affair of the server at {self.server}: leave it unset")
+        check(
+            self.api_key_env is None or is_private(str(self.server)),
+            f"MemberConfig.server is {self.server}: whoever listens on the way could read the key that api_key_env "
+            "names: give an https:// address, or one of this machine, such as the end of a tunnel",
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

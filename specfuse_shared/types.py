@@ -201,9 +201,11 @@ class MemberReport:
     """What a loaded member turned out to be (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
 
     `memory_bytes`: its weights. `device`: one, or those that share the member joined by "+". `verification`: "packed"
-    (all candidates in one forward) or "rows" (one forward a candidate). `probe_error`: largest |Δ log p| between the
-    cached path and the model's own plain forward. `graphs`: "captured" (its steps run as CUDA graphs), or "eager: " and
-    why not. `template`: "own", "given" or "plain". `context`: token limit, None if the model states none.
+    (all candidates in one forward), "rows" (one forward a candidate), or, at a server, "prefixes" (one request behind
+    its prefix cache) or "prompt" (the context is read again each round). `probe_error`: largest |Δ log p| between the
+    cached path and the model's own plain forward, or a server's two ways of scoring. `parameters` and `memory_bytes`
+    are 0 where a server does not tell. `graphs`: "captured" (its steps run as CUDA graphs), or "eager: " and why not.
+    `template`: "own", "given" or "plain". `context`: token limit, None if the model states none.
     """
 
     name: str
@@ -215,7 +217,7 @@ class MemberReport:
     dtype: str
     quantization: str | None
     attention: str
-    verification: Literal["packed", "rows"]
+    verification: Literal["packed", "rows", "prefixes", "prompt"]
     probe_error: float
     graphs: str
     template: Literal["own", "given", "plain"]

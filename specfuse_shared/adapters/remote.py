@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields
-from functools import cache
 from typing import Any, Self, Unpack
-from urllib.parse import urlsplit
 
 import httpx
 
 from specfuse_shared.adapters.remote_events import RemoteStream, events_of
 from specfuse_shared.adapters.wire import error_from_json, request_to_json
+from specfuse_shared.addresses import server_address, trusted
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event
@@ -44,9 +42,7 @@ class RemoteEngine:
     """
 
     def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        if not _is_address(self.base_url):
-            raise ConfigError(f"base_url is {base_url!r}: give the address of a server, such as http://127.0.0.1:8000")
+        self.base_url = server_address("base_url", base_url)
         self._model = model
         self._api_key = os.environ.get(KEY_ENV) if api_key is None else api_key
         self._described: dict[str, Any] | None = None
@@ -195,7 +191,7 @@ class RemoteEngine:
         return {
             "base_url": self.base_url,
             "headers": headers,
-            "verify": _trusted(),
+            "verify": trusted(),
             "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
         }
@@ -209,12 +205,6 @@ class RemoteEngine:
             raise EngineClosedError(f"{what}: start one with specfuse-llm serve, or correct base_url") from error
 
 
-@cache
-def _trusted() -> ssl.SSLContext:
-    """Whom TLS trusts: reading the certificates takes as long as a forward, so not for every answer."""
-    return httpx.create_ssl_context()
-
-
 def _refusal(response: httpx.Response) -> SpecFuseError:
     """The error of a response, as the engine would have raised it."""
     try:
@@ -224,11 +214,3 @@ def _refusal(response: httpx.Response) -> SpecFuseError:
     if response.status_code == 401:
         return ConfigError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
     return error_from_json(error.get("specfuse") or error)
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # no such port
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from specfuse_shared.adapters.ensembles import config_of
 from specfuse_shared.adapters.remote import KEY_ENV
+from specfuse_shared.addresses import is_loopback
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.member_config import MemberConfig
@@ -50,10 +50,7 @@ class ServerSettings(Settings):
     @property
     def is_loopback(self) -> bool:
         """Only this machine can reach it."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     def api_key(self) -> str | None:
         """The key from the environment. Raises `ConfigError` where one is needed, or named, and missing."""

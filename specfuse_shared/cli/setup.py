@@ -21,9 +21,11 @@ Members = Annotated[
         "--member",
         "--members",
         metavar="MODEL",
-        help="Hub id, folder or GGUF file; repeatable. Unset: the demo models.",
+        help="Hub id, folder, GGUF file, or MODEL@URL of a vLLM server; repeatable. Unset: the demo models.",
     ),
 ]
+KEY_ENV = "SPECFUSE_SERVER_KEY"
+"""The environment variable that may hold the key of the servers that members are behind."""
 CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
 """Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
 
@@ -36,12 +38,21 @@ def ensemble_of(
 ) -> EnsembleConfig:
     """Settings, those that are not None, are checked before the demo models are looked for."""
     settings = {name: value for name, value in given.items() if value is not None}
-    config = EnsembleConfig.preset(preset, [MemberConfig(model, **member) for model in models or ["demo"]], **settings)
+    members = [_member_of(model, member) for model in models or ["demo"]]
+    config = EnsembleConfig.preset(preset, members, **settings)
     if models:
         return config
     from specfuse_shared.loading.demo import demo_members
 
     return replace(config, members=[replace(demo, **member) for demo in demo_members()])
+
+
+def _member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
+    """A model, or MODEL@http://… for one that a server runs, which says itself in how many bits."""
+    name, at, rest = model.partition("@http")
+    if not at:
+        return MemberConfig(model, **settings)
+    return MemberConfig(name, server=f"http{rest}", api_key_env=KEY_ENV if os.environ.get(KEY_ENV) else None)
 
 
 def calm(verbose: bool) -> None:

@@ -180,12 +180,20 @@ class Round:
     def _draft_ops(self) -> dict[str, Op]:
         limit, hold = self._config.segment_limit(self._index), self._hold
         if not self._alone:
-            return {name: Draft(limit, self._index, hold) for name in self._active}
+            return {name: Draft(limit, self._index, hold) for name in self._drafters}
         side = self._participants[self._active[0]]
         if side is self._participants.reference:
             limit = min(limit, self._method.params.max_tokens - side.counts.answer)
         side.alone = side.counts.answer
         return {side.member.name: DraftAlone(limit, self._index, hold)}
+
+    @property
+    def _drafters(self) -> list[str]:
+        """Who drafts: under a grammar those that shall, or everybody where nobody shall."""
+        if self._constraint is None:
+            return self._active
+        willing = [n for n in self._active if self._participants[n].member.info.drafts_under_grammar]
+        return willing or self._active
 
     @property
     def _hold(self) -> int:

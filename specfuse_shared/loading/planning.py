@@ -39,12 +39,13 @@ def plan_ensemble(
     Makes room for `answers` at once with `context` tokens each, besides the weights.
     `convert`: GGUF files are fetched and converted on the way, as loading them would. Raises `MemberLoadError` for a
     configuration that cannot be read and `PlacementError` for a device that is not there; a plan that does not fit
-    raises when a place is asked of it (`Plan.of`).
+    raises when a place is asked of it (`Plan.of`). Members behind servers take no place.
     """
     if answers < 1 or context < 1:
         raise ConfigError(f"a plan is for at least 1 answer and 1 token of context, not {answers} and {context}")
     members = config.member_configs
-    specs = [_spec(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in members]
+    here = [member for member in members if member.server is None]
+    specs = [_spec(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in here]
     workload = Workload(answers, context, config.longest_segment * len(members))
     return place(specs, devices or find_devices(), workload)
 

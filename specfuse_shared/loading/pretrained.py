@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,20 @@ def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStag
         source, common = _source(config, cache_dir, on_stage)
         on_stage("reading the tokenizer")
         return AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+
+
+def load_settings(config: MemberConfig, cache_dir: str | None) -> tuple[Any, Any]:
+    """The model's own configuration and its generation configuration, as far as they are found; no weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    with explained(config):
+        source, common = _source(config, cache_dir, lambda stage: None)
+        settings = generation = None
+        with suppress(OSError, ValueError):
+            settings = AutoConfig.from_pretrained(source, **common)
+        with suppress(OSError, ValueError):
+            generation = GenerationConfig.from_pretrained(source, revision=common["revision"])
+    return settings, generation
 
 
 def _source(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> tuple[str, dict[str, Any]]:

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from specfuse_shared.config import EnsembleConfig
-from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.errors import MissingExtraError
+from specfuse_shared.loading.planning import OnMemberStage, plan_ensemble
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
@@ -18,6 +20,9 @@ from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
+
+if TYPE_CHECKING:
+    from specfuse_shared.members.server.lane import ServerLane
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +52,39 @@ def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None
 
 def assemble(members: Sequence[LocalMember], on_forward: OnForward) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
-    own, *others = (LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members))
-    return Assembly(tuple(member.member for member in members), own, tuple(map(LaneThread, others)))
+    lanes = [LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members)]
+    own = lanes[0] if lanes else None
+    return Assembly(tuple(member.member for member in members), own, tuple(map(LaneThread, lanes[1:])))
 
 
-def load_members(config: EnsembleConfig, on_progress: OnProgress | None) -> Iterator[LocalMember]:
-    """Plan where the members go, then load each into its place. Raises `MemberLoadError`."""
+def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress: OnProgress | None) -> Assembly:
+    """The members wherever they are: those behind servers are reached first. Raises `MemberLoadError`."""
+    report = _reporter(config, on_progress)
+    served = [member for member in config.member_configs if member.server is not None]
+    lane = _server_lane(served, config, on_forward, report) if served else None
+    try:
+        local = assemble(tuple(load_members(config, report)), on_forward)
+    except BaseException:
+        if lane is not None:
+            lane.close()
+        raise
+    if lane is None:
+        return local
+    found = {member.name: member for member in (*local.members, *(own.member for own in lane.served.values()))}
+    return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, lane))
+
+
+def load_members(config: EnsembleConfig, on_stage: OnMemberStage) -> Iterator[LocalMember]:
+    """Plan where the members of this machine go, then load each into its place. Raises `MemberLoadError`."""
+    here = [member for member in config.member_configs if member.server is None]
+    plan = plan_ensemble(config, convert=True, on_stage=on_stage)
+    for member in here:
+        tell, place = partial(on_stage, member.label), plan.of(member.label)
+        yield LocalMember(member, cache_dir=config.cache_dir, on_stage=tell, place=place, execution=config.execution)
+        tell("ready")
+
+
+def _reporter(config: EnsembleConfig, on_progress: OnProgress | None) -> OnMemberStage:
     names = config.names
 
     def report(name: str, stage: str) -> None:
@@ -61,8 +93,24 @@ def load_members(config: EnsembleConfig, on_progress: OnProgress | None) -> Iter
         if on_progress is not None:
             on_progress(LoadProgress(name, index, len(names), stage))
 
-    plan, execution = plan_ensemble(config, convert=True, on_stage=report), config.execution
-    for member in config.member_configs:
-        tell, place = partial(report, member.label), plan.of(member.label)
-        yield LocalMember(member, cache_dir=config.cache_dir, on_stage=tell, place=place, execution=execution)
-        tell("ready")
+    return report
+
+
+def _server_lane(
+    members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, on_stage: OnMemberStage
+) -> ServerLane:
+    try:
+        from specfuse_shared.members.server.lane import ServerLane
+        from specfuse_shared.members.server.member import ServerMember
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("A member behind a server", "servers") from error
+
+    read = []
+    for member in members:
+        on_stage(member.label, "reading the tokenizer")
+        read.append(ServerMember(member, config.cache_dir))
+        on_stage(member.label, f"asking {member.server}")
+    lane = ServerLane(read, on_forward)
+    for member in members:
+        on_stage(member.label, "ready")
+    return lane

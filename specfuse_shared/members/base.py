@@ -24,8 +24,9 @@ OnForward = Callable[[str, int, float], None]
 class MemberInfo:
     """Facts about a loaded member; what admission and the method need to know of its model.
 
-    `devices`: where it computes, with the share of its caches that each holds. `thinks`: before it answers.
-    `smallest_row`: slots of its smallest cache row; rows are powers of two. `report`: what it turned out to be.
+    `devices`: where it computes, with the share of its caches that each holds; none, where memory is nobody's affair
+    here. `thinks`: before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
+    `report`: what it turned out to be. `drafts_under_grammar`: it does not only judge where a grammar binds the answer.
     """
 
     name: str
@@ -37,6 +38,7 @@ class MemberInfo:
     smallest_row: int
     vocabulary_size: int
     report: MemberReport
+    drafts_under_grammar: bool = True
 
 
 class TextSide(Protocol):

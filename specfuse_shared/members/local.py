@@ -17,6 +17,7 @@ from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.local_session import LocalSession
 from specfuse_shared.members.probe import Attempt, probe
+from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
@@ -45,7 +46,7 @@ class LocalMember:
         loaded: tuple[Any, Any] | None = None,
     ) -> None:
         start = time.monotonic()
-        self.name, self.weight = config.label, config.weight
+        self.name, self.weight, self._drafts_under_grammar = config.label, config.weight, config.drafts_under_grammar
         if loaded is not None:
             (model, tokenizer), place = loaded, _place_of(loaded[0], self.name)
             model = prepared(model, config)
@@ -62,15 +63,16 @@ class LocalMember:
         way = probe(model, self.name, execution)
         self.runner = way.runner(model)
         self.runner.warm_up()
-        self.stop_ids = _stop_ids(model, tokenizer, self.prompts, config)
-        special = sorted(_special_ids(tokenizer, model) - set(self.stop_ids))
+        self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
+        holders = (getattr(model, "generation_config", None), model.config, tokenizer)
+        self.stop_ids = stop_ids_of(holders, self.prompts, config)
+        special = ids_without_text(tokenizer, self.vocabulary_size, self.stop_ids)
         self.banned_token_ids = self._ids(special)
         self._banned_while_held, self._stops = self._ids([*special, *self.stop_ids]), self._ids(self.stop_ids)
         text = model.config.get_text_config(decoder=True)
         limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
         self.context_limit: int | None = min((n for n in limits if n), default=None)
         self.bytes_per_token = way.bytes_per_token
-        self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
         self.text = MemberText(self.prompts, self.stop_ids, self.vocabulary_size)
         self._report = self._reported(config, place, way, time.monotonic() - start)
 
@@ -115,6 +117,7 @@ class LocalMember:
             smallest_row=smallest_row(self.runner.device),
             vocabulary_size=self.vocabulary_size,
             report=self.report,
+            drafts_under_grammar=self._drafts_under_grammar,
         )
 
     @property
@@ -158,23 +161,3 @@ def _place_of(model: Any, name: str) -> Assignment:
     device, size = str(model.device), weight_bytes(model)
     number_format = str(model.dtype).removeprefix("torch.")
     return Assignment(name, number_format, None, MemoryNeed(size, 0, 0), {"": device}, {device: size}, {device: 1.0})
-
-
-def _stop_ids(model: object, tokenizer: object, prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:
-    """Ids that end a turn: of the generation and model configuration, the tokenizer, the template, and the user."""
-    found: set[int] = set(config.stop_token_ids)
-    generation, settings = getattr(model, "generation_config", None), getattr(model, "config", None)
-    for holder in (generation, settings, tokenizer):
-        value = getattr(holder, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or ())
-    if (marker := prompts.turn_end()) is not None:
-        found.add(marker)
-    return tuple(sorted(found))
-
-
-def _special_ids(tokenizer: object, model: object) -> set[int]:
-    """Control tokens have no text, so no member may write them into the shared answer."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    size = model.get_input_embeddings().num_embeddings  # type: ignore[attr-defined]
-    padding = range(len(tokenizer), size)  # type: ignore[arg-type]
-    return {i for i, token in added.items() if token.special and i < size} | set(padding)

@@ -57,7 +57,7 @@ class _Planner:
         self.specs, self.devices, self.workload = tuple(specs), tuple(devices), workload
         self._choices = {r.name: candidates(r, self.devices) for r in self.specs}
         self._needs: dict[tuple[str, str, str | None], MemoryNeed] = {}
-        self._depth = max(len(r.quantizations) for r in self.specs)
+        self._depth = max((len(r.quantizations) for r in self.specs), default=0)
 
     def any(self) -> _Attempt | None:
         """Every member in a place, if there is a way."""

@@ -85,10 +85,15 @@ class Sampler:
 
     def noise(self, ahead: int, size: int) -> torch.Tensor:
         """Exponential noise (V) of the token that is `ahead` picks away."""
-        key = f"{self._seed}/{self._member}/{self._round}/{self.drawn + ahead}".encode()
-        number = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
+        number = number_of_draw(self._seed, self._member, self._round, self.drawn + ahead)
         generator = torch.Generator(self.device).manual_seed(number)
         return torch.empty(size, device=self.device).exponential_(generator=generator)
+
+
+def number_of_draw(seed: int, member: str, round_index: int, place: int) -> int:
+    """The number (56 bits) that the noise behind a token comes from, wherever it is drawn."""
+    key = f"{seed}/{member}/{round_index}/{place}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
 
 
 @dataclass(slots=True)
@@ -135,10 +140,20 @@ class Choice:
 
 def masked(logits: torch.Tensor, allowed: bytes) -> torch.Tensor:
     """Logits (V) with -inf for every token whose bit in `allowed` (the lowest first) is not set."""
-    packed = torch.frombuffer(bytearray(allowed), dtype=torch.uint8).to(logits.device)
-    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)
-    keep = (bits & 1).flatten()[: logits.shape[-1]].bool()
+    keep = _bits(allowed, logits.device)[: logits.shape[-1]]
     return logits.masked_fill(~keep, float("-inf"))
+
+
+def allowed_ids(allowed: bytes) -> list[int]:
+    """The tokens whose bit in `allowed` (the lowest first) is set."""
+    ids: list[int] = _bits(allowed, torch.device("cpu")).nonzero().flatten().tolist()
+    return ids
+
+
+def _bits(packed: bytes, device: torch.device) -> torch.Tensor:
+    """The bits of bytes, the lowest first, as booleans (8 · bytes)."""
+    data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
+    return (data[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten().bool()
 
 
 def _largest(scores: torch.Tensor) -> int:

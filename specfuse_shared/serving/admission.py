@@ -32,7 +32,7 @@ class Budget:
     def prefix_bytes(self, member: MemberInfo) -> int:
         """Bytes for what a member remembers of past answers."""
         own = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
-        return int(self._prefix_share * min(own))
+        return int(self._prefix_share * min(own, default=0))
 
     def needs(self, session: AnswerSession) -> dict[str, int]:
         """Bytes by device. Raises `RequestError` if the answer could not even run alone."""

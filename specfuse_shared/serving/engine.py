@@ -20,7 +20,7 @@ from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.planning import stated_context
 from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.member_config import MemberConfig
-from specfuse_shared.members.assembly import Assembly, assemble, load_members
+from specfuse_shared.members.assembly import Assembly, assemble_ensemble
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.results import EnsembleResult
@@ -279,7 +279,7 @@ class EnsembleEngine:
 
     def _assemble(self, on_progress: OnProgress | None) -> Assembly:
         """The members and their lanes; here is where members of another kind would come in."""
-        return assemble(tuple(load_members(self.config, on_progress)), self._metrics.forward)
+        return assemble_ensemble(self.config, self._metrics.forward, on_progress)
 
     def _reference(self, members: Sequence[str] | None) -> Member:
         config = self.config.only(members)

@@ -1,0 +1,116 @@
+"""JSON over HTTP with one server of a model: connections that are kept, timeouts, and errors by name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+from specfuse_shared.addresses import trusted
+from specfuse_shared.errors import ServerError, ServerKeyError, ServerModelError, ServerUnreachableError
+
+CONNECT_SECONDS = 10.0
+_KEPT_SECONDS = 4.0
+"""Idle connections go before the servers, which keep them for 5 s, end them."""
+_MOST_SHOWN = 300
+"""Characters of what a server says went wrong."""
+
+OnRequest = Callable[[float], None]
+"""Called after each request with the seconds that it took."""
+
+
+class ServerClient:
+    """Belongs to one event loop. `key`: sent as `Authorization: Bearer …`, and shown nowhere.
+
+    `timeout`: seconds for a whole request, after which it is cancelled, which servers take for a client that left.
+    `key_name`: what to call the key in an error.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: str | None = None,
+        key_name: str | None = None,
+        timeout: float = 60.0,
+        on_request: OnRequest = lambda seconds: None,
+    ) -> None:
+        self.address, self.on_request = address, on_request
+        self._key_name, self._timeout = key_name, timeout
+        self._http = httpx.AsyncClient(
+            base_url=address,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            verify=trusted(),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS),
+        )
+
+    def __repr__(self) -> str:
+        return f"ServerClient({self.address!r})"
+
+    async def get(self, path: str) -> httpx.Response:
+        """What the server answers, whatever its status. Raises `ServerUnreachableError`."""
+        return await self._sent(lambda: self._http.get(path), min(self._timeout, CONNECT_SECONDS))
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that answers `body`. Raises `ServerError`."""
+        began = time.monotonic()
+        response = await self._sent(lambda: self._http.post(path, json=dict(body)), self._timeout)
+        found = self.read(response)
+        self.on_request(time.monotonic() - began)
+        return found
+
+    def read(self, response: httpx.Response) -> Any:
+        """The JSON of a response. Raises `ServerError` for one that is none, or says that something went wrong."""
+        if response.is_error:
+            raise self._refusal(response)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerError(f"{self.address}{response.url.path} answers no JSON: is a model served there?") from error
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _sent(self, send: Callable[[], Any], seconds: float) -> httpx.Response:
+        """Requests say all that they need, so one whose connection breaks is sent once more."""
+        try:
+            async with asyncio.timeout(seconds):
+                try:
+                    response: httpx.Response = await send()
+                except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                    response = await send()
+                return response
+        except TimeoutError as error:
+            raise ServerUnreachableError(
+                f"the server at {self.address} did not answer within {seconds:g} s: give it time with "
+                "MemberConfig(server_timeout=…), or look after it"
+            ) from error
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise ServerUnreachableError(
+                f"no server answers at {self.address} ({reason}): start it, or correct MemberConfig(server=…)"
+            ) from error
+
+    def _refusal(self, response: httpx.Response) -> ServerError:
+        said = _message(response)
+        if response.status_code in (401, 403):
+            named = f"the one in {self._key_name} is not its own" if self._key_name else "name it with api_key_env=…"
+            return ServerKeyError(f"the server at {self.address} asks for its key: {named}")
+        kind = ServerModelError if response.status_code == 404 else ServerError
+        return kind(f"the server at {self.address} answers {response.status_code} to {response.url.path}: {said}")
+
+
+def _message(response: httpx.Response) -> str:
+    """What a server says went wrong, in its own words."""
+    try:
+        told = response.json()
+    except ValueError:
+        told = response.text
+    if isinstance(told, Mapping):
+        told = told.get("error", told)
+    if isinstance(told, Mapping):
+        told = told.get("message", told)
+    return " ".join(str(told).split())[:_MOST_SHOWN]

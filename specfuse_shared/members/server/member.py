@@ -1,0 +1,222 @@
+"""A member behind a server: what is read here, and what is asked of the server before the member is used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specfuse_shared.errors import (
+    ConfigError,
+    ServerError,
+    ServerModelError,
+    ServerSettingsError,
+    SlowVerificationWarning,
+    UnsupportedModelError,
+)
+from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
+from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.members.base import Member, MemberInfo, OnForward
+from specfuse_shared.members.server.client import ServerClient
+from specfuse_shared.members.server.dialect import Dialect, Line, ServerFacts
+from specfuse_shared.members.server.session import ServerSession
+from specfuse_shared.members.server.vllm import VllmDialect
+from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.member_text import MemberText
+from specfuse_shared.types import MemberReport
+
+DIALECTS: dict[str, Callable[[ServerClient, str], Dialect]] = {"vllm": VllmDialect}
+
+_TOLERANCE = 0.3
+"""Largest mean |Δ log p| between two ways of scoring that is taken for the rounding of half precision."""
+_SAMPLE = (
+    "The tide follows the moon: the sea rises when the moon is high, and the sea falls when the moon is low. "
+    "Nobody at 12 harbour street, says the keeper, has ever seen the tide wait for a ship."
+)
+_JUDGED = 8
+"""Tokens at the end of the sample that both ways of scoring are compared on."""
+
+
+class ServerMember:
+    """A language model behind the server of its `config`, whose tokenizer and template are read here.
+
+    `connect` comes next, in the event loop that runs its answers. Raises `MemberLoadError`.
+    """
+
+    def __init__(self, config: MemberConfig, cache_dir: str | None = None) -> None:
+        self._config, self.name, self._began = config, config.label, time.monotonic()
+        tokenizer = load_tokenizer(config, cache_dir)
+        settings, generation = load_settings(config, cache_dir)
+        self._architecture = (getattr(settings, "architectures", None) or ["unknown"])[0]
+        text = settings.get_text_config(decoder=True) if settings is not None else None
+        size = getattr(text, "vocab_size", None) or len(tokenizer)
+        prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name, config.thinking)
+        self.stop_ids = stop_ids_of((generation, settings, tokenizer), prompts, config)
+        self.special_ids = ids_without_text(tokenizer, size, self.stop_ids)
+        self.text, self._vocabulary_size = MemberText(prompts, self.stop_ids, size), size
+        self._is_doubtful, self._checking = False, asyncio.Lock()
+        self._client: ServerClient | None = None
+        self.dialect: Dialect
+        self._facts: ServerFacts
+        self._error = 0.0
+
+    def __repr__(self) -> str:
+        return f"ServerMember({self.name!r}, {self._config.server!r})"
+
+    async def connect(self, on_forward: OnForward) -> None:
+        """Reach the server, and find out whether a member can live there.
+
+        Raises `MemberLoadError`, and `ConfigError` where the environment has no key.
+        """
+        config = self._config
+        self._client = ServerClient(
+            str(config.server),
+            _key(config),
+            config.api_key_env,
+            config.server_timeout,
+            lambda seconds: on_forward(self.name, 1, seconds),
+        )
+        self.dialect = DIALECTS[config.server_kind](self._client, config.server_model or config.model)
+        await self._check()
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def ready(self) -> None:
+        """Check a server anew that failed: what answers there now may be another one. Raises `ServerError`."""
+        if self._is_doubtful:
+            async with self._checking:
+                if self._is_doubtful:
+                    await self._check()
+                    self._is_doubtful = False
+
+    def observe(self, error: Exception) -> None:
+        """A request failed."""
+        self._is_doubtful = self._is_doubtful or isinstance(error, ServerError)
+
+    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> ServerSession:
+        """A new answer to `prompt`."""
+        return ServerSession(self, prompt, params, seed)
+
+    @property
+    def member(self) -> Member:
+        """What the coordinator has of it."""
+        return Member(self.info, self.text)
+
+    @property
+    def info(self) -> MemberInfo:
+        """What it tells the coordinator; of memory it takes none that is ours."""
+        return MemberInfo(
+            name=self.name,
+            weight=self._config.weight,
+            devices={},
+            context_limit=self._context,
+            thinks=self.text.prompts.thinks,
+            bytes_per_token=0,
+            smallest_row=1,
+            vocabulary_size=self._vocabulary_size,
+            drafts_under_grammar=self._config.drafts_under_grammar,
+            report=self._report,
+        )
+
+    @property
+    def _context(self) -> int | None:
+        return min((n for n in (self._config.max_context, self._facts.context) if n), default=None)
+
+    @property
+    def _report(self) -> MemberReport:
+        cache = {True: "on", None: "unknown"}.get(self._facts.prefix_cache, "off")
+        return MemberReport(
+            name=self.name,
+            model=self._config.model,
+            architecture=self._architecture,
+            parameters=0,
+            memory_bytes=0,
+            device=str(self._config.server),
+            dtype="the server's",
+            quantization=None,
+            attention=f"{self._facts.title}, prefix cache {cache}",
+            verification="prefixes" if self.dialect.verification == "prefixes" else "prompt",
+            probe_error=self._error,
+            graphs="the server's",
+            template=self.text.prompts.kind,
+            context=self._context,
+            stop_token_ids=self.stop_ids,
+            load_seconds=self._seconds,
+        )
+
+    # ── checks ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _check(self) -> None:
+        self._facts = await self.dialect.facts()
+        self._check_model(self._facts)
+        await self._check_vocabulary()
+        if self._facts.prefix_cache is False:
+            raise ServerSettingsError(
+                f"member {self.name!r}: the prefix cache of the server at {self._config.server} is off, so that every "
+                "round would read its whole context many times: start it without --no-enable-prefix-caching"
+            )
+        await self._check_scores()
+        self._seconds = time.monotonic() - self._began
+
+    def _check_model(self, facts: ServerFacts) -> None:
+        """The server has the model, by its name or by what it was loaded from."""
+        wanted = self._config.server_model or self._config.model
+        found = next((name for name, root in facts.models.items() if wanted in (name, root)), None)
+        if found is None:
+            served = ", ".join(map(repr, facts.models)) or "none"
+            raise ServerModelError(
+                f"member {self.name!r}: the server at {self._config.server} has no model {wanted!r} (it has {served}): "
+                "name the one that is meant with MemberConfig(server_model=…)"
+            )
+        self.dialect.model = found
+
+    async def _check_vocabulary(self) -> None:
+        here, there = self._sample, await self.dialect.tokenized(_SAMPLE)
+        if there is not None and here != there:
+            raise ServerModelError(
+                f"member {self.name!r}: the server at {self._config.server} has another vocabulary than the tokenizer "
+                f"of {self._config.tokenizer or self._config.model!r}: name the model that it serves"
+            )
+
+    async def _check_scores(self) -> None:
+        """Both ways of scoring agree, on ids from all of the vocabulary."""
+        ids, last = self._sample, self._vocabulary_size - 1
+        line = Line(tuple(ids[:-_JUDGED]), tuple(ids[-_JUDGED:]), (*self.stop_ids, last))
+        self._error = await self.dialect.settle([line, Line(tuple(ids[:3]), (last,))])
+        if self._error > _TOLERANCE:
+            raise UnsupportedModelError(
+                f"member {self.name!r}: the server at {self._config.server} scores the same tokens in two ways that "
+                f"differ by {self._error:.2g} nats: neither can be trusted"
+            )
+        if self.dialect.verification == "prompt":
+            warnings.warn(
+                f"member {self.name!r}: the server at {self._config.server} cannot score named tokens behind its "
+                "prefix cache (vLLM can with logprob_token_ids), so each round it reads the whole context again for "
+                "every candidate",
+                SlowVerificationWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def _sample(self) -> list[int]:
+        tokenizer: Any = self.text.prompts.tokenizer
+        return list(tokenizer.encode(_SAMPLE, add_special_tokens=False))
+
+
+def _key(config: MemberConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(
+            f"member {config.label!r}: the environment variable {config.api_key_env} holds no key: set it, or leave "
+            "MemberConfig(api_key_env=…) out"
+        )
+    return key

@@ -1,0 +1,205 @@
+"""vLLM's dialect: OpenAI's completions with its own fields, over token ids.
+
+Log p of given tokens is asked by prefixes: every prefix of the candidates is a prompt of one request, one token is
+decoded behind each, and `logprob_token_ids` names the tokens whose log p is wanted. So the context comes from the
+prefix cache. `prompt_logprobs`, the only way of older servers, reads all of it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specfuse_shared.errors import ServerError, ServerSettingsError
+from specfuse_shared.members.server.client import ServerClient
+from specfuse_shared.members.server.dialect import (
+    Continuation,
+    Line,
+    ServerFacts,
+    any_of,
+    ban_of,
+    cut_at_stop,
+    of_whole_lines,
+    whole_lines,
+)
+
+MOST_IDS = 128
+"""`logprob_token_ids` takes no more of them in a request."""
+MOST_PROMPTS = 1024
+"""A request takes no more of them."""
+_ROUNDING = 0.3
+"""Largest mean |Δ log p| taken for the rounding of half precision; settings that change them cost nats."""
+_PENALTY = 8.0
+_CACHE_SETTING = re.compile(r'^vllm:cache_config_info\{.*?enable_prefix_caching="(\w+)"', re.MULTILINE)
+
+Wanted = dict[tuple[int, ...], set[int]]
+"""Prefix → the tokens whose log p behind it is asked for."""
+
+
+class VllmDialect:
+    """The server behind `client`, of which `model` is asked."""
+
+    def __init__(self, client: ServerClient, model: str) -> None:
+        self._client, self.model, self.verification = client, model, "prefixes"
+
+    async def facts(self) -> ServerFacts:
+        cards = self._client.read(await self._client.get("/v1/models"))["data"]
+        version = await self._client.get("/version")
+        metrics = await self._client.get("/metrics")
+        number = "" if version.is_error else f" {version.json().get('version', '')}"
+        cache = None if metrics.is_error else _CACHE_SETTING.search(metrics.text)
+        return ServerFacts(
+            title=f"vLLM{number}",
+            models={str(card["id"]): str(card.get("root") or card["id"]) for card in cards},
+            context=next((card.get("max_model_len") for card in cards if card["id"] == self.model), None),
+            prefix_cache=None if cache is None else cache[1] == "True",
+        )
+
+    async def tokenized(self, text: str) -> list[int] | None:
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        ids: list[int] = (await self._client.post("/tokenize", body))["tokens"]
+        return ids
+
+    async def continued(self, wanted: Continuation) -> tuple[list[int], bool]:
+        params = wanted.params
+        body: dict[str, Any] = {
+            "prompt": wanted.prompt,
+            "max_tokens": wanted.count,
+            "stop_token_ids": wanted.stop_ids,
+            "ignore_eos": True,  # the ends of turn are those named here
+            "return_token_ids": True,
+            # all of them, since the server has defaults of its own
+            "temperature": 0.0 if params.greedy else params.temperature,
+            "repetition_penalty": params.repetition_penalty,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
+        if not params.greedy:
+            body["seed"] = wanted.seed
+        if wanted.banned:
+            body["logit_bias"] = ban_of(wanted.banned)
+        if wanted.allowed is not None:
+            body["allowed_token_ids"] = wanted.allowed
+        [choice] = await self._choices(body)
+        ids = choice.get("token_ids")
+        if ids is None:
+            raise ServerError(f"the server at {self._client.address} gives no token ids: use vLLM 0.11 or later")
+        return cut_at_stop(ids, wanted.stop_ids, stopped=choice.get("finish_reason") == "stop")
+
+    async def judged(self, lines: Sequence[Line]) -> list[list[float]]:
+        return await (self._by_prefixes(lines) if self.verification == "prefixes" else self._by_prompts(lines))
+
+    async def settle(self, lines: Sequence[Line]) -> float:
+        prompts = await self._by_prompts(lines)
+        _check_logprobs(prompts)
+        try:
+            prefixes = await self._by_prefixes(lines)
+        except _NotToldError:
+            self.verification = "prompt"
+            return 0.0
+        self.verification = "prefixes"
+        penalised = await self._by_prefixes(lines, {"repetition_penalty": _PENALTY})
+        if (error := _distance(prefixes, penalised)) > _ROUNDING:
+            raise ServerSettingsError(
+                f"the log-probabilities of the server at {self._client.address} follow the sampling settings (off by "
+                f"{error:.2g} nats): start it with --logprobs-mode raw_logprobs"
+            )
+        return _distance(prefixes, prompts)
+
+    async def _by_prefixes(self, lines: Sequence[Line], more: Mapping[str, Any] | None = None) -> list[list[float]]:
+        """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
+        wanted: Wanted = {}
+        for line in lines:
+            ids, start = line.prefix + line.tokens, len(line.prefix)
+            for n, token in enumerate(line.tokens):
+                wanted.setdefault(ids[: start + n], set()).add(token)
+            if line.stop_ids:
+                wanted.setdefault(ids, set()).update(line.stop_ids)
+        answers = await asyncio.gather(*(self._asked(piece, more or {}) for piece in _pieces(wanted)))
+        known = {key: logprob for answer in answers for key, logprob in answer.items()}
+        judged = []
+        for line in lines:
+            ids, start = line.prefix + line.tokens, len(line.prefix)
+            own = [known[ids[: start + n], token] for n, token in enumerate(line.tokens)]
+            judged.append([*own, any_of(known[ids, stop] for stop in line.stop_ids)] if line.stop_ids else own)
+        return judged
+
+    async def _asked(self, wanted: Wanted, more: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], int], float]:
+        """Log p of the tokens wanted behind each prefix; one request."""
+        ids = sorted(set().union(*wanted.values()))
+        body = {
+            "prompt": list(wanted),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": 0,
+            "logprob_token_ids": ids,
+            "return_tokens_as_token_ids": True,
+            **more,
+        }
+        choices = await self._choices(body)
+        found: dict[tuple[tuple[int, ...], int], float] = {}
+        for (prefix, tokens), choice in zip(wanted.items(), choices, strict=True):
+            told = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
+            try:
+                found |= {(prefix, token): float(told[0][f"token_id:{token}"]) for token in tokens}
+            except KeyError:
+                raise _NotToldError(f"the server at {self._client.address} does not score named tokens") from None
+        return found
+
+    async def _by_prompts(self, lines: Sequence[Line]) -> list[list[float]]:
+        whole = whole_lines(lines)
+        body = {"prompt": [ids for _, ids in whole], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        choices = await self._choices(body)
+        found = []
+        for (start, ids), choice in zip(whole, choices, strict=True):
+            told = choice.get("prompt_logprobs")
+            if told is None:
+                raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
+            found.append([float(told[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
+        return of_whole_lines(lines, found)
+
+    async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        told = await self._client.post("/v1/completions", {"model": self.model, **body})
+        return sorted(told["choices"], key=lambda choice: int(choice["index"]))
+
+
+class _NotToldError(ServerError):
+    """The server ignored the tokens that it was asked for."""
+
+
+def _pieces(wanted: Wanted) -> list[Wanted]:
+    """The same, in parts that a request takes: of each prefix, all its tokens are in one part unless they are many."""
+    pieces: list[Wanted] = []
+    ids: set[int] = set()
+    for prefix, tokens in wanted.items():
+        for part in _parts(sorted(tokens)):
+            if not pieces or len(ids | part) > MOST_IDS or len(pieces[-1]) >= MOST_PROMPTS or prefix in pieces[-1]:
+                pieces.append({})
+                ids = set()
+            pieces[-1][prefix] = part
+            ids |= part
+    return pieces
+
+
+def _parts(tokens: Sequence[int]) -> list[set[int]]:
+    return [set(tokens[n : n + MOST_IDS]) for n in range(0, len(tokens), MOST_IDS)]
+
+
+def _distance(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """Mean |Δ log p|."""
+    pairs = [pair for a, b in zip(some, others, strict=True) for pair in zip(a, b, strict=True)]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)
+
+
+def _check_logprobs(judged: Sequence[Sequence[float]]) -> None:
+    """Raises `ServerSettingsError` for numbers that are no log-probabilities."""
+    if any(logprob > _ROUNDING or math.isnan(logprob) for line in judged for logprob in line):
+        raise ServerSettingsError(
+            "the server gives logits where log-probabilities were asked for: start it with --logprobs-mode raw_logprobs"
+        )

@@ -1,0 +1,332 @@
+"""A member behind a server gives the answers that it gives here, byte for byte in float32, and may be lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    GenerationError,
+    Grammar,
+    SamplingParams,
+    Tool,
+)
+from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.members.server.lane import ServerLane
+from tests.engine.test_piped_lane import everything
+from tests.servers.model_server import MOST_IDS, Ways, model_server
+
+QUESTIONS = ["How do the tides follow the moon?", "北京? Name 3 ships, ça va 🎉", "Letters?", "def f(x):"]
+WIDE = SamplingParams(max_tokens=30)
+TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {"type": "integer"}}})
+
+
+def served(engine: EnsembleEngine, url: str, *names: str, **settings: Any) -> EnsembleConfig:
+    """The same ensemble with these members behind the server of their own model."""
+    members = [
+        replace(member, server=url, **settings) if member.label in names else member
+        for member in engine.config.member_configs
+    ]
+    return replace(engine.config, members=members)
+
+
+@pytest.fixture(scope="module")
+def chat_server(folders: dict[str, Path]) -> Iterator[tuple[str, Ways]]:
+    with model_server(folders["chat"]) as (url, ways):
+        yield url, ways
+
+
+@pytest.fixture
+def mixed(local_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterator[tuple[EnsembleEngine, Ways]]:
+    """The chat model behind a server, the base model here."""
+    url, ways = chat_server
+    ways.asked.clear()
+    with EnsembleEngine(served(local_engine, url, "chat")) as engine:
+        yield engine.load(), ways
+
+
+def assert_same(found: EnsembleResult | BaseException, expected: EnsembleResult | BaseException) -> None:
+    """Drafts, winners, text, reasons and counts are equal; scores and log-probabilities to rounding."""
+    one, other = everything(found), everything(expected)
+    for data in (one, other):
+        for member in data["usage"]["members"].values():
+            del member["fed"]  # a server's cache is its own affair
+    assert one == _about(other)
+
+
+def _about(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _about(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_about(each) for each in value)
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        WIDE,
+        SamplingParams(max_tokens=25, repetition_penalty=1.3),
+        SamplingParams(max_tokens=40, stop=["e"], logprobs=True),
+        SamplingParams(max_tokens=24, min_tokens=20),
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
+        SamplingParams(max_tokens=40, grammar=Grammar.json_schema({"properties": {"n": {"type": "integer"}}})),
+    ],
+    ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "expression", "schema"],
+)
+def test_a_member_behind_a_server_answers_as_it_does_here(
+    local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways], params: SamplingParams
+) -> None:
+    for question in QUESTIONS:
+        assert_same(mixed[0].generate(question, params), local_engine.generate(question, params))
+
+
+def test_alone_it_decodes_as_it_does_here(
+    local_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
+) -> None:
+    for question in QUESTIONS:
+        with EnsembleEngine(served(local_engine, chat_server[0], "chat")) as engine:
+            found = engine.generate(question, WIDE, members=["chat"])
+        assert_same(found, local_engine.generate(question, WIDE, members=["chat"]))
+
+
+def test_members_behind_two_servers_need_nothing_of_this_machine(
+    local_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
+) -> None:
+    with model_server(folders["base"]) as (url, _):
+        config = served(local_engine, chat_server[0], "chat")
+        config = replace(config, members=[config.member_configs[0], replace(config.member_configs[1], server=url)])
+        with EnsembleEngine(replace(config, cache_bytes=1)) as engine:
+            for question in QUESTIONS:
+                assert_same(engine.generate(question, WIDE), local_engine.generate(question, WIDE))
+            assert {report.memory_bytes for report in engine.describe()} == {0}
+            assert engine.metrics().cache_bytes == 0
+
+
+def test_tools_are_called_as_they_are_here(local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]) -> None:
+    options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "any"}
+    params = SamplingParams(max_tokens=60)
+    assert_same(mixed[0].generate("Ring!", params, **options), local_engine.generate("Ring!", params, **options))
+
+
+def test_eight_answers_at_once_are_those_of_one_after_another(
+    local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
+) -> None:
+    questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
+    expected = [local_engine.generate(question, WIDE) for question in questions]
+    for found, one in zip(mixed[0].generate_batch(questions, WIDE), expected, strict=True):
+        assert_same(found, one)
+
+
+def test_a_seed_gives_the_same_answer_again(mixed: tuple[EnsembleEngine, Ways]) -> None:
+    engine, _ = mixed
+    first = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=5))
+    again = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=5))
+    other = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=6))
+    assert first.text == again.text
+    assert first.text != other.text
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_round_is_two_requests_and_a_prefix_is_asked_once(mixed: tuple[EnsembleEngine, Ways]) -> None:
+    engine, ways = mixed
+    ways.asked.clear()
+    before = engine.metrics().forwards["chat"]
+    result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=60))
+    bodies = ways.bodies()
+    plain = [body for body in bodies if "stop_token_ids" in body and "logit_bias" not in body]
+    drafts = [body for body in plain if body["max_tokens"] == 6]
+    single = [body for body in plain if body["max_tokens"] == 1]
+    judgements = [body for body in bodies if "logprob_token_ids" in body]
+    assert len(drafts) == len(result.rounds)
+    assert len(single) <= 1 + 0.5 * len(result.rounds), "one reads the prompt, others finish a character"
+    assert len({len(body["prompt"]) for body in single}) == len(single)
+    assert len(judgements) == sum(record.verified for record in result.rounds)
+    for body in judgements:
+        prompts = [tuple(prompt) for prompt in body["prompt"]]
+        assert len(prompts) == len(set(prompts))
+        assert body["max_tokens"] == 1
+    assert engine.metrics().forwards["chat"] - before == len(bodies)
+
+
+def test_a_long_judgement_is_split_where_the_server_takes_no_more_tokens(
+    local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
+) -> None:
+    params = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
+    words = "Say much of all."
+    engine, ways = mixed
+    ways.asked.clear()
+    [found, expected] = [each.generate(words, params) for each in (engine, local_engine)]
+    assert_same(found, expected)
+    sizes = [len(body["logprob_token_ids"]) for body in ways.bodies() if "logprob_token_ids" in body]
+    assert max(sizes) <= MOST_IDS
+    assert len(set(engine.tokenize(found.text))) > MOST_IDS, "the answer has too few tokens to show it"
+
+
+def test_tokens_without_text_do_not_come(local_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
+    """Behind a server they are banned once one has come."""
+    with model_server(folders["chat"]) as (url, ways), EnsembleEngine(served(local_engine, url, "chat")) as engine:
+        engine.load()
+        lane = engine._assembly.others[-1]
+        assert isinstance(lane, ServerLane)
+        member = lane.served["chat"]
+        assert {0, 1} <= set(member.special_ids), "<|pad|> and <|turn|>"
+
+        def drafted() -> list[int]:
+            first = engine.generate(QUESTIONS[0], replace(WIDE, max_tokens=6)).rounds[0].candidates
+            return engine.tokenize(next(c.text for c in first if "chat" in c.drafters))
+
+        first, second, *_ = drafted()
+        for banned in (first, second):  # as if what it says were such a token
+            member.special_ids = (banned,)
+            ways.asked.clear()
+            assert banned not in drafted()
+            assert [body["logit_bias"] for body in ways.bodies() if "logit_bias" in body] == [{str(banned): -100.0}]
+
+
+def test_a_member_that_only_judges_drafts_nothing_under_a_grammar(
+    local_engine: EnsembleEngine, chat_server: tuple[str, Ways]
+) -> None:
+    url, ways = chat_server
+    params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
+    with EnsembleEngine(served(local_engine, url, "chat", drafts_under_grammar=False)) as engine:
+        ways.asked.clear()
+        result = engine.generate("Letters?", params)
+        assert {name for record in result.rounds for c in record.candidates for name in c.drafters} == {"base"}
+        assert not [body for body in ways.bodies() if "allowed_token_ids" in body]
+        assert engine.generate("Letters?", WIDE).rounds[0].active == ("chat", "base")
+        alone = engine.generate("Letters?", params, members=["chat"])
+        assert alone.text == local_engine.generate("Letters?", params, members=["chat"]).text, "nobody else drafts"
+
+
+# ── trouble while it answers ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_cancelled_answer_leaves_no_request_at_the_server(mixed: tuple[EnsembleEngine, Ways]) -> None:
+    engine, ways = mixed
+    stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400))
+    next(event for event in stream if isinstance(event, SegmentEvent))
+    ways.delay, left = 30.0, ways.left
+    try:
+        _until(lambda: ways.running)
+        stream.close()  # type: ignore[attr-defined]
+        _until(lambda: not ways.running)
+        assert ways.left == left + 1
+        _until(lambda: not engine.metrics().running)
+    finally:
+        ways.delay = 0.0
+
+
+def test_a_slow_server_is_given_up_after_its_timeout(
+    local_engine: EnsembleEngine, chat_server: tuple[str, Ways]
+) -> None:
+    url, ways = chat_server
+    with EnsembleEngine(served(local_engine, url, "chat", server_timeout=0.5)) as engine:
+        events = engine.load().stream(QUESTIONS[0], SamplingParams(max_tokens=60))
+        shown = next(event for event in events if isinstance(event, SegmentEvent))
+        ways.delay = 30.0
+        try:
+            rest = list(events)
+        finally:
+            ways.delay = 0.0
+        [warning] = [event for event in rest if isinstance(event, WarningEvent)]
+        assert "did not answer within 0.5 s" in warning.message
+        last = rest[-1]
+        assert isinstance(last, FinishEvent)
+        assert last.result.text.startswith(shown.text)
+        assert not engine.generate(QUESTIONS[0], WIDE).warnings, "the member is back"
+
+
+def test_a_request_that_the_server_refuses_costs_its_answer_the_member_alone(
+    mixed: tuple[EnsembleEngine, Ways],
+) -> None:
+    engine, ways = mixed
+    ways.status = 500
+    try:
+        result = engine.generate(QUESTIONS[0], WIDE)
+    finally:
+        ways.status = 200
+    assert [(fault.member, fault.stage) for fault in result.warnings] == [("chat", "prefill")]
+    assert "answers 500 to /v1/completions: out of order" in result.warnings[0].message
+    assert not engine.generate(QUESTIONS[0], WIDE).warnings
+
+
+@contextmanager
+def in_a_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A server of this model, until it is killed."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.servers.model_server", str(folder), str(port)])
+    try:
+        _until(lambda: _answers(port), 60)
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/version").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _until(condition: Any, seconds: float = 20.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_brings_it_back(
+    local_engine: EnsembleEngine, folders: dict[str, Path]
+) -> None:
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with in_a_process(folders["chat"], port) as process:
+        engine = EnsembleEngine(served(local_engine, url, "chat"))
+        events = engine.stream(QUESTIONS[0], SamplingParams(max_tokens=200))
+        shown = next(event for event in events if isinstance(event, SegmentEvent))
+        process.kill()
+        rest = list(events)
+    with engine:
+        [warning] = [event for event in rest if isinstance(event, WarningEvent)]
+        assert warning.member == "chat"
+        assert f"no server answers at {url}" in warning.message
+        last = rest[-1]
+        assert isinstance(last, FinishEvent)
+        assert last.result.text.startswith(shown.text)
+        assert last.result.rounds[-1].active == ("base",)
+        without = engine.generate(QUESTIONS[0], WIDE)
+        assert [fault.member for fault in without.warnings] == ["chat"]
+        with pytest.raises(GenerationError, match="no server answers"):
+            engine.generate(QUESTIONS[0], WIDE, members=["chat"])
+        with in_a_process(folders["chat"], port):
+            assert_same(engine.generate(QUESTIONS[0], WIDE), local_engine.generate(QUESTIONS[0], WIDE))
+        with in_a_process(folders["base"], port):  # another model at the same address is no member of ours
+            fault = engine.generate(QUESTIONS[0], WIDE).warnings[0]
+            assert (fault.member, fault.stage) == ("chat", "prefill")
+            assert "does not exist" in fault.message
+            assert "has no model" in engine.generate(QUESTIONS[0], WIDE).warnings[0].message, "it is looked at again"
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
