@@ -25,6 +25,7 @@ EXTRAS = (
     "bench",
     "metrics",
     "serve",
+    "servers",
     "quant",
     "docs",
     "test",

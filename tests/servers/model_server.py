@@ -110,7 +110,7 @@ class ModelServer:
             if await request.is_disconnected():
                 gone.set()
                 self.ways.left += 1
-                await asyncio.wait([work])
+                await asyncio.gather(work, return_exceptions=True)
                 return Response(status_code=499)
         return work.result()
 

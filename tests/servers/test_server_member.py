@@ -236,7 +236,7 @@ def test_a_slow_server_is_given_up_after_its_timeout(
     local_engine: EnsembleEngine, chat_server: tuple[str, Ways]
 ) -> None:
     url, ways = chat_server
-    with EnsembleEngine(served(local_engine, url, "chat", server_timeout=0.5)) as engine:
+    with EnsembleEngine(served(local_engine, url, "chat", server_timeout=5.0)) as engine:
         events = engine.load().stream(QUESTIONS[0], SamplingParams(max_tokens=60))
         shown = next(event for event in events if isinstance(event, SegmentEvent))
         ways.delay = 30.0
@@ -245,7 +245,7 @@ def test_a_slow_server_is_given_up_after_its_timeout(
         finally:
             ways.delay = 0.0
         [warning] = [event for event in rest if isinstance(event, WarningEvent)]
-        assert "did not answer within 0.5 s" in warning.message
+        assert "did not answer within 5 s" in warning.message
         last = rest[-1]
         assert isinstance(last, FinishEvent)
         assert last.result.text.startswith(shown.text)
