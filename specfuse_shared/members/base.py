@@ -27,6 +27,7 @@ class MemberInfo:
     `devices`: where it computes, with the share of its caches that each holds; none, where memory is nobody's affair
     here. `thinks`: before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
     `report`: what it turned out to be. `drafts_under_grammar`: it does not only judge where a grammar binds the answer.
+    `fixed_blocks`: rows come in blocks that stay where they are.
     """
 
     name: str
@@ -39,6 +40,7 @@ class MemberInfo:
     vocabulary_size: int
     report: MemberReport
     drafts_under_grammar: bool = True
+    fixed_blocks: bool = False
 
 
 class TextSide(Protocol):

@@ -118,6 +118,7 @@ class LocalMember:
             vocabulary_size=self.vocabulary_size,
             report=self.report,
             drafts_under_grammar=self._drafts_under_grammar,
+            fixed_blocks=self.runner.pool.is_fixed,
         )
 
     @property

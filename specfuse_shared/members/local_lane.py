@@ -84,8 +84,11 @@ class LocalLane:
 
     def memory(self) -> Mapping[str, int]:
         """Free bytes of each device, less a reserve."""
-        devices = dict.fromkeys(device for member in self.local.values() for device in member.devices)
-        return {device: int(free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE)) for device in devices}
+        members = self.local.values()
+        devices = dict.fromkeys(device for member in members for device in member.devices)
+        reserved = sum(member.runner.reserve_bytes for member in members)
+        shares = {device: _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) for device in devices}
+        return {device: max(0, int(free_memory(device) * share) - reserved) for device, share in shares.items()}
 
     def remember(self, limits: Mapping[str, int]) -> None:
         for name, limit in limits.items():

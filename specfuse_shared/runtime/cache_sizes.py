@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _SMALLEST_ROW = {"cpu": 256}
@@ -28,12 +30,12 @@ def fixed_rows(number: int, capacity: int, smallest: int) -> int:
     return first * ((1, 3)[number] if number < 2 else 4)
 
 
-def held_rows(rows: int, capacity: int, smallest: int, is_fixed: bool) -> int:
-    """Rows that the blocks of a capacity have memory for, once so many are in use."""
+def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool) -> list[int]:
+    """How many more rows of a capacity its blocks may come to hold once those of `sizes` are full; the first that fits.
+
+    A block that stays where it is, is made with as many rows as there is memory for; others double.
+    """
     if not is_fixed:
-        return 1 << max(0, rows - 1).bit_length() if rows else 0
-    held = number = 0
-    while held < rows:
-        held += fixed_rows(number, capacity, smallest)
-        number += 1
-    return held
+        return [max(1, sum(sizes))]
+    wanted = fixed_rows(len(sizes), capacity, smallest)
+    return list(range(wanted, 0, -1))

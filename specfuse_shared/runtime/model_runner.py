@@ -141,6 +141,12 @@ class ModelRunner:
         finally:
             row.free()
 
+    @property
+    def reserve_bytes(self) -> int:
+        """Memory besides caches that its forwards may still come to take."""
+        text = self.model.config.get_text_config(decoder=True)
+        return self.static.reserve_bytes(text.hidden_size, text.vocab_size) if self.static is not None else 0
+
     def free_reclaimable(self) -> None:
         """Free what only saves time: remembered prefixes, empty blocks, captured steps."""
         self.prefixes.shrink()

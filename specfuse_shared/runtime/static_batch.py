@@ -25,7 +25,7 @@ MOST_TOKENS = 256
 """Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded."""
 CAPTURE_AT = 3
 """At which use a step is captured: many shapes occur once and never again."""
-_QUERIES = (8, 32, 128)
+_QUERIES = (8, 32, 64, 128)
 """Tokens of a row in a verification: a few more cost less than another shape to capture."""
 
 

@@ -24,6 +24,10 @@ from specfuse_shared.runtime.static_batch import MOST_TOKENS, StaticStep, shapes
 from specfuse_shared.runtime.transfer import Download
 
 _MOST_STEPS = 64
+_USUAL_STEPS = 24
+_GRAPH_BYTES = 8 << 20
+_ACTIVATIONS = 64
+"""Numbers of a token that are there at once, in hidden sizes: inner layers are four times as wide, heads as wide."""
 
 Forward = Callable[..., torch.Tensor]
 """(ids (T), cache, positions (T), masks) → logits (T, V)."""
@@ -126,6 +130,16 @@ class StaticRunner:
             step.begin([row])
             step.uses = step.capture_at
             self._run(step)
+
+    def reserve_bytes(self, width: int, vocabulary: int) -> int:
+        """Memory that captured steps may come to take, for a model of hidden size `width`: rather too much.
+
+        Logits of the largest step and of its comparison, what its layers pass on, and the graphs themselves.
+        """
+        if self.graphs.reason is not None:
+            return 0
+        size = torch.empty((), dtype=self._dtype).element_size()
+        return MOST_TOKENS * (2 * vocabulary + _ACTIVATIONS * width) * size + _USUAL_STEPS * _GRAPH_BYTES
 
     def drop(self) -> None:
         """Give the memory of captured steps back."""

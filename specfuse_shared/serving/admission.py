@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
-from specfuse_shared.runtime.cache_sizes import row_capacity
+from specfuse_shared.runtime.cache_sizes import next_rows, row_capacity
 
 _PREFIX_SHARE = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What an answer may need: a cache row of each member (its slots), and bytes of logits on each device."""
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    logits: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Rows of one capacity of a member: how many are in use, and how many each block has memory for."""
+
+    used: int = 0
+    sizes: list[int] = field(default_factory=list)
 
 
 class Budget:
     """Bytes that running answers may take on each device, and how many may run and wait.
 
     What an answer needs on a device: for each member the cache row that holds its prompt and longest answer, and the
-    logits of a round's candidates (tokens · vocabulary · 4 bytes). `free`: bytes for answers on each device.
+    logits of a round's candidates (tokens · vocabulary · 4 bytes). Rows come in blocks, and those count with what they
+    hold (`next_rows`). `free`: bytes for answers on each device.
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
@@ -27,16 +45,19 @@ class Budget:
         self.max_queue = config.max_queue
         self._sharing = Counter(device for m in members for device in m.devices)
         self.limits = {d: config.cache_bytes or free[d] for d in self._sharing}
-        self._taken: Counter[str] = Counter()
+        self._of = {m.name: m for m in self._members}
+        self._blocks: dict[tuple[str, int], _Blocks] = defaultdict(_Blocks)
+        self._logits: Counter[str] = Counter()
 
     def prefix_bytes(self, member: MemberInfo) -> int:
         """Bytes for what a member remembers of past answers."""
         own = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
         return int(self._prefix_share * min(own, default=0))
 
-    def needs(self, session: AnswerSession) -> dict[str, int]:
-        """Bytes by device. Raises `RequestError` if the answer could not even run alone."""
-        needed: dict[str, int] = defaultdict(int)
+    def needs(self, session: AnswerSession) -> Need:
+        """What the answer may need. Raises `RequestError` if it could not even run alone."""
+        rows: dict[str, int] = {}
+        logits: Counter[str] = Counter()
         prompts = session.participants.prompt_tokens
         drafted = self._config.longest_segment * len(prompts)
         for member in (m for m in self._members if m.name in prompts):
@@ -44,29 +65,75 @@ class Budget:
             slots += session.max_thinking_tokens if member.thinks else 0
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
-            cache = row_capacity(slots, member.smallest_row) * member.bytes_per_token
+            rows[member.name] = row_capacity(slots, member.smallest_row)
             for device, share in member.devices.items():
-                needed[device] += int(share * (cache + drafted * member.vocabulary_size * LOGIT_BYTES))
-        for device, amount in needed.items():
+                logits[device] += int(share * drafted * member.vocabulary_size * LOGIT_BYTES)
+        alone = Counter(logits)
+        for name, capacity in rows.items():
+            alone.update(self._bytes(name, capacity, 1))
+        for device, amount in alone.items():
             if amount > self._room(device):
                 raise RequestError(
                     f"the answer may need {amount / 2**30:.2f} GiB of cache on {device}, and only "
                     f"{self._room(device) / 2**30:.2f} GiB are there for all answers: shorten the prompt, lower "
                     f"max_tokens, or raise EnsembleConfig(cache_bytes=…)"
                 )
-        return dict(needed)
+        return Need(rows, dict(logits))
 
-    def take(self, needs: Mapping[str, int], running: int) -> bool:
+    def take(self, need: Need, running: int) -> bool:
         """Reserve, if there is room."""
         if running >= self._config.max_concurrent:
             return False
-        if running and any(self._taken[d] + amount > self._room(d) for d, amount in needs.items()):
+        taken = Need({}, need.logits)
+        self._logits.update(need.logits)
+        for name, capacity in need.rows.items():
+            if not self._add_row(name, capacity, alone=not running):
+                self.free(taken)
+                return False
+            taken = Need({**taken.rows, name: capacity}, need.logits)
+        if running and not self._has_room():
+            self.free(taken)
             return False
-        self._taken.update(needs)
         return True
 
-    def free(self, needs: Mapping[str, int]) -> None:
-        self._taken.subtract(needs)
+    def free(self, need: Need) -> None:
+        self._logits.subtract(need.logits)
+        for name, capacity in need.rows.items():
+            blocks = self._blocks[name, capacity]
+            blocks.used -= 1
+            # an empty block is given back, or will be where its memory is wanted; one that grew is empty with its last
+            least = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
+            while blocks.sizes and sum(blocks.sizes[:-1]) >= least:
+                blocks.sizes.pop()
+
+    def _add_row(self, name: str, capacity: int, alone: bool) -> bool:
+        """One more row in use; whether there is room for the block that it may take, or for as much of it."""
+        member, blocks = self._of[name], self._blocks[name, capacity]
+        blocks.used += 1
+        if sum(blocks.sizes) >= blocks.used:
+            return True
+        for size in next_rows(blocks.sizes, capacity, member.smallest_row, member.fixed_blocks):
+            blocks.sizes.append(size)
+            if self._has_room():
+                return True
+            blocks.sizes.pop()
+        if alone:
+            blocks.sizes.append(1)
+            return True
+        blocks.used -= 1
+        return False
+
+    def _has_room(self) -> bool:
+        held = Counter(self._logits)
+        for (name, capacity), blocks in self._blocks.items():
+            held.update(self._bytes(name, capacity, sum(blocks.sizes)))
+        return all(amount <= self._room(device) for device, amount in held.items())
+
+    def _bytes(self, name: str, capacity: int, rows: int) -> dict[str, int]:
+        """Bytes of so many rows on each of a member's devices."""
+        member = self._of[name]
+        size = rows * capacity * member.bytes_per_token
+        return {device: int(share * size) for device, share in member.devices.items()}
 
     @property
     def _prefix_share(self) -> float:

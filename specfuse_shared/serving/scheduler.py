@@ -28,7 +28,7 @@ from specfuse_shared.events import Event
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
-from specfuse_shared.serving.admission import Budget
+from specfuse_shared.serving.admission import Budget, Need
 from specfuse_shared.serving.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Request:
     deliver: Deliver
     deadline: float | None = None
     number: int = 0
-    needs: dict[str, int] = field(default_factory=dict)
+    needs: Need = field(default_factory=Need)
     submitted: float = field(default_factory=time.monotonic)
     work: Work | None = None
     asked: set[str] = field(default_factory=set)
