@@ -39,6 +39,7 @@ FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
+RUNTIMES = ("local", "ray")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
@@ -124,6 +125,12 @@ class EnsembleConfig(Settings):
     """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
     GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
 
+    runtime: str = "local"
+    """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
+    `MemberConfig.resources` are. Members behind servers stay there."""
+    ray_address: str | None = None
+    """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's own default, if unset."""
+
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
             raise ConfigError("EnsembleConfig.members must be a list of members, not a single one")
@@ -146,6 +153,11 @@ class EnsembleConfig(Settings):
         )
         check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
         check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
+        check_choice("EnsembleConfig.runtime", self.runtime, RUNTIMES)
+        check(
+            self.ray_address is None or self.runtime == "ray",
+            'EnsembleConfig.ray_address goes with runtime="ray": set that, too',
+        )
         check(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
         check(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
         check(

@@ -66,6 +66,9 @@ class MemberConfig(Settings):
     drafts_under_grammar: bool = True
     """It also drafts where a grammar or a tool call binds the answer; False: there it judges what others draft, unless
     none of them does. Such drafts cost a server a request a token."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU", "memory" (bytes), and
+    names that nodes were started with."""
     server: str | None = None
     """Address of a server that runs the model ("http://127.0.0.1:8000/v1"), of which `model` then names the tokenizer
     and template (extra "servers")."""
@@ -111,6 +114,12 @@ class MemberConfig(Settings):
         options = {**self.template_options, "enable_thinking": bool(thinking)}
         object.__setattr__(self, "template_options", MappingProxyType(options))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        amounts = dict(self.resources)
+        check(
+            all(isinstance(amount, (int, float)) and amount >= 0 for amount in amounts.values()),
+            f"MemberConfig.resources must be amounts by name, such as {{'GPU': 1}}, not {amounts!r}",
+        )
+        object.__setattr__(self, "resources", MappingProxyType(amounts))
 
     def _check_server(self) -> None:
         """The settings of a server suit each other, and none of them would give its key away."""
@@ -133,7 +142,7 @@ class MemberConfig(Settings):
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["template_options"] = dict(self.template_options)
+        values |= {name: dict(values[name]) for name in ("template_options", "resources")}
         return MemberConfig.from_dict, (values,)
 
     @property

@@ -22,6 +22,7 @@ from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
 
 if TYPE_CHECKING:
+    from specfuse_shared.members.piped_lane import PipedLane
     from specfuse_shared.members.server.lane import ServerLane
 
 logger = logging.getLogger(__name__)
@@ -61,22 +62,34 @@ def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress
     """The members wherever they are: those behind servers are reached first. Raises `MemberLoadError`."""
     report = _reporter(config, on_progress)
     served = [member for member in config.member_configs if member.server is not None]
-    lane = _server_lane(served, config, on_forward, report) if served else None
+    own = [member for member in config.member_configs if member.server is None]
+    found: dict[str, Member] = {}
+    lanes: list[Lane] = []
     try:
-        local = assemble(tuple(load_members(config, report)), on_forward)
+        if served:
+            lane = _server_lane(served, config, on_forward, report)
+            lanes.append(lane)
+            found |= {member.name: member.member for member in lane.served.values()}
+        if config.runtime == "ray" and own:
+            for config_of, actor in zip(own, _ray_lanes(own, config, on_forward, report), strict=True):
+                lanes.append(actor)
+                found[config_of.label] = distant_member(config_of, actor.members[0], config.cache_dir)
+            own = []
+        local = assemble(tuple(load_members(config, own, report)), on_forward)
     except BaseException:
-        if lane is not None:
-            lane.close()
+        for lane_ in lanes:
+            lane_.close()
         raise
-    if lane is None:
-        return local
-    found = {member.name: member for member in (*local.members, *(own.member for own in lane.served.values()))}
-    return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, lane))
+    found |= {member.name: member for member in local.members}
+    return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, *lanes))
 
 
-def load_members(config: EnsembleConfig, on_stage: OnMemberStage) -> Iterator[LocalMember]:
+def load_members(
+    config: EnsembleConfig, here: Sequence[MemberConfig], on_stage: OnMemberStage
+) -> Iterator[LocalMember]:
     """Plan where the members of this machine go, then load each into its place. Raises `MemberLoadError`."""
-    here = [member for member in config.member_configs if member.server is None]
+    if not here:
+        return
     plan = plan_ensemble(config, convert=True, on_stage=on_stage)
     for member in here:
         tell, place = partial(on_stage, member.label), plan.of(member.label)
@@ -94,6 +107,22 @@ def _reporter(config: EnsembleConfig, on_progress: OnProgress | None) -> OnMembe
             on_progress(LoadProgress(name, index, len(names), stage))
 
     return report
+
+
+def _ray_lanes(
+    members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, on_stage: OnMemberStage
+) -> list[PipedLane]:
+    try:
+        from specfuse_shared.members.ray_lane import ray_lanes
+    except ModuleNotFoundError as error:
+        raise MissingExtraError('runtime="ray"', "ray") from error
+
+    for member in members:
+        on_stage(member.label, "loading on a node of the cluster")
+    lanes = ray_lanes(members, config.ray_address, config.execution, on_forward)
+    for member in members:
+        on_stage(member.label, "ready")
+    return lanes
 
 
 def _server_lane(

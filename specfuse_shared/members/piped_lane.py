@@ -7,9 +7,9 @@ every stage, so that its members leave the answers, which go on with the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
@@ -37,19 +37,46 @@ class Answered:
     forwards: tuple[tuple[str, int, float], ...]
 
 
+class Wire(Protocol):
+    """One end of what messages cross: of a pipe between processes, or to an actor on another node."""
+
+    def send(self, message: Any, /) -> None: ...
+
+    def recv(self) -> Any:
+        """The next message; waits for it. Raises `EOFError` or `OSError` where the other end is gone."""
+        ...
+
+
+class OwnWire(Wire, Protocol):
+    """The coordinator's end."""
+
+    def close(self) -> None: ...
+
+
+class PolledWire(Wire, Protocol):
+    """The members' end."""
+
+    def poll(self, timeout: float = 0.0, /) -> bool:
+        """Whether there is a message to receive, or comes within `timeout` seconds."""
+        ...
+
+
 class PipedLane:
     """The lane behind `connection`; its devices, which are none of this process's, are called `name`/device.
 
-    Waits for the other end to be ready. Raises `EOFError` where that ends instead.
+    Waits for the other end to be ready. Raises `EOFError` where that ends instead. `reopened`: waits until an other
+    end that was lost is ready again, for wires that can be; it raises `EOFError` when nobody waits any more.
     """
 
     def __init__(
         self,
         name: str,
-        connection: Connection,
+        connection: OwnWire,
         on_forward: OnForward = lambda member, answers, seconds: None,
+        reopened: Callable[[], Ready] | None = None,
     ) -> None:
         self._name, self._connection, self._on_forward = name, connection, on_forward
+        self._reopened, self._limits, self._closed = reopened, dict[str, int](), False
         self._asked: dict[tuple[int, str], tuple[StageRequest, Reply]] = {}
         self._lock = threading.Lock()
         self._lost: Fault | None = None
@@ -67,7 +94,8 @@ class PipedLane:
         return {self._device(device): size for device, size in self._memory.items()}
 
     def remember(self, limits: Mapping[str, int]) -> None:
-        self._send(dict(limits))
+        self._limits = dict(limits)
+        self._send(self._limits)
 
     def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
         with self._lock:
@@ -83,6 +111,7 @@ class PipedLane:
         return self._use
 
     def close(self) -> None:
+        self._closed = True
         self._send(None)
         self._reader.join(_SECONDS_TO_CLOSE)
         self._connection.close()
@@ -95,15 +124,31 @@ class PipedLane:
             return  # whoever reads finds that out too, and tells those who wait
 
     def _read(self) -> None:
+        while True:
+            try:
+                while True:
+                    answered: Answered = self._connection.recv()
+                    self._use = answered.use
+                    for forward in answered.forwards:
+                        self._on_forward(*forward)
+                    self._give(answered.results)
+            except (EOFError, OSError):
+                self._lose(Fault("EOFError", f"the process of {self._name} is gone"))
+            if not self._is_back():
+                return
+
+    def _is_back(self) -> bool:
+        """Wait until what was lost is there again; False where it will not be."""
+        if self._closed or self._reopened is None:
+            return False
         try:
-            while True:
-                answered: Answered = self._connection.recv()
-                self._use = answered.use
-                for forward in answered.forwards:
-                    self._on_forward(*forward)
-                self._give(answered.results)
-        except (EOFError, OSError):
-            self._lose(Fault("EOFError", f"the process of {self._name} is gone"))
+            self._reopened()
+        except EOFError:
+            return False
+        with self._lock:
+            self._lost = None
+        self._send(self._limits)
+        return True
 
     def _give(self, results: Sequence[StageResult]) -> None:
         own: dict[Reply, list[StageResult]] = {}
@@ -117,7 +162,7 @@ class PipedLane:
 
     def _lose(self, fault: Fault) -> None:
         with self._lock:
-            self._lost, asked, self._asked = fault, self._asked, {}
+            self._lost, asked, self._asked, self._use = fault, self._asked, {}, CacheUse()
         for request, reply in asked.values():
             reply([_unanswered(request, fault)])
 
@@ -136,7 +181,7 @@ def _unanswered(request: StageRequest, fault: Fault) -> StageResult:
 
 
 def serve_members(
-    connection: Connection, members: Sequence[MemberConfig], execution: str = "auto", cores: int | None = None
+    connection: PolledWire, members: Sequence[MemberConfig], execution: str = "auto", cores: int | None = None
 ) -> None:
     """Load members and run their stages, until the coordinator closes the lane or is gone; `cores`: to compute on."""
     forwards: list[tuple[str, int, float]] = []
@@ -156,7 +201,7 @@ def serve_members(
     lane.close()
 
 
-def _take(connection: Connection, lane: LocalLane, reply: Reply) -> bool:
+def _take(connection: PolledWire, lane: LocalLane, reply: Reply) -> bool:
     """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
     while (patience := lane.patience) != 0 or connection.poll():
         if patience and not connection.poll(patience):

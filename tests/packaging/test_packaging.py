@@ -26,6 +26,7 @@ EXTRAS = (
     "metrics",
     "serve",
     "servers",
+    "ray",
     "quant",
     "docs",
     "test",

@@ -124,3 +124,9 @@ def any_of(logprobs: Iterable[float]) -> float:
     known = list(logprobs)
     top = max(known)
     return top if math.isinf(top) else top + math.log(sum(math.exp(logprob - top) for logprob in known))
+
+
+def distance(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """Mean |Δ log p|."""
+    pairs = [pair for a, b in zip(some, others, strict=True) for pair in zip(a, b, strict=True)]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)

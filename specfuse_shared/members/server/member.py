@@ -23,6 +23,7 @@ from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
 from specfuse_shared.members.server.dialect import Dialect, Line, ServerFacts
 from specfuse_shared.members.server.session import ServerSession
+from specfuse_shared.members.server.sglang import SglangDialect
 from specfuse_shared.members.server.vllm import VllmDialect
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
 from specfuse_shared.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
 
-DIALECTS: dict[str, Callable[[ServerClient, str], Dialect]] = {"vllm": VllmDialect}
+DIALECTS: dict[str, Callable[[ServerClient, str], Dialect]] = {"vllm": VllmDialect, "sglang": SglangDialect}
 
 _TOLERANCE = 0.3
 """Largest mean |Δ log p| between two ways of scoring that is taken for the rounding of half precision."""

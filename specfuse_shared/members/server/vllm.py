@@ -22,6 +22,7 @@ from specfuse_shared.members.server.dialect import (
     any_of,
     ban_of,
     cut_at_stop,
+    distance,
     of_whole_lines,
     whole_lines,
 )
@@ -105,12 +106,12 @@ class VllmDialect:
             return 0.0
         self.verification = "prefixes"
         penalised = await self._by_prefixes(lines, {"repetition_penalty": _PENALTY})
-        if (error := _distance(prefixes, penalised)) > _ROUNDING:
+        if (error := distance(prefixes, penalised)) > _ROUNDING:
             raise ServerSettingsError(
                 f"the log-probabilities of the server at {self._client.address} follow the sampling settings (off by "
                 f"{error:.2g} nats): start it with --logprobs-mode raw_logprobs"
             )
-        return _distance(prefixes, prompts)
+        return distance(prefixes, prompts)
 
     async def _by_prefixes(self, lines: Sequence[Line], more: Mapping[str, Any] | None = None) -> list[list[float]]:
         """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
@@ -189,12 +190,6 @@ def _pieces(wanted: Wanted) -> list[Wanted]:
 
 def _parts(tokens: Sequence[int]) -> list[set[int]]:
     return [set(tokens[n : n + MOST_IDS]) for n in range(0, len(tokens), MOST_IDS)]
-
-
-def _distance(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """Mean |Δ log p|."""
-    pairs = [pair for a, b in zip(some, others, strict=True) for pair in zip(a, b, strict=True)]
-    return sum(abs(x - y) for x, y in pairs) / len(pairs)
 
 
 def _check_logprobs(judged: Sequence[Sequence[float]]) -> None:

@@ -1,0 +1,201 @@
+"""Members on the nodes of a Ray cluster give the answers that they give here, and a node may die."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import pytest
+
+from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, SamplingParams
+from specfuse_shared.adapters.records import plain_config
+from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
+from tests.engine.test_piped_lane import ASKED, everything
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+
+ray = pytest.importorskip("ray", reason='needs the extra "ray"')
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Ray leaves sockets and files to the garbage collector
+]
+NODES = ("left", "right")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three nodes on this machine: one for the coordinator, and one for each member."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]))
+        small = {"object_store_memory": 80_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+        cluster.nodes_by_name = {name: cluster.add_node(num_cpus=2, resources={name: 1}, **small) for name in NODES}
+        cluster.wait_for_nodes()
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def local_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
+    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
+    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
+    members = [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
+    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
+        yield engine.load()
+
+
+@pytest.fixture(scope="module")
+def apart(local_engine: EnsembleEngine, cluster: Any) -> Iterator[EnsembleEngine]:
+    with EnsembleEngine(on_ray(local_engine.config, cluster)) as engine:
+        yield engine.load()
+
+
+def on_ray(config: EnsembleConfig, cluster: Any) -> EnsembleConfig:
+    members = [replace(m, resources={name: 1}) for m, name in zip(config.member_configs, NODES, strict=True)]
+    return replace(config, members=members, runtime="ray", ray_address=cluster.address)
+
+
+def test_members_on_other_nodes_give_the_same_answers(local_engine: EnsembleEngine, apart: EnsembleEngine) -> None:
+    with EnsembleEngine(local_engine.config) as engine:
+        expected = [everything(engine.generate(*each)) for each in ASKED]
+    assert [everything(apart.generate(*each)) for each in ASKED] == expected
+    together = apart.generate_batch([question for question, _ in ASKED], [params for _, params in ASKED])
+    assert [everything(result)["text"] for result in together] == [each["text"] for each in expected]
+    assert [report.name for report in apart.describe()] == ["chat", "base"]
+    assert set(apart.metrics().forwards) == {"chat", "base"}
+
+
+def test_a_round_costs_little_more_than_here(local_engine: EnsembleEngine, apart: EnsembleEngine) -> None:
+    """At most 10 % or 5 ms more; the median round of answers that take turns, so that both see the same machine."""
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    for number in range(6):
+        for place, engine in enumerate((local_engine, apart)):
+            result = engine.generate(f"Say much {number}.", params)
+            seconds[place] += [sum((r.timing.draft, r.timing.verify, r.timing.commit)) for r in result.rounds]
+    here, there = (median(found) for found in seconds.values())
+    told = f"a round: {1e3 * here:.1f} ms here, {1e3 * there:.1f} ms on Ray, {len(seconds[0])} rounds each"
+    assert there - here <= max(0.005, 0.1 * here), told
+
+
+def test_a_cancelled_answer_frees_the_caches_of_other_nodes(apart: EnsembleEngine) -> None:
+    stream = apart.stream("Go on for ever", SamplingParams(max_tokens=400))
+    next(event for event in stream if isinstance(event, SegmentEvent))
+    stream.close()  # type: ignore[attr-defined]
+    _until(lambda: not apart.metrics().running)
+    assert apart.metrics().cache_bytes == 0
+
+
+def test_a_node_that_no_member_fits_is_said_at_once(local_engine: EnsembleEngine, cluster: Any) -> None:
+    config = on_ray(local_engine.config, cluster)
+    wanting = replace(config, members=[replace(config.member_configs[0], resources={"GPU": 8})])
+    with EnsembleEngine(wanting) as engine, pytest.raises(MemberLoadError, match="needs CPU 1, GPU 8, and no node"):
+        engine.load()
+
+
+def test_a_place_that_others_hold_is_not_waited_for_without_end(
+    local_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfuse_shared.members.ray_lane._SECONDS_TO_START", 2.0)
+    with (
+        EnsembleEngine(on_ray(local_engine.config, cluster)) as engine,
+        pytest.raises(MemberLoadError, match="'chat' waited 2 s for CPU 1, left 1 on a node"),
+    ):
+        engine.load()
+    assert not apart.generate("Still there?", SamplingParams(max_tokens=10)).warnings
+
+
+def test_a_model_that_cannot_be_loaded_there_is_refused_as_it_is_here(cluster: Any) -> None:
+    missing = MemberConfig("/no/such/model")
+    with (
+        EnsembleEngine([missing], runtime="ray", ray_address=cluster.address) as engine,
+        pytest.raises(MemberLoadError, match="cannot load"),
+    ):
+        engine.load()
+
+
+def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
+    local_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any
+) -> None:
+    questions = [f"How do the tides follow the moon, {number}?" for number in range(20)]
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    shown: list[str] = ["" for _ in questions]
+    ends: list[FinishEvent | None] = [None for _ in questions]
+    warned: list[list[str]] = [[] for _ in questions]
+
+    def follow(number: int) -> None:
+        for event in apart.stream(questions[number], params):
+            if isinstance(event, SegmentEvent):
+                shown[number] += event.text
+            elif isinstance(event, WarningEvent):
+                warned[number].append(event.member)
+            elif isinstance(event, FinishEvent):
+                ends[number] = event
+
+    threads = [threading.Thread(target=follow, args=(number,)) for number in range(len(questions))]
+    for thread in threads:
+        thread.start()
+    _until(lambda: all(shown))
+    cluster.remove_node(cluster.nodes_by_name[NODES[1]], allow_graceful=False)
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "nothing hangs"
+    for text, end, lost in zip(shown, ends, warned, strict=True):
+        assert end is not None
+        assert end.result.text == text
+        assert lost == ["base"]
+        assert end.result.rounds[-1].active == ("chat",)
+    without = apart.generate("Still there?", SamplingParams(max_tokens=10))
+    assert [fault.member for fault in without.warnings] == ["base"]
+    cluster.nodes_by_name[NODES[1]] = cluster.add_node(num_cpus=2, resources={NODES[1]: 1})
+    _until(lambda: not apart.generate("Back?", SamplingParams(max_tokens=10)).warnings, 120)
+    found = apart.generate(*ASKED[0])
+    assert everything(found)["text"] == local_engine.generate(*ASKED[0]).text
+
+
+def test_memory_is_back_after_close(local_engine: EnsembleEngine, cluster: Any) -> None:
+    before = _actors()
+    config = on_ray(local_engine.config, cluster)
+    members = [replace(member, resources={}) for member in config.member_configs[:1]]
+    with EnsembleEngine(replace(config, members=members)) as engine:
+        assert not engine.generate(*ASKED[0]).warnings
+        during = _actors()
+        assert len(during - before) == 1
+    _until(lambda: _actors() <= before)
+
+
+def _actors() -> set[int]:
+    """Processes that run a member's actor."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        if "ray::MemberActor" in " ".join(process.info["cmdline"] or []):
+            found.add(process.pid)
+    return found
+
+
+def _until(condition: Any, seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_settings_of_the_cluster_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='goes with runtime="ray"'):
+        EnsembleConfig(["a"], ray_address="auto")
+    with pytest.raises(ConfigError, match="did you mean 'ray'"):
+        EnsembleConfig(["a"], runtime="rays")
+    with pytest.raises(ConfigError, match="amounts by name"):
+        MemberConfig("a", resources={"GPU": "one"})  # type: ignore[dict-item]
+    member = MemberConfig("a", resources={"GPU": 1, "memory": 2e9})
+    assert MemberConfig.from_dict(plain_config(member)) == member

@@ -1,0 +1,163 @@
+"""SmolLM2 behind a real vLLM server and Gemma here answer as both do here. Skipped where no vLLM is installed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, SamplingParams, demo_members
+from specfuse_shared.errors import ServerKeyError, ServerModelError
+from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.loading.gguf import converted, gguf_file
+from tests.servers import vllm_server
+from tests.servers.test_server_member import TOOL
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not vllm_server.COMMAND, reason="$SPECFUSE_VLLM names no vllm command"),
+]
+KEY = "of-the-tests"
+QUESTIONS = [
+    "Why is the sky blue?",
+    "Name three animals of the sea.",
+    "What is 12 times 12?",
+    "Write a haiku about rain.",
+    "How do the tides follow the moon?",
+    "What is a prime number?",
+    "Give me a recipe for pancakes.",
+    "Who wrote Hamlet?",
+    "Explain gravity to a child.",
+    "List the colours of the rainbow.",
+    "What is the capital of France?",
+    "Translate 'good morning' into German.",
+    "How does a bicycle stay upright?",
+    "What do bees make?",
+    "Say something kind.",
+    "Why do leaves fall?",
+    "What is an atom?",
+    "Describe a forest at night.",
+    "How many legs has a spider?",
+    "北京在哪里? 🎉",
+]
+
+
+class Served:
+    """The same two members, one of them behind the server, and both of them here."""
+
+    def __init__(self) -> None:
+        smol, gemma = (replace(m, adapter=None, dtype="float32") for m in demo_members())
+        file = gguf_file(smol)
+        assert file is not None
+        self.folder = str(converted(file, None, lambda stage: None))
+        self.port = vllm_server.free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.there = MemberConfig(self.folder, name=smol.label, server=self.url, api_key_env="KEY_OF_TESTS")
+        self.local = EnsembleEngine(EnsembleConfig([smol, gemma]))
+        self.mixed = EnsembleEngine(EnsembleConfig([self.there, gemma]))
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        return vllm_server.start(self.folder, self.port, "float32", "--api-key", KEY)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_TESTS", KEY)
+        both = Served()
+        yield both
+        both.mixed.close()
+        both.local.close()
+        vllm_server.stop(both.process)
+
+
+def drafts(result: Any) -> list[Any]:
+    return [(r.winner, r.text, [(c.text, c.drafters, c.ends) for c in r.candidates]) for r in result.rounds]
+
+
+def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
+    params = SamplingParams(max_tokens=24, logprobs=True)
+    before = served.mixed.load().metrics().forwards.get("smollm2-135m", 0)
+    rounds, worst = 0, 0.0
+    for question in QUESTIONS:
+        expected, found = served.local.generate(question, params), served.mixed.generate(question, params)
+        assert found.warnings == ()
+        assert (found.text, drafts(found)) == (expected.text, drafts(expected)), question
+        pairs = zip(found.logprobs or (), expected.logprobs or (), strict=True)
+        worst = max([worst, *(abs(a.logprob - b.logprob) for a, b in pairs)])
+        rounds += len(found.rounds)
+    assert worst <= 1e-3
+    scoring = 2 * len(QUESTIONS)  # the prompt and the whole answer are read once more for the log-probabilities
+    requests = served.mixed.metrics().forwards["smollm2-135m"] - before - len(QUESTIONS) - scoring
+    assert requests <= 2 * rounds
+
+
+def test_tools_structures_stop_strings_and_seeds_are_those_of_here(served: Served) -> None:
+    cases: list[tuple[str, SamplingParams, dict[str, Any]]] = [
+        ("Ring the bell twice.", SamplingParams(max_tokens=40), {"tools": [TOOL], "tool_choice": "any"}),
+        ("Yes or no?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no"])), {}),
+        ("Count to twenty.", SamplingParams(max_tokens=30, stop=["5", "five", "."]), {}),
+        ("Go on.", SamplingParams(max_tokens=20, min_tokens=16), {}),
+    ]
+    for question, params, options in cases:
+        expected = served.local.generate(question, params, **options)
+        found = served.mixed.generate(question, params, **options)
+        assert (found.text, drafts(found)) == (expected.text, drafts(expected)), question
+    sampled = SamplingParams(max_tokens=16, temperature=0.9, seed=3)
+    assert served.mixed.generate("A tale?", sampled).text == served.mixed.generate("A tale?", sampled).text
+
+
+def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served) -> None:
+    params = SamplingParams(max_tokens=16)
+    expected = [served.local.generate(question, params).text for question in QUESTIONS[:8]]
+    found = served.mixed.generate_batch(QUESTIONS[:8], params)
+    assert [result.text for result in found] == expected  # type: ignore[union-attr]
+    stream = served.mixed.stream("Tell me a long tale.", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(event for event in stream if isinstance(event, SegmentEvent))
+    stream.close()  # type: ignore[attr-defined]
+    _until(lambda: not vllm_server.running(served.url))
+
+
+def test_wrong_keys_and_models_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServerModelError, match="has no model 'another'"):
+        EnsembleEngine([replace(served.there, server_model="another")]).load()
+    monkeypatch.setenv("KEY_OF_TESTS", "wrong")
+    with pytest.raises(ServerKeyError, match="the one in KEY_OF_TESTS is not its own"):
+        EnsembleEngine([served.there]).load()
+
+
+def test_a_slow_server_then_a_killed_one_then_one_that_is_back(served: Served) -> None:
+    hasty = replace(served.there, server_timeout=5.0)
+    with EnsembleEngine(replace(served.mixed.config, members=[hasty, *served.mixed.config.members[1:]])) as engine:
+        events = engine.load().stream("Tell me a tale.", SamplingParams(max_tokens=60, ignore_eos=True))
+        next(event for event in events if isinstance(event, SegmentEvent))
+        served.process.send_signal(signal.SIGSTOP)
+        rest = list(events)
+        served.process.send_signal(signal.SIGCONT)
+        assert "did not answer within 5 s" in next(e.message for e in rest if isinstance(e, WarningEvent))
+    events = served.mixed.stream("Tell me a tale.", SamplingParams(max_tokens=60, ignore_eos=True))
+    shown = next(event for event in events if isinstance(event, SegmentEvent))
+    vllm_server.stop(served.process)
+    rest = list(events)
+    assert [event.member for event in rest if isinstance(event, WarningEvent)] == ["smollm2-135m"]
+    last = rest[-1]
+    assert isinstance(last, FinishEvent)
+    assert last.result.text.startswith(shown.text)
+    params = SamplingParams(max_tokens=10)
+    assert served.mixed.generate("Alone?", params).warnings
+    served.process = served.start()
+    assert not served.mixed.generate("Together?", params).warnings
+
+
+def _until(condition: Any, seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.05)

