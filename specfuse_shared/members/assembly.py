@@ -77,8 +77,8 @@ def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress
             own = []
         local = assemble(tuple(load_members(config, own, report)), on_forward)
     except BaseException:
-        for lane_ in lanes:
-            lane_.close()
+        for opened in lanes:
+            opened.close()
         raise
     found |= {member.name: member for member in local.members}
     return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, *lanes))
