@@ -42,7 +42,21 @@ def report(title: str, figures: Sequence[Figure], file: Path, facts: Sequence[tu
     console.print(table)
     for name, value in facts:
         console.print(f"{name}: {value}", highlight=False)
+    write(figures, file, facts)
+
+
+def write(figures: Sequence[Figure], file: Path, facts: Sequence[tuple[str, str]] = ()) -> None:
+    """Figures and facts as JSON."""
     machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
     found = {"figures": [{**asdict(f), "met": f.met} for f in figures], "facts": dict(facts), **machine}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def markdown(figures: Sequence[Figure]) -> str:
+    """The figures as a table of the documentation."""
+    lines = ["| measured | ratio | aim | from |", "| --- | --- | --- | --- |"]
+    for f in figures:
+        missed = "" if f.met else ", missed"
+        lines.append(f"| {f.name} | {f.ratio:.2f}{missed} | {'≥' if f.at_least else '≤'} {f.target:g} | {f.detail} |")
+    return "\n".join(lines)

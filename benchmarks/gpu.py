@@ -1,6 +1,6 @@
 """Speed of static execution on one GPU, with random weights at the shapes of real models: no download.
 
-    python benchmarks/gpu.py [--repeats 5] [--execution static] [--json FILE]
+    python benchmarks/gpu.py [--repeats 5] [--minutes 9] [--execution static] [--compare-vllm URL] [--json FILE]
     python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
 
 1. decode    a member's ms a token at 512 tokens of context ÷ bytes (weights it reads, its cache) / bandwidth
@@ -11,13 +11,19 @@
 6. memory    and the library's own `generate` beside it
 
 Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit, so that every member works in
-every round. Members are taken in order as far as memory goes.
+every round. Members are taken in order as far as memory goes, at least the first. What was found is written after every
+part, also when the time is over, when it is interrupted (Ctrl-C, SIGTERM), and when a part fails, which is said. At the
+end comes a table to paste into docs/performance.md.
+
+With --compare-vllm, the decode of a vLLM server on the same kind of card stands beside that of the first member: it
+has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` makes random weights too).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +33,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from figures import RESULTS, Figure, report
+from figures import RESULTS, Figure, markdown, report, write
 from shapes import members
+from vllm_peer import Peer
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
 from specfuse_shared.loading.pretrained import OnProgress
@@ -71,25 +78,48 @@ class LoadedEngine(EnsembleEngine):
 
 class Bench:
     def __init__(self, sizes: Sizes, repeats: int, device: torch.device, execution: str, tiny: bool) -> None:
+        self.figures: list[Figure] = []
+        self.steps: dict[str, float] = {}
         self.sizes, self.repeats, self.device, self.execution = sizes, repeats, device, execution
         self.facts: list[tuple[str, str]] = []
         self.bandwidth = self._bandwidth()
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         dtype = torch.float32 if tiny else torch.bfloat16
         self.members = list(members(tiny, device, dtype, execution, _SHARE_FOR_WEIGHTS * free))
+        self.facts += [(member.name, _described(member)) for member in self.members]
 
-    def run(self) -> list[Figure]:
-        steps = {member.name: self.decode(member) for member in self.members}
-        figures = [self._of_floor(member, steps[member.name]) for member in self.members]
-        figures += [self._of_step(member, self.verify(member), steps[member.name]) for member in self.members]
+    def parts(self, peer: Peer | None) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
+        """What is measured, one after the other; each gives figures, and may add facts."""
+        for member in self.members:
+            yield f"decode of {member.name}", lambda m=member: [self._of_floor(m, self.decode(m))]  # type: ignore[misc]
+            yield f"verification of {member.name}", lambda m=member: [self._of_step(m, self.verify(m))]  # type: ignore[misc]
+        if peer is not None:
+            yield "the decode of vLLM", lambda: [self._of_peer(self.members[0], peer)]
         for count in (1, 2, 3, 5):
             if count <= len(self.members):
-                figures.append(self.round(self.members[:count]))
-        figures += self.first(self.members)
-        figures += self.answers(self.members)
-        self.facts += [(member.name, _described(member)) for member in self.members]
+                yield f"a round of {count}", lambda n=count: [self.round(self.members[:n])]  # type: ignore[misc]
+        yield "the first segment", lambda: self.first(self.members)
+        yield "answers at once", lambda: self.answers(self.members)
+
+    def run(self, minutes: float, peer: Peer | None, save: Callable[[], None]) -> None:
+        """All parts that begin within so many minutes; `save` is called after each."""
+        end = time.monotonic() + 60 * minutes
+        for name, part in self.parts(peer):
+            if time.monotonic() > end:
+                self.facts.append((name, f"left out: {minutes:g} minutes were over"))
+                continue
+            try:
+                self.figures += part()
+            except KeyboardInterrupt:
+                self.facts.append((name, "interrupted; what came before is complete"))
+                save()
+                return
+            except Exception as error:  # a card of another size or make: the rest still says something
+                self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
+            save()
+        self.facts.append(("graphs", "; ".join(f"{m.name}: {m.report.graphs}" for m in self.members)))
         self.facts.append(("memory", self._memory()))
-        return figures
+        save()
 
     # ── one member ───────────────────────────────────────────────────────────────────────────────
 
@@ -103,6 +133,7 @@ class Bench:
         step, library = (statistics.median(found[1:]) / self.sizes.tokens for found in (seconds, own))
         said = f"{1e3 * library:.2f} ms a token; decode takes {step / library:.2f} of it"
         self.facts.append((f"generate, {member.name}", said))
+        self.steps[member.name] = step
         return step
 
     @torch.inference_mode()
@@ -152,7 +183,19 @@ class Bench:
         detail = f"{1e3 * step:.2f} ms ÷ {1e3 * floor:.2f} ms"
         return Figure(f"decode ÷ bytes/bandwidth, {member.name}", step / floor, 1.25, False, detail)
 
-    def _of_step(self, member: LocalMember, verify: float, step: float) -> Figure:
+    def _of_peer(self, member: LocalMember, peer: Peer) -> Figure:
+        """Our decode against the server's, behind as long a prompt."""
+        prompt = [5] * self.sizes.short
+        speeds = [peer.speed([prompt], self.sizes.tokens) for _ in range(self.repeats + 1)]
+        theirs, ours = statistics.median(speeds[1:]), 1 / self.steps[member.name]
+        for count in self.sizes.at_once[1:]:
+            rate = peer.speed([prompt] * count, self.sizes.tokens)
+            self.facts.append((f"vLLM, {count} at once", f"{rate:.1f} tokens/s"))
+        detail = f"{ours:.1f} ÷ {theirs:.1f} tokens/s, vLLM {peer.version} with {peer.model}"
+        return Figure(f"decode of {member.name} ÷ that of vLLM", ours / theirs, 0.8, True, detail)
+
+    def _of_step(self, member: LocalMember, verify: float) -> Figure:
+        step = self.steps[member.name]
         detail = f"{1e3 * verify:.2f} ms ÷ {1e3 * step:.2f} ms"
         return Figure(f"verify {CANDIDATES} ÷ a decode step, {member.name}", verify / step, 1.5, False, detail)
 
@@ -271,15 +314,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--execution", choices=["static", "dynamic"], default="static")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--minutes", type=float, default=9, help="no part begins later")
+    parser.add_argument("--compare-vllm", metavar="URL", help="of a vLLM server with a model of the first shape")
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to see that everything runs")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else options.device)
     if not options.tiny and not (device.type == "cuda" and torch.cuda.is_available()):
         parser.error("this needs a CUDA device, and there is none here; --tiny runs the same code on a CPU")
+    peer = Peer(options.compare_vllm) if options.compare_vllm else None
     bench = Bench(TINY if options.tiny else Sizes(), options.repeats, device, options.execution, options.tiny)
+    if not bench.members:
+        parser.error("there is no memory for the weights of even one member; --tiny needs none")
     name = "tiny sizes on a CPU" if options.tiny else torch.cuda.get_device_name(device)
-    report(f"GPU path, {options.execution}, {name}", bench.run(), options.json, bench.facts)
+    title = f"GPU path, {options.execution}, {name}"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    bench.run(options.minutes, peer, lambda: write(bench.figures, options.json, bench.facts))
+    report(title, bench.figures, options.json, bench.facts)
+    print(markdown(bench.figures))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from vllm_peer import Peer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PARAMETERS = {
@@ -39,6 +44,63 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
     assert all(figure["ratio"] > 0 for figure in found["figures"])
     assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= found["facts"].keys()
     assert all("static execution" in found["facts"][name] for name in PARAMETERS)
+
+
+class Server(BaseHTTPRequestHandler):
+    """As much of vLLM's routes as the benchmark asks for; every answer has as many tokens as were wanted."""
+
+    def do_GET(self) -> None:
+        self._send({"/version": {"version": "0.0"}, "/v1/models": {"data": [{"id": "served"}]}}[self.path])
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, asked["model"], asked["ignore_eos"]) == ("/v1/completions", "served", True)
+        self._send({"usage": {"completion_tokens": asked["max_tokens"]}})
+
+    def _send(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests are quiet."""
+
+
+def test_what_an_interrupted_run_found_is_written_beside_a_server_s_decode(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--repeats", "1", "--compare-vllm", url]
+        running = subprocess.Popen([*command, "--json", str(file)], stdout=subprocess.PIPE, text=True)
+        limit = time.monotonic() + 200
+        while not (file.exists() and "÷ that of vLLM" in file.read_text("utf-8")):
+            assert running.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        running.send_signal(signal.SIGTERM)
+        shown, _ = running.communicate(timeout=60)
+        server.shutdown()
+    assert running.returncode == 0
+    found = json.loads(file.read_text("utf-8"))
+    assert any("interrupted" in fact for fact in found["facts"].values())
+    assert "vLLM, 2 at once" in found["facts"]
+    assert "| measured | ratio | aim | from |" in shown
+
+
+def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    done = run("--tiny", "--minutes", "0", "--json", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert not found["figures"]
+    assert "left out" in found["facts"]["answers at once"]
+
+
+def test_a_server_that_does_not_answer_is_named() -> None:
+    with pytest.raises(ConnectionError, match="no vLLM server answers at"):
+        Peer("http://127.0.0.1:9")
 
 
 @pytest.mark.slow

@@ -1,0 +1,101 @@
+"""One member of our engine beside others that decode the same model: the library's `generate`, and a vLLM server.
+
+    python benchmarks/peers.py [--vllm URL] [--tokens 48] [--repeats 3] [--json FILE]
+
+SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at
+once, all in turns in one run, so that whatever else the machine does falls on all. The engine fuses nothing here: one
+member decodes by itself. The server has to serve the same converted weights (`--print-folder` says where they are).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import RESULTS, Figure, report
+from vllm_peer import Peer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
+from specfuse_shared.loading.gguf import converted
+from tests.engine.comparing import local_members
+
+QUESTIONS = [f"Describe entry {n} of the observatory's log: its moon, its wind and its visitors." for n in range(8)]
+
+
+class Peers:
+    def __init__(self, folder: Path, tokens: int, url: str | None) -> None:
+        member = MemberConfig(str(folder), name="smollm2", dtype="bfloat16", device="cpu")
+        self.engine = EnsembleEngine(EnsembleConfig([member], reuse_prefixes=False)).load()
+        self.local, self.tokens = local_members(self.engine)[0], tokens
+        self.server = Peer(url) if url is not None else None
+        self.prompts = [self.local.encode_prompt([Message("user", question)]) for question in QUESTIONS]
+
+    def ours(self, count: int) -> float:
+        """Tokens a second of the engine."""
+        params = SamplingParams(max_tokens=self.tokens, min_tokens=self.tokens, ignore_eos=True)
+        start = time.perf_counter()
+        results: list[Any] = self.engine.generate_batch(QUESTIONS[:count], params)
+        return sum(r.usage.completion_tokens for r in results) / (time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def library(self, count: int) -> float:
+        """Tokens a second of `generate` over a padded batch."""
+        model, longest = self.local.runner.model, max(map(len, self.prompts[:count]))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in self.prompts[:count]])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in self.prompts[:count]])
+        before = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        start = time.perf_counter()
+        length = {"max_new_tokens": self.tokens, "min_new_tokens": self.tokens}
+        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
+        seconds = time.perf_counter() - start
+        model.set_attn_implementation(before)
+        return count * self.tokens / seconds
+
+    def run(self, repeats: int) -> list[Figure]:
+        figures, kinds = [], {"engine": self.ours, "generate": self.library}
+        if (server := self.server) is not None:
+            kinds["vLLM"] = lambda n: server.speed(self.prompts[:n], self.tokens)
+        for count in (1, len(QUESTIONS)):
+            found: dict[str, list[float]] = {name: [] for name in kinds}
+            for _ in range(repeats + 1):
+                for name, speed in kinds.items():
+                    found[name].append(speed(count))
+            rates = {name: statistics.median(values[1:]) for name, values in found.items()}
+            for name in list(kinds)[1:]:
+                detail = f"{rates['engine']:.1f} ÷ {rates[name]:.1f} tokens/s"
+                figures.append(
+                    Figure(f"{count} at once: engine ÷ {name}", rates["engine"] / rates[name], 1, True, detail)
+                )
+        return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", metavar="URL", help="of a running vLLM server with the same model")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--print-folder", action="store_true", help="print the folder of the weights and end")
+    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    options = parser.parse_args()
+    [smollm2] = [member for member in demo_members() if "smollm2" in member.label]
+    folder = converted(Path(smollm2.model), None, lambda stage: None)
+    if options.print_folder:
+        print(folder)
+        return
+    peers = Peers(folder, options.tokens, options.vllm)
+    figures = peers.run(options.repeats)
+    facts = [("vLLM", "not asked" if peers.server is None else f"{peers.server.version}, {peers.server.model}")]
+    report("one member beside other engines, SmolLM2-135M, bf16", figures, options.json, facts)
+    peers.engine.close()
+
+
+if __name__ == "__main__":
+    main()
