@@ -40,6 +40,7 @@ EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
 RUNTIMES = ("local", "ray")
+SPECULATIONS = ("off", "auto")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
@@ -124,7 +125,9 @@ class EnsembleConfig(Settings):
     execution: str = "auto"
     """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
     GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
-
+    speculation: str = "off"
+    """"auto": members guess what comes next from prompt, answer and each other's drafts, and skip the work that a right
+    guess saves; the answer is the same. "off": every token of a draft takes a forward of its own."""
     runtime: str = "local"
     """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
     `MemberConfig.resources` are. Members behind servers stay there."""
@@ -158,6 +161,7 @@ class EnsembleConfig(Settings):
             self.ray_address is None or self.runtime == "ray",
             'EnsembleConfig.ray_address goes with runtime="ray": set that, too',
         )
+        check_choice("EnsembleConfig.speculation", self.speculation, SPECULATIONS)
         check(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
         check(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
         check(

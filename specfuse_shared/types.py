@@ -26,8 +26,9 @@ class MemberUsage:
     """What one member computed for one answer, in its own tokens.
 
     `prompt`: prompt length. `drafted`: tokens it sampled. `fed`: tokens that went through the model after the
-    prompt (drafts, verifications, re-encodings). `answer`: length of the answer in its own
-    tokens; `thinking`: of its thoughts before.
+    prompt (drafts, verifications, re-encodings, guesses), in so many `forwards`. `answer`: length of the answer in its
+    own tokens; `thinking`: of its thoughts before. `guessed`: tokens fed because they were likely to come next
+    (`EnsembleConfig.speculation`), of which it chose those `accepted`.
     """
 
     prompt: int
@@ -35,6 +36,9 @@ class MemberUsage:
     fed: int
     answer: int
     thinking: int = 0
+    forwards: int = 0
+    guessed: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,9 @@ class RoundRecord:
     `text` is the winner's segment as it became context; `start`/`end` are character offsets in the
     generated text (before a stop string or `max_tokens` cut it). `weights` are the verifiers' weights used in
     this round, `retention` the exit policy's probabilities after it (empty where it did not run).
-    `verified` is False if all members agreed or only one was left.
+    `verified` is False if all members agreed or only one was left. `leader`: who drafted first, where one did
+    (`EnsembleConfig.speculation`); `certain`: its draft could not lose, so members that would have said otherwise were
+    not asked to draft.
     """
 
     index: int
@@ -135,6 +141,8 @@ class RoundRecord:
     retention: Mapping[str, float]
     exits: tuple[MemberExit, ...]
     timing: RoundTiming
+    leader: str | None = None
+    certain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.placement.plan import Plan, memory
-from specfuse_shared.report.formats import UNKNOWN, number
+from specfuse_shared.report.formats import UNKNOWN, lead_of, number, work_of
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit, MemberReport, RoundRecord
 
@@ -182,12 +182,14 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
         out.print(_candidates(record, colours))
         for line in _round_notes(record):
             out.print(Text(line, style="dim"))
+    for name, usage in result.usage.members.items():
+        out.print(Text(visible(f"{name}: {work_of(usage) or UNKNOWN}"), style="dim"))
 
 
 def _round_line(record: RoundRecord) -> str:
     timing = record.timing
     stages = f"draft {_seconds(timing.draft)}, verify {_seconds(timing.verify)}, commit {_seconds(timing.commit)}"
-    return f"round {record.index} · {stages}" + ("" if record.verified else " · not verified")
+    return visible(f"round {record.index} · {stages}{'' if record.verified else ' · not verified'}{lead_of(record)}")
 
 
 def _candidates(record: RoundRecord, colours: Palette) -> Table:

@@ -109,7 +109,8 @@ class Participants:
 
         def usage(side: Participant) -> MemberUsage:
             answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
-            return MemberUsage(len(side.prompt), side.drafted, side.counts.computed, answer, side.counts.thinking)
+            counts, work = side.counts, (side.counts.forwards, side.counts.guessed, side.counts.accepted)
+            return MemberUsage(len(side.prompt), side.drafted, counts.computed, answer, counts.thinking, *work)
 
         members = {name: usage(side) for name, side in self.sides.items()}
         reference = self.reference.member.name

@@ -17,8 +17,10 @@ from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, Fitted
+from specfuse_shared.fusion.drafting import Method, Ops, Results
+from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
-from specfuse_shared.fusion.round import Method, Ops, Results, Round, RoundEnd
+from specfuse_shared.fusion.round import Round, RoundEnd
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import Close, Fault, Op, Open, Question, Think, Thought, Value, Verdicts, Verify
 from specfuse_shared.messages import Message
@@ -50,6 +52,7 @@ class AnswerSession:
         messages: Sequence[Message],
         params: SamplingParams,
         tools: ToolUse | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         tools = tools or ToolUse()
         self._params = params = replace(params, grammar=tools.grammar(params.grammar))
@@ -61,7 +64,7 @@ class AnswerSession:
             for member in members:
                 member.text.prepare_grammars()
         self._answer = AnswerText(params, codec, constraint.is_value if constraint is not None else None)
-        self._method = Method(config, params, constraint)
+        self._method = Method(config, params, constraint, traffic)
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
@@ -122,7 +125,8 @@ class AnswerSession:
         return len(self._rounds) + 1
 
     def _opening(self) -> dict[str, Op]:
-        return {n: Open(self.participants[n].prompt, self._params, self.seed or 0) for n in self._active}
+        seed, speculates = self.seed or 0, self._method.config.speculation == "auto"
+        return {n: Open(self.participants[n].prompt, self._params, seed, speculates) for n in self._active}
 
     def _think(self) -> Work:
         """Members that think do so at the same time, each for itself; the answer begins when all are done."""

@@ -28,6 +28,7 @@ class MemberInfo:
     here. `thinks`: before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
     `report`: what it turned out to be. `drafts_under_grammar`: it does not only judge where a grammar binds the answer.
     `fixed_blocks`: rows come in blocks that stay where they are.
+    `may_guess`: it makes use of guesses of what comes next (`EnsembleConfig.speculation`).
     """
 
     name: str
@@ -41,6 +42,7 @@ class MemberInfo:
     report: MemberReport
     drafts_under_grammar: bool = True
     fixed_blocks: bool = False
+    may_guess: bool = False
 
 
 class TextSide(Protocol):

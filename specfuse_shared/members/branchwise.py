@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from specfuse_shared.members.requests import ForwardRequest
-from specfuse_shared.members.sequence import SequenceState, TreeSequence
+from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import TreeSequence
 from specfuse_shared.runtime.model_runner import ModelRunner
 
 
-def new_sequence(runner: ModelRunner) -> SequenceState:
-    """A context for one answer, of the kind that the model supports."""
-    return TreeSequence(runner) if runner.plan else BranchwiseSequence(runner)
+def new_sequence(runner: ModelRunner, keeps_spare: bool = False) -> SequenceState:
+    """A context for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
+    return TreeSequence(runner, keeps_spare) if runner.plan else BranchwiseSequence(runner)
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class BranchwiseSequence(SequenceState):
         self._snapshots, self._end = [], None
         self._forget_tree()
 
-    def feed_alone(self, request: ForwardRequest) -> None:
+    def run(self, request: ForwardRequest) -> None:
         if request.prompt:
             self._end = self._read_prompt()
             self.prompt_remaining = 0
@@ -85,6 +86,7 @@ class BranchwiseSequence(SequenceState):
             self._rows.update(zip(missing, rows, strict=True))
             self._runs[run.nodes] = run
             self.computed_tokens += len(ids)
+            self.forwards += 1
 
     def _start(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
         """The state to go on from: the run that drafted this path so far, or a copy of the nearest snapshot."""

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from specfuse_shared.members.requests import ForwardRequest, ForwardResult
-from specfuse_shared.members.sequence import feed_together
+from specfuse_shared.members.tree_sequence import feed_together
 
 logger = logging.getLogger(__name__)
 

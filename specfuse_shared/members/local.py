@@ -67,6 +67,7 @@ class LocalMember:
         holders = (getattr(model, "generation_config", None), model.config, tokenizer)
         self.stop_ids = stop_ids_of(holders, self.prompts, config)
         special = ids_without_text(tokenizer, self.vocabulary_size, self.stop_ids)
+        self.never_guessed = frozenset((*special, *self.stop_ids))
         self.banned_token_ids = self._ids(special)
         self._banned_while_held, self._stops = self._ids([*special, *self.stop_ids]), self._ids(self.stop_ids)
         text = model.config.get_text_config(decoder=True)
@@ -119,7 +120,14 @@ class LocalMember:
             report=self.report,
             drafts_under_grammar=self._drafts_under_grammar,
             fixed_blocks=self.runner.pool.is_fixed,
+            may_guess=self.may_guess,
         )
+
+    @property
+    def may_guess(self) -> bool:
+        """Whether it verifies many tokens in one forward, does not draft ahead, and never reads an answer again."""
+        runner = self.runner
+        return runner.plan is not None and runner.static is None and runner.longrope.limit is None
 
     @property
     def member(self) -> Member:
@@ -133,9 +141,9 @@ class LocalMember:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self.text.encode_prompt(messages, tools)
 
-    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> LocalSession:
-        """A new answer to `prompt`."""
-        return LocalSession(self, prompt, params, seed)
+    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False) -> LocalSession:
+        """A new answer to `prompt`; `speculates`: it may guess what comes next, which changes nothing but the work."""
+        return LocalSession(self, prompt, params, seed, speculates)
 
     def blocked(self, *, alone: bool, held: bool) -> torch.Tensor | None:
         """Ids that it must not choose: those without text in a shared answer; those that end a turn that is `held`."""

@@ -162,7 +162,7 @@ class LocalLane:
         try:
             if isinstance(op, Open):
                 member = self.local[request.member]
-                sessions[request.answer] = member.open(op.prompt, op.params, op.seed)
+                sessions[request.answer] = member.open(op.prompt, op.params, op.seed, op.speculates)
             session = sessions[request.answer]
             task = _Task(request, reply, session, Job(session.stage(op)))
         except Exception as error:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.members.branchwise import new_sequence
+from specfuse_shared.members.guesses import OWN, TOLD, Guess, Guesses
 from specfuse_shared.members.jobs import Stage
 from specfuse_shared.members.requests import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
 from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.session import Session
+from specfuse_shared.members.stages import TokenCounts
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import Sampler, masked
 from specfuse_shared.sampling_params import SamplingParams
@@ -17,14 +20,32 @@ from specfuse_shared.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specfuse_shared.members.local import LocalMember
 
+_BEFORE = 8
+"""So many tokens before a guess may tell what follows."""
+
 
 class LocalSession(Session[SequenceState]):
-    """One answer of a `LocalMember`: its context is in the cache."""
+    """One answer of a `LocalMember`: its context is in the cache.
 
-    def __init__(self, member: LocalMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
-        super().__init__(member.text, member.stop_ids, new_sequence(member.runner), prompt, params)
+    Where it `speculates`, guesses of what comes next go through the model along with what has to; see
+    `specfuse_shared.members.guesses`.
+    """
+
+    def __init__(
+        self, member: LocalMember, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False
+    ) -> None:
+        super().__init__(
+            member.text, member.stop_ids, new_sequence(member.runner, speculates and member.may_guess), prompt, params
+        )
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
+        self._also: tuple[Branch, ...] = ()
+        self._guesses = Guesses(member.never_guessed) if self.context.keeps_spare else None
+
+    @property
+    def counts(self) -> TokenCounts:
+        counts, guesses = super().counts, self._guesses
+        return replace(counts, guessed=guesses.guessed, accepted=guesses.accepted) if guesses else counts
 
     def prefill(self) -> Stage[None]:
         if not self.context.prompt:
@@ -34,6 +55,31 @@ class LocalSession(Session[SequenceState]):
 
     def _start(self, round_index: int) -> None:
         self._sampler.start(round_index)
+        if self._guesses is not None and not self._guesses.has_read:
+            self._guesses.read((*self.context.prompt, *self.context.answer), 0)
+
+    def _expect(self, branch: Branch, is_own: bool = False) -> None:
+        if self._guesses is not None:
+            self._guesses.expect(branch, OWN if is_own else TOLD)
+
+    def _expect_first(self, hold: int) -> None:
+        if self._guesses is not None:
+            wanted = self._wanted([], 1, hold, False)
+            token, ended = self._chosen(wanted, self.context.logits(wanted.branch))
+            if not ended:
+                self._also = (Branch(len(self.context.answer), tuple(token)),)
+
+    def _known(self, limit: int, hold: int) -> list[int] | None:
+        ids: list[int] = []
+        while len(ids) < limit:
+            wanted = self._wanted(ids, 1, hold, False)
+            if self._guesses is None or self.context.knows(wanted.branch) < len(ids):
+                return ids
+            more, ended = self._chosen(wanted, self.context.logits(wanted.branch))
+            if ended:
+                return None
+            ids += more
+        return None
 
     def _next(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         wanted = self._wanted(ids, count, hold, alone)
@@ -41,13 +87,43 @@ class LocalSession(Session[SequenceState]):
 
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
         asked = LogprobRequest(list(zip(branches, stops, strict=True)))
-        judgement = yield ForwardRequest(self.context, tuple(branches), logprobs=asked)
+        going_on = [branch for branch, ends in zip(branches, stops, strict=True) if not ends]
+        request = self._with_guesses(ForwardRequest(self.context, tuple(branches), logprobs=asked), going_on)
+        judgement = yield replace(request, guesses=request.guesses + self._also)
+        self._also = ()
         judged: list[list[float]] = judgement.read()
         return judged
 
     def _keep(self, branch: Branch) -> Stage[None]:
-        yield ForwardRequest(self.context, (branch,))
+        yield self._with_guesses(ForwardRequest(self.context, (branch,)), [branch])
         self.context.commit(branch)
+        if self._guesses is not None:
+            self._guesses.commit(branch, self.context.answer)
+            self._guesses.read(branch.tokens, len(self.context.prompt) + branch.base)
+
+    def _with_guesses(self, request: ForwardRequest, branches: Sequence[Branch]) -> ForwardRequest:
+        """The request and what may follow these branches, one of which is likely to be what comes; if it is needed."""
+        if self._guesses is None or not branches or not self.context.needs(request):
+            return request
+        room, fed = self.context.room - sum(len(branch.tokens) for branch in request.branches), []
+        for branch in branches:
+            guess = self._guess(branch, room, 1 / len(branches))
+            if guess.tokens:
+                fed.append(self._guesses.feed(branch, guess, self._fed_of(branch, guess)))
+                room -= len(guess.tokens)
+        return replace(request, guesses=tuple(fed))
+
+    def _guess(self, branch: Branch, room: int, share: float = 1.0) -> Guess:
+        assert self._guesses is not None
+        before = (*self.context.prompt[-_BEFORE:], *self.context.answer[: branch.base][-_BEFORE:])
+        if (limit := self._member.context_limit) is not None:
+            room = min(room, limit - len(self.context.prompt) - branch.base - len(branch.tokens) - 1)
+        return self._guesses.behind(before, branch, room, share)
+
+    def _fed_of(self, branch: Branch, guess: Guess) -> int:
+        """How many tokens of a guess went through the model before."""
+        whole = Branch(branch.base, branch.tokens + guess.tokens)
+        return max(0, self.context.knows(whole) - len(branch.tokens))
 
     def _wanted(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> DraftRequest:
         """The next tokens behind `ids`, at most `count` and all under one rule."""
@@ -60,7 +136,16 @@ class LocalSession(Session[SequenceState]):
         """What goes through the model for them: all at once where that can be, else what decides the next one."""
         if self._constraint is None and self.context.drafts_ahead:
             return ForwardRequest(self.context, draft=wanted)
-        return ForwardRequest(self.context, (wanted.branch,))
+        branch = wanted.branch
+        plain = ForwardRequest(self.context, (branch,))
+        if self._guesses is None or self.context.knows(branch) == len(branch.tokens):
+            return plain
+        guess = self._guess(branch, self.context.room - 1)
+        if self._constraint is not None:
+            guess = guess.first(self._constraint.follows(guess.tokens))
+        if not guess.tokens:
+            return plain
+        return replace(plain, guesses=(self._guesses.feed(branch, guess, self._fed_of(branch, guess)),))
 
     def _chosen(self, wanted: DraftRequest, found: Any) -> tuple[list[int], bool]:
         """Tokens by what came of that, and whether they end the turn."""
@@ -69,6 +154,8 @@ class LocalSession(Session[SequenceState]):
         logits = found if self._constraint is None else masked(found, self._constraint.allowed())
         history = self._history(wanted.branch) if self._sampler.needs_history else ()
         token = self._sampler.pick(logits, history, wanted.blocked)
+        if self._guesses is not None:
+            self._guesses.observe(self.context.answer, wanted.branch.tokens, token)
         if token in self._member.stop_ids:
             return [], True
         if self._constraint is not None:

@@ -18,8 +18,9 @@ import torch
 from specfuse_shared.errors import UnsupportedModelError
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.sequence import SequenceState, feed_together
+from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import feed_together
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
 from specfuse_shared.runtime.longrope import LongRope

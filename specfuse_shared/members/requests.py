@@ -49,6 +49,7 @@ class LogprobRequest:
 class ForwardRequest:
     """What a sequence wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
 
+    `guesses` go along, where anything goes at all.
     What comes back: `ChosenTokens` of a draft; with `logprobs` a `Judgement`; else the logits (V) behind the last
     branch, or None behind a piece of the prompt.
     """
@@ -58,6 +59,7 @@ class ForwardRequest:
     prompt: int = 0
     draft: DraftRequest | None = None
     logprobs: LogprobRequest | None = None
+    guesses: tuple[Branch, ...] = ()
 
 
 ForwardResult = torch.Tensor | Judgement | ChosenTokens | None

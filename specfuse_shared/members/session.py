@@ -42,12 +42,13 @@ Stage: TypeAlias = Generator[Any, Any, T]
 class ContextIds(Protocol):
     """The ids of one answer: `prompt` is frozen, `answer` are the committed ids.
 
-    `computed_tokens` went through the model after the prompt.
+    `computed_tokens` went through the model after the prompt, in so many `forwards`.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     computed_tokens: int
+    forwards: int
 
     def begin_answer(self) -> None:
         """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
@@ -100,12 +101,24 @@ class Session(ABC, Generic[C]):
     def _keep(self, branch: Branch) -> Stage[None]:
         """The branch becomes the end of the committed answer."""
 
+    def _expect(self, branch: Branch, is_own: bool = False) -> None:
+        """The answer may go on like this: as another member says, or as this one drafted itself."""
+
+    def _expect_first(self, hold: int) -> None:
+        """The draft that follows begins with what this member would say first."""
+
+    def _known(self, limit: int, hold: int) -> list[int] | None:
+        """What the draft that follows begins with, as far as it is known; None if that is all of it."""
+        return []
+
     # ── stages ───────────────────────────────────────────────────────────────────────────────────
 
     @property
     def counts(self) -> TokenCounts:
         thinking = len(self.context.prompt) - len(self._prompt)
-        return TokenCounts(len(self.context.answer), max(0, thinking), self.context.computed_tokens)
+        return TokenCounts(
+            len(self.context.answer), max(0, thinking), self.context.computed_tokens, self.context.forwards
+        )
 
     @property
     def _constraint(self) -> MemberConstraint | None:
@@ -119,12 +132,12 @@ class Session(ABC, Generic[C]):
                 return self.prefill()
             case Think(limit=limit, most=most):
                 return self.think(limit, most)
-            case Draft(limit=limit, round_index=number, hold=hold):
-                return self.draft(limit, number, hold)
+            case Draft(limit=limit, round_index=number, hold=hold, guess=guess):
+                return self.draft(limit, number, hold, guess)
             case DraftAlone(limit=limit, round_index=number, hold=hold):
                 return self.draft_alone(limit, number, hold)
-            case Verify(questions=questions):
-                return self.verify(questions)
+            case Verify(questions=questions, begins=begins):
+                return self.verify(questions, begins)
             case Commit(text=text):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
@@ -146,9 +159,11 @@ class Session(ABC, Generic[C]):
         fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
         return Thought(fresh, ended)
 
-    def draft(self, limit: int, round_index: int, hold: int = 0) -> Stage[Drafted]:
+    def draft(self, limit: int, round_index: int, hold: int = 0, guess: str = "") -> Stage[Drafted]:
         """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
         self._start(round_index)
+        if guess:
+            self._expect(self._branch(self._codec.extend(self.encoding, guess)))
         if self._constraint is not None:
             self._constraint.start()
         ids, ended = yield from self._decode([], limit, hold)
@@ -156,22 +171,39 @@ class Session(ABC, Generic[C]):
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
             ids, ended = yield from self._decode(ids, len(ids) + 1, hold)
             text = self._codec.text_after(self.context.answer, ids)
+        self._expect(Branch(len(self.context.answer), tuple(ids)), is_own=True)
         turn_ends = () if hold else self._turn_ends
         text, turn_over = self._cut_turn(text, turn_ends)
         if ended or turn_over:
             return Drafted(whole_characters(text), True, len(ids))
         open_turn = partial_stop(text, turn_ends)
         text = text[: len(text) - open_turn] if 0 < open_turn < len(text) else text
-        return Drafted(cut_candidate(text), False, len(ids))
+        cut = cut_candidate(text)
+        return Drafted(cut, False, len(ids), whole_characters(text)[len(cut) :])
 
-    def verify(self, questions: Sequence[Question]) -> Stage[Verdicts]:
-        """Judge candidates, all at once."""
+    def verify(self, questions: Sequence[Question], begins: Draft | None = None) -> Stage[Verdicts]:
+        """Judge candidates, all at once; tell how a draft `begins` that shall follow, as far as that is known then."""
+        if begins is not None:
+            self._start(begins.round_index)
+            self._expect_first(begins.hold)
         branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
+        for question in questions:
+            if question.then:
+                self._expect(self._branch(self._codec.extend(self.encoding, question.text + question.then)))
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)
         pairs = zip(judged, sizes, strict=True)
-        return Verdicts(tuple(Verdict(tuple(logprobs), tuple(own)) for logprobs, own in pairs))
+        each = tuple(Verdict(tuple(logprobs), tuple(own)) for logprobs, own in pairs)
+        return Verdicts(each) if begins is None else Verdicts(each, self._begun(begins))
+
+    def _begun(self, wanted: Draft) -> str | None:
+        """How a draft begins (`Verdicts.begun`)."""
+        if self._turn_ends or self._constraint is not None:
+            return ""  # where it is cut depends on more than its white space
+        self._start(wanted.round_index)
+        found = self._known(wanted.limit, wanted.hold)
+        return None if found is None else whole_characters(self._codec.text_after(self.context.answer, found))
 
     def commit(self, text: str) -> Stage[None]:
         """`text` is now part of the answer."""

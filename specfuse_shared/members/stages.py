@@ -19,12 +19,13 @@ from specfuse_shared.types import StageName
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Begin an answer to `prompt` and read it."""
+    """Begin an answer to `prompt` and read it. `speculates`: the member may guess what comes next, to save forwards."""
 
     stage: ClassVar[StageName] = "prefill"
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
+    speculates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,15 @@ class Think:
 class Draft:
     """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Drafted`.
 
-    `hold`: so many tokens of the draft come before the turn may end.
+    `hold`: so many tokens of the draft come before the turn may end. `guess`: what it may turn out to be; it changes
+    only how fast that is found.
     """
 
     stage: ClassVar[StageName] = "draft"
     limit: int
     round_index: int
     hold: int = 0
+    guess: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +64,26 @@ class DraftAlone:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A candidate put to a verifier: its text, and whether an end of turn follows."""
+    """A candidate put to a verifier: its text, and whether an end of turn follows.
+
+    `then`: what its drafter began to say behind it, which may come next.
+    """
 
     text: str
     ends: bool
+    then: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Judge candidates for the next segment by the member's own probabilities → `Verdicts`."""
+    """Judge candidates for the next segment by the member's own probabilities → `Verdicts`.
+
+    `begins`: a draft of which the member shall tell how far it knows it once that is done.
+    """
 
     stage: ClassVar[StageName] = "verify"
     questions: tuple[Question, ...]
+    begins: Draft | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +123,15 @@ class StageRequest:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled."""
+    """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled.
+
+    `then`: what it began to say behind the text, and was cut off.
+    """
 
     text: str
     ends: bool
     tokens: int
+    then: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +152,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """A verdict on each candidate, in their order."""
+    """A verdict on each candidate, in their order.
+
+    `begun`: how the draft begins that was asked for: what it is, cut nowhere, goes on from this text; empty where that
+    cannot be told, None where all of the draft is known and only has to be asked for.
+    """
 
     each: tuple[Verdict, ...]
+    begun: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +172,16 @@ class TokenCounts:
     """Tokens of one answer so far, in the member's own encoding.
 
     `answer`: committed ones. `thinking`: of its own thoughts, which stand between its prompt and the answer.
-    `computed`: those that went through the model after the prompt.
+    `computed`: those that went through the model after the prompt, in so many `forwards`. `guessed`: those among them
+    that were guesses, of which so many were `accepted`.
     """
 
     answer: int = 0
     thinking: int = 0
     computed: int = 0
+    forwards: int = 0
+    guessed: int = 0
+    accepted: int = 0
 
 
 NOTHING_YET = TokenCounts()

@@ -6,6 +6,7 @@ bookkeeping: ids and positions, no tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ROOT = -1
@@ -53,6 +54,26 @@ class TokenTree:
             node = self.child(node, trunk, token)
             path.append(node)
         return path
+
+    def find(self, trunk: int, tokens: tuple[int, ...]) -> list[int]:
+        """As `path`, as far as there are nodes; makes none."""
+        node, path = ROOT, []
+        for token in tokens:
+            found = self._children.get((node, trunk, token))
+            if found is None:
+                break
+            node = found
+            path.append(node)
+        return path
+
+    def below(self, node: int, trunk: int, numbers: Iterable[int]) -> list[int]:
+        """Those of `numbers`, parents first, that descend from `node` (of those at the root: behind `trunk` tokens)."""
+        found: set[int] = set()
+        for number in numbers:
+            parent = self.nodes[number].parent
+            if parent in found or (parent == node and (node != ROOT or self.nodes[number].trunk == trunk)):
+                found.add(number)
+        return sorted(found)
 
     def lineage(self, node: int) -> list[int]:
         """`node` and its ancestors, nearest first."""

@@ -16,6 +16,7 @@ from specfuse_shared.policies.aggregates import (
     trimmed_mean,
     weighted_mean,
 )
+from specfuse_shared.policies.certainty import HALF, may_be_certain, settles
 from specfuse_shared.policies.election import Election, Electorate
 from specfuse_shared.policies.exits import RetentionExit, entropy, never
 from specfuse_shared.policies.feedback import OnlineFeedback, normalised, rewards, uniform
@@ -31,6 +32,7 @@ from specfuse_shared.policies.protocols import (
 from specfuse_shared.policies.scores import MeanLogprob, MeanProb, Stretch
 
 __all__ = [
+    "HALF",
     "AggregatePolicy",
     "CandidateLogprobs",
     "Election",
@@ -47,12 +49,14 @@ __all__ = [
     "Stretch",
     "entropy",
     "geometric_mean",
+    "may_be_certain",
     "never",
     "normalised",
     "others_mean",
     "rank_mean",
     "rewards",
     "seconded_mean",
+    "settles",
     "share_mean",
     "trimmed_mean",
     "uniform",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from specfuse_shared.types import MemberUsage, RoundRecord
+
 UNKNOWN = "–"
 
 
@@ -10,3 +12,18 @@ def number(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:.0e}" if 0 < value < 0.0005 else f"{value:.3f}"
+
+
+def work_of(usage: MemberUsage) -> str:
+    """How many forwards a token of the answer took a member, and how many guesses were right; empty if unknown."""
+    if not usage.forwards or not usage.answer:
+        return ""
+    guesses = f", {usage.accepted} of {usage.guessed} guesses right" if usage.guessed else ""
+    return f"{usage.forwards / usage.answer:.2f} forwards a token{guesses}"
+
+
+def lead_of(record: RoundRecord) -> str:
+    """Who drafted first in a round, and whether that settled it; empty if nobody did."""
+    if record.leader is None:
+        return ""
+    return f" · {record.leader} drafted first" + " and could not lose" * record.certain

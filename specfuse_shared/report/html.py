@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from specfuse_shared.report.formats import UNKNOWN, number
+from specfuse_shared.report.formats import UNKNOWN, number, work_of
 from specfuse_shared.types import AnswerRecord, Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord
 
 COLOURS, LINES = 6, 5
@@ -50,7 +50,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"exact": exact, "marked": marked, "number": number, "seconds": seconds}
+    environment.filters |= {"exact": exact, "marked": marked, "number": number, "seconds": seconds, "work": work_of}
     return environment
 
 
@@ -208,6 +208,8 @@ def _card(piece: Piece, record: RoundRecord) -> Card:
 
 def _verdict(record: RoundRecord) -> str:
     """Who judged the candidates, or why nobody had to."""
+    if record.certain:
+        return f"judged by {len(record.active)} members, and certain: no other draft could have won"
     if record.verified:
         return f"{len(record.candidates)} candidates, judged by {len(record.active)} members"
     if len(record.active) == 1:

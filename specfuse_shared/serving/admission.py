@@ -10,6 +10,7 @@ from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
+from specfuse_shared.members.guesses import MOST_GUESSED
 from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.runtime.cache_sizes import next_rows, row_capacity
 
@@ -36,8 +37,8 @@ class Budget:
     """Bytes that running answers may take on each device, and how many may run and wait.
 
     What an answer needs on a device: for each member the cache row that holds its prompt and longest answer, and the
-    logits of a round's candidates (tokens · vocabulary · 4 bytes). Rows come in blocks, and those count with what they
-    hold (`next_rows`). `free`: bytes for answers on each device.
+    logits of a round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and those count
+    with what they hold (`next_rows`). `free`: bytes for answers on each device.
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
@@ -61,13 +62,14 @@ class Budget:
         prompts = session.participants.prompt_tokens
         drafted = self._config.longest_segment * len(prompts)
         for member in (m for m in self._members if m.name in prompts):
-            slots = prompts[member.name] + session.max_tokens + drafted
+            tried = drafted + (MOST_GUESSED if member.may_guess and self._config.speculation == "auto" else 0)
+            slots = prompts[member.name] + session.max_tokens + tried
             slots += session.max_thinking_tokens if member.thinks else 0
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
             rows[member.name] = row_capacity(slots, member.smallest_row)
             for device, share in member.devices.items():
-                logits[device] += int(share * drafted * member.vocabulary_size * LOGIT_BYTES)
+                logits[device] += int(share * tried * member.vocabulary_size * LOGIT_BYTES)
         alone = Counter(logits)
         for name, capacity in rows.items():
             alone.update(self._bytes(name, capacity, 1))

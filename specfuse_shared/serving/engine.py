@@ -254,7 +254,7 @@ class EnsembleEngine:
             self._check_open()
             raise EngineClosedError()
         settings = params or SamplingParams()
-        session = AnswerSession(config, taking_part, conversation, settings, offered)
+        session = AnswerSession(config, taking_part, conversation, settings, offered, scheduler.traffic)
         span = AnswerSpan(config.names, settings)
 
         def observed(item: Event | Exception) -> None:

@@ -17,6 +17,11 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 MEMBERS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
+_BY_MEMBER = (
+    *("wins", "exits", "faults", "forwards"),
+    *("accepted_guesses", "rejected_guesses", "answer_forwards", "answer_tokens"),
+)
+
 End = Literal["finished", "cancelled", "failed"]
 
 
@@ -56,11 +61,17 @@ class MetricsSnapshot:
     reused_prompt_tokens: int = 0
     rounds: int = 0
     verified_rounds: int = 0
+    led_rounds: int = 0
+    certain_rounds: int = 0
     wins: dict[str, int] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
     forwards: dict[str, int] = field(default_factory=dict)
     forward_seconds: dict[str, float] = field(default_factory=dict)
+    accepted_guesses: dict[str, int] = field(default_factory=dict)
+    rejected_guesses: dict[str, int] = field(default_factory=dict)
+    answer_forwards: dict[str, int] = field(default_factory=dict)
+    answer_tokens: dict[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
     prefix_bytes: int = 0
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -80,7 +91,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = MetricsSnapshot()
-        self._by_member: dict[str, Counter[str]] = {n: Counter() for n in ("wins", "exits", "faults", "forwards")}
+        self._by_member: dict[str, Counter[str]] = {name: Counter() for name in _BY_MEMBER}
         self._forward_seconds: Counter[str] = Counter()
 
     def started(self, waited: float) -> None:
@@ -103,6 +114,8 @@ class Metrics:
             if isinstance(event, SegmentEvent) and event.record is not None:
                 self._now.rounds += 1
                 self._now.verified_rounds += event.record.verified
+                self._now.led_rounds += event.record.leader is not None
+                self._now.certain_rounds += event.record.certain
                 self._now.active_members.add(len(event.record.active))
                 self._by_member["wins"][event.record.winner] += 1
             elif isinstance(event, ExitEvent):
@@ -113,6 +126,11 @@ class Metrics:
                 result = event.result
                 self._now.prompt_tokens += result.usage.prompt_tokens
                 self._now.completion_tokens += result.usage.completion_tokens
+                for name, usage in result.usage.members.items():
+                    self._by_member["accepted_guesses"][name] += usage.accepted
+                    self._by_member["rejected_guesses"][name] += usage.guessed - usage.accepted
+                    self._by_member["answer_forwards"][name] += usage.forwards
+                    self._by_member["answer_tokens"][name] += usage.answer
                 self._now.answer_seconds.add(result.total_seconds)
                 if result.first_segment_seconds is not None:
                     self._now.first_segment_seconds.add(result.first_segment_seconds)

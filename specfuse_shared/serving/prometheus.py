@@ -36,7 +36,7 @@ def _families(
     core: Any, prefix: str, labels: Sequence[str], snapshots: Mapping[tuple[str, ...], MetricsSnapshot]
 ) -> Iterator[Metric]:
     """Each metric of all engines; `snapshots`: values of the labels → counters."""
-    for name in ("requests", "wins", "exits", "faults", "forwards", "forward_seconds"):
+    for name in _LABELLED:
         label = "end" if name == "requests" else "member"
         family = core.CounterMetricFamily(f"{prefix}_{name}", _help(name), labels=[*labels, label])
         for of, snapshot in snapshots.items():
@@ -64,7 +64,14 @@ def _buckets(found: Histogram) -> list[tuple[str, float]]:
     return [(end, sum(found.counts[: n + 1])) for n, end in enumerate(ends)]
 
 
-_COUNTERS = ("prompt_tokens", "completion_tokens", "reused_prompt_tokens", "rounds", "verified_rounds")
+_LABELLED = (
+    *("requests", "wins", "exits", "faults", "forwards", "forward_seconds"),
+    *("accepted_guesses", "rejected_guesses", "answer_forwards", "answer_tokens"),
+)
+_COUNTERS = (
+    *("prompt_tokens", "completion_tokens", "reused_prompt_tokens"),
+    *("rounds", "verified_rounds", "led_rounds", "certain_rounds"),
+)
 _GAUGES = ("running", "waiting", "cache_bytes", "prefix_bytes")
 _HELP: dict[str, str] = {
     "requests": "Requests by how they ended",
@@ -73,6 +80,12 @@ _HELP: dict[str, str] = {
     "faults": "Answers that a member left because it failed",
     "forwards": "Forward passes",
     "forward_seconds": "Seconds in forward passes",
+    "accepted_guesses": "Guessed tokens that a member said itself",
+    "rejected_guesses": "Guessed tokens that went through a model in vain",
+    "answer_forwards": "Forward passes that finished answers took part in, after their prompts",
+    "answer_tokens": "Tokens of finished answers, in each member's own encoding",
+    "led_rounds": "Rounds in which one member drafted first",
+    "certain_rounds": "Rounds in which its draft could not lose, so that not all others drafted",
     "reused_prompt_tokens": "Prompt tokens (of all members) that were not read again",
     "running": "Answers in progress",
     "waiting": "Requests in the queue",

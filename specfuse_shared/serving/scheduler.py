@@ -25,6 +25,7 @@ from specfuse_shared.errors import (
     SpecFuseError,
 )
 from specfuse_shared.events import Event
+from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
@@ -68,15 +69,14 @@ class Scheduler:
 
     def __init__(self, assembly: Assembly, budget: Budget, metrics: Metrics) -> None:
         self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
-        self._lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
+        lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
+        self.traffic = Traffic(lane_of, lambda: len(self._running))
         self._changed = threading.Condition()
-        self._numbers = itertools.count(1)
-        self._queue: deque[Request] = deque()
         self._running: dict[int, Request] = {}
-        self._arrived: deque[StageResult] = deque()
+        self._queue, self._arrived = deque[Request](), deque[StageResult]()
         self._wanted: list[StageRequest] = []
         self._closed: Exception | None = None
-        self._process = os.getpid()
+        self._process, self._numbers = os.getpid(), itertools.count(1)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
 
@@ -199,7 +199,7 @@ class Scheduler:
         wanted, self._wanted = self._wanted, []
         by_lane: dict[int, list[StageRequest]] = defaultdict(list)
         for request in wanted:
-            by_lane[self._lane_of[request.member]].append(request)
+            by_lane[self.traffic.lane_of[request.member]].append(request)
         for number, requests in by_lane.items():
             self._assembly.lanes[number].submit(requests, self._take)
 

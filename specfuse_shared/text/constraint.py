@@ -145,6 +145,10 @@ class MemberConstraint:
             ends[token >> 3] |= 1 << (token & 7)
         return bytes(ends)
 
+    def follows(self, ids: Sequence[int]) -> int:
+        """How many of the ids, from the first on, may follow the draft."""
+        return int(self._draft.validate_tokens(list(ids)))
+
     def advance(self, token: int) -> None:
         """The draft goes on with `token`, which the mask allowed."""
         self._draft.consume_token(token)

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specfuse_shared import SamplingParams
 from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
-from specfuse_shared.members.sequence import TreeSequence, feed_together
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.logprobs import Judgement

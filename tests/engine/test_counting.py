@@ -9,12 +9,15 @@ from specfuse_shared.text.codec import common_prefix
 from tests.engine.comparing import local_members, open_session, with_settings
 
 
+@pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize(
     "text", ["Why is the sky blue?", "请介绍北京的历史。🎉", "Write a nested Python loop over a list of lists."]
 )
-def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: EnsembleEngine, text: str) -> None:
+def test_a_round_feeds_no_more_than_its_candidates_its_guesses_and_four_tokens(
+    demo_engine: EnsembleEngine, text: str, speculation: str
+) -> None:
     members = local_members(demo_engine)
-    config = with_settings(demo_engine.config, exit="never")
+    config = with_settings(demo_engine.config, exit="never", speculation=speculation)
     session = open_session(config, members, [Message("user", text)], SamplingParams(max_tokens=70))
     events = session.events()
     assert isinstance(next(events), StartEvent)
@@ -22,6 +25,7 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
     assert all(side.session.counts.computed == 0 for side in sides.values()), "the prompt is counted apart"
     while not session.finished:
         answer, fed = session.text, {n: s.session.counts.computed for n, s in sides.items()}
+        guessed = {n: s.session.counts.guessed for n, s in sides.items()}
         drafted = {n: s.drafted for n, s in sides.items()}
         next(events)
         record = session.rounds[-1]
@@ -34,8 +38,10 @@ def test_a_round_feeds_no_more_than_its_candidates_and_four_tokens(demo_engine: 
                     ids = codec.encode(answer + candidate.text)
                     others += len(ids) - common_prefix(before, ids)
             spent = sides[name].session.counts.computed - fed[name]
+            spent -= sides[name].session.counts.guessed - guessed[name]
             own = sides[name].drafted - drafted[name]
             assert spent <= own + others + 4, f"round {record.index}, {name}: {spent} fed for {own} + {others}"
+    assert speculation == "auto" or not any(side.session.counts.guessed for side in sides.values())
 
 
 def test_the_prompt_is_read_once(demo_engine: EnsembleEngine) -> None:

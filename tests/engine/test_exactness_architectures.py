@@ -40,14 +40,17 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
                 assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
 
 
+@pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize("score", SCORES, ids=str)
-def test_three_members_equal_the_naive_round(partner: Path, tmp_path: Path, score: dict[str, str]) -> None:
+def test_three_members_equal_the_naive_round(
+    partner: Path, tmp_path: Path, score: dict[str, str], speculation: str
+) -> None:
     """Among three, votes and weights know who wrote a candidate and who finds it thinkable."""
     members = [MemberConfig(str(partner), name="one", dtype="float32")]
     for number, kind in enumerate(("gpt2", "qwen3"), start=2):
         save_model(kind, byte_level_tokenizer(), tmp_path / kind, seed=number)
         members.append(MemberConfig(str(tmp_path / kind), name=kind, dtype="float32"))
-    with EnsembleEngine(EnsembleConfig(members=members, **score)) as engine:
+    with EnsembleEngine(EnsembleConfig(members=members, speculation=speculation, **score)) as engine:
         for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=8)
             assert all(len(r.active) == 3 for r in records)

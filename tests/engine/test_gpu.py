@@ -14,8 +14,8 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import feed_together
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler

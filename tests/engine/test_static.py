@@ -18,8 +18,9 @@ from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.probe import probe
 from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.sequence import SequenceState, feed_together
+from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import feed_together
 from specfuse_shared.runtime.cuda_graphs import Graphs, NoWaiting
 from specfuse_shared.runtime.kv_cache import CachePool
 from specfuse_shared.runtime.logprobs import NotFiniteError

@@ -25,6 +25,7 @@ class SentIds:
     prompt: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
     computed_tokens: int = 0
+    forwards: int = 0
 
     def keep(self, branch: Branch) -> None:
         self.answer = self.answer[: branch.base] + branch.tokens

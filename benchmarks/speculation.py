@@ -1,0 +1,110 @@
+"""What speculation saves: forwards of each member a token of the answer, and processor seconds, on ÷ off, in one run.
+
+    python benchmarks/speculation.py --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--json FILE]
+
+Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted (FOLDER/rag_en.jsonl), and code to be edited
+(rows of this file). Every request is asked of an engine without and of one with speculation, one at a time and then all
+at once; forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds.
+`--certain` decides rounds by policies under which a leader's draft may be certain. How many answers are the same is
+printed: in float32 all are; in half precision they may part, as batches round differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from figures import RESULTS, Figure, report
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
+
+CODE = (
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+    "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop(0)\n",
+    "def read(path):\n    lines = []\n    with open(path) as file:\n        for line in file:\n"
+    "            lines.append(line.strip())\n    return lines\n",
+    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if number > best:\n"
+    "            best = number\n    return best\n",
+)
+CERTAIN = {"score": "stretch", "aggregate": "weighted_mean", "feedback": "uniform"}
+
+
+def requests(data: Path, kind: str, rows: int) -> list[str]:
+    if kind == "code":
+        return [f"Add a docstring to this code and repeat all of it.\n\n```python\n{code}```" for code in CODE[:rows]]
+    name = {"open": "open", "quote": "rag_en"}[kind]
+    found = [json.loads(line) for line in (data / f"{name}.jsonl").read_text("utf-8").splitlines()[:rows]]
+    if kind == "open":
+        return [row["prompt"] for row in found]
+    return [f"Quote the sentence that answers the question.\n\n{row['context']}\n\n{row['prompt']}" for row in found]
+
+
+def forwards(results: Sequence[EnsembleResult]) -> float:
+    """Of all members, a token of their own encoding of the answer."""
+    used = [usage for result in results for usage in result.usage.members.values()]
+    return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))
+
+
+def answered(
+    engine: EnsembleEngine, asked: Sequence[str], params: SamplingParams, together: bool
+) -> list[EnsembleResult]:
+    if not together:
+        return [engine.generate(text, params) for text in asked]
+    found = engine.generate_batch(list(asked), params)
+    return [result for result in found if isinstance(result, EnsembleResult)]
+
+
+def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[Figure]:
+    params, figures = SamplingParams(max_tokens=tokens), []
+    with (
+        EnsembleEngine(replace(config, speculation="off")) as off,
+        EnsembleEngine(replace(config, speculation="auto")) as auto,
+    ):
+        engines = {"off": off.load(), "auto": auto.load()}
+        for kind in ("open", "quote", "code"):
+            asked = requests(data, kind, rows)
+            for together in (False, True):
+                found, seconds = {}, {}
+                for name, engine in engines.items():
+                    began = time.process_time()
+                    found[name] = answered(engine, asked, params, together)
+                    seconds[name] = time.process_time() - began
+                how = f"{kind}, {len(asked)} {'at once' if together else 'in turn'}"
+                ratio = forwards(found["auto"]) / forwards(found["off"])
+                used = [usage for result in found["auto"] for usage in result.usage.members.values()]
+                same = sum(a.text == b.text for a, b in zip(found["off"], found["auto"], strict=True))
+                certain = sum(record.certain for result in found["auto"] for record in result.rounds)
+                detail = (
+                    f"{forwards(found['off']):.2f} → {forwards(found['auto']):.2f}; guesses accepted "
+                    f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
+                    f"{same} of {len(asked)} answers equal; certain rounds {certain}"
+                )
+                aim, spent = 0.8 if kind == "open" else 0.5, f"{seconds['off']:.0f} s → {seconds['auto']:.0f} s"
+                figures.append(Figure(f"forwards a token, {how}", ratio, aim, False, detail))
+                figures.append(Figure(f"processor time, {how}", seconds["auto"] / seconds["off"], 1.02, False, spent))
+                print(f"{how}: {ratio:.2f} ({detail}), processor time {spent}", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--certain", action="store_true")
+    parser.add_argument("--json", type=Path, default=RESULTS / "speculation.json")
+    args = parser.parse_args()
+    settings = CERTAIN if args.certain else {}
+    config = EnsembleConfig(demo_members(dtype=args.dtype), reuse_prefixes=False, **settings)
+    report("Speculation on ÷ off", measure(config, args.data, args.rows, args.tokens), args.json)
+
+
+if __name__ == "__main__":
+    main()

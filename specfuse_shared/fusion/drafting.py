@@ -1,0 +1,240 @@
+"""What the members of a round say: all at once, or one first, whose draft the others take as a guess.
+
+A guess changes no draft: a member says what it would have said, and where that is what the leader said, one forward
+finds it. Where a leader's draft cannot lose (`specfuse_shared.policies.certainty`), members that would say otherwise
+are not asked for the rest of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.fusion.answer_text import AnswerText
+from specfuse_shared.fusion.leading import Lead, Traffic
+from specfuse_shared.fusion.participants import Participants
+from specfuse_shared.fusion.repetition import repeats
+from specfuse_shared.members.stages import (
+    Draft,
+    DraftAlone,
+    Drafted,
+    Op,
+    Question,
+    StageResult,
+    Value,
+    Verdicts,
+    Verify,
+)
+from specfuse_shared.policies import HALF, CandidateLogprobs, may_be_certain, settles
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.text.constraint import AnswerConstraint
+from specfuse_shared.types import Candidate, FinishReason
+
+Ops = Mapping[str, Op]
+"""Stages to run, by member."""
+Results = Mapping[str, StageResult]
+"""What came of them, by member."""
+Ask = Callable[[Ops], Generator[Ops, Results, dict[str, Value]]]
+"""Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then."""
+
+
+@dataclass(slots=True)
+class DistinctCandidate:
+    """A distinct candidate: the text that would be added, whether the turn ends behind it, and who drafted it.
+
+    Stop strings are unknown to it: they cut the answer that would have been given.
+    """
+
+    text: str
+    ends: bool
+    drafters: list[str]
+    tokens: int
+    then: str = ""
+    """What its first drafter began to say behind it."""
+    over: FinishReason | None = None
+    """Why the answer is over with this text under its grammar."""
+    scores: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
+    repeats: bool = False
+    """It says again what was said, and the guard took its score."""
+
+    @property
+    def finishes(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why the answer ends with this candidate, if it does."""
+        return self.over or (FinishReason.STOP if self.ends else None)
+
+    def record(self) -> Candidate:
+        drafters, scores = tuple(self.drafters), dict(self.scores)
+        return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
+
+
+class Method:
+    """What stays the same in all rounds of an answer: its settings and policies, and how many rounds were verified."""
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        params: SamplingParams,
+        constraint: AnswerConstraint | None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.config, self.params, self.constraint = config, params, constraint
+        self.score, self.aggregate = config.score_policy(), config.aggregate_policy()
+        self.feedback, self.exit = config.feedback_policy(), config.exit_policy()
+        self.verified_rounds = 0
+        self.lead = Lead(traffic)
+
+
+class Drafting:
+    """The drafts of round `index`. `leader`: who drafted first; `certain`: not everybody had to draft."""
+
+    def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
+        self._method, self._participants, self._answer, self._index, self._ask = (
+            method,
+            participants,
+            answer,
+            index,
+            ask,
+        )
+        self._config, self._constraint = method.config, method.constraint
+        self.alone = len(participants.active) == 1 and method.constraint is None
+        self.leader: str | None = None
+        self.certain = False
+
+    @property
+    def _active(self) -> list[str]:
+        return self._participants.active
+
+    def run(self) -> Generator[Ops, Results, list[DistinctCandidate]]:
+        """Every active member's candidate; equal ones count once.
+
+        What the grammar dictates is every member's draft, and no model has to run for it.
+        """
+        if self._constraint is not None and (forced := self._constraint.forced()):
+            over = self._constraint.admit(forced, False).reason
+            return [DistinctCandidate(forced, False, list(self._active), 0, over=over)]
+        drafts = (yield from self._led()) if self._is_led else (yield from self._ask(self._draft_ops()))
+        return self._distinct({name: drafts[name] for name in self._active if name in drafts})
+
+    def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
+        choices: list[DistinctCandidate] = []
+        for name, draft in drafts.items():
+            assert isinstance(draft, Drafted)
+            self._count(name, draft)
+            choice = self._choice(name, draft)
+            same = next((c for c in choices if (c.text, c.ends) == (choice.text, choice.ends)), None)
+            if same is not None:
+                same.drafters.append(name)
+            elif choice.text or choice.finishes or self.alone:
+                choices.append(choice)
+        return choices
+
+    def _draft_ops(self) -> dict[str, Op]:
+        limit = self._config.segment_limit(self._index)
+        if not self.alone:
+            return {name: self._op() for name in self._drafters}
+        side = self._participants[self._active[0]]
+        if side is self._participants.reference:
+            limit = min(limit, self._method.params.max_tokens - side.counts.answer)
+        side.alone = side.counts.answer
+        return {side.member.name: DraftAlone(limit, self._index, self.hold)}
+
+    @property
+    def _drafters(self) -> list[str]:
+        """Who drafts: under a grammar those that shall, or everybody where nobody shall."""
+        if self._constraint is None:
+            return self._active
+        willing = [n for n in self._active if self._participants[n].member.info.drafts_under_grammar]
+        return willing or self._active
+
+    def _op(self, guess: str = "") -> Draft:
+        return Draft(self._config.segment_limit(self._index), self._index, self.hold, guess)
+
+    # ── one first ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _is_led(self) -> bool:
+        return self._config.speculation == "auto" and not self.alone and self._method.lead.is_worth(self._participants)
+
+    def _led(self) -> Generator[Ops, Results, dict[str, Value]]:
+        """The leader's draft, then the others'; those of members that need not be heard are left out."""
+        self.leader = leader = self._method.lead.choose(self._participants, self._drafters)
+        drafts = yield from self._ask({leader: self._op()})
+        first = drafts.get(leader)
+        if not isinstance(first, Drafted):
+            return (yield from self._drafts(self._drafters))
+        guess, others = first.text + first.then, [name for name in self._drafters if name != leader]
+        if self._may_be_certain(first):
+            begun = yield from self._begun(leader, first)
+            told = [name for name, beginning in begun.items() if beginning is None]
+            drafts.update((yield from self._drafts(told, guess)))
+            rest = [name for name in others if name not in drafts and name in self._active]
+            heard = [draft for draft in drafts.values() if isinstance(draft, Drafted)]
+            agreed = all((draft.text, draft.ends) == (first.text, first.ends) for draft in heard)
+            if rest and agreed and settles(self._answer.text, first.text, [begun.get(name) or "" for name in rest]):
+                self.certain = True
+                return drafts
+            others = rest
+        others = [name for name in others if name in self._active]
+        drafts.update((yield from self._drafts(others, guess)))
+        return drafts
+
+    def _drafts(self, names: Sequence[str], guess: str = "") -> Generator[Ops, Results, dict[str, Value]]:
+        return (yield from self._ask({name: self._op(guess) for name in names})) if names else {}
+
+    def _may_be_certain(self, first: Drafted) -> bool:
+        """Whether half of the votes would settle the round for this draft."""
+        method, sides = self._method, self._participants.sides
+        if self._constraint is not None or self.hold or not (first.text or first.ends):
+            return False
+        if not may_be_certain(method.score, method.aggregate, method.feedback, method.exit, len(self._active)):
+            return False
+        guarded = self._config.repetition_guard and repeats(self._answer.text, first.text)
+        return not guarded and all(sides[name].member.codec.windowed for name in self._active)
+
+    def _begun(self, leader: str, first: Drafted) -> Generator[Ops, Results, dict[str, str | None]]:
+        """How the others' drafts begin: None where one is known as a whole. Empty texts where half is not reached."""
+        asked = (Question(first.text, first.ends, "" if first.ends else first.then),)
+        ops: dict[str, Op] = {name: Verify(asked, None if name == leader else self._op()) for name in self._active}
+        found = {name: value for name, value in (yield from self._ask(ops)).items() if isinstance(value, Verdicts)}
+        seen = [
+            CandidateLogprobs(first.text, first.ends, v.each[0].logprobs, v.each[0].token_bytes) for v in found.values()
+        ]
+        if leader not in found or not all(candidate.logprobs for candidate in seen):
+            return dict.fromkeys(found.keys() - {leader}, "")
+        scores = [self._method.score([candidate]) for candidate in seen]
+        weights = [self._participants.weights[name] for name in found]
+        [vote] = self._method.aggregate(scores, weights, [[list(found).index(leader)]])
+        enough = vote > HALF
+        return {name: v.begun if enough else "" for name, v in found.items() if name != leader}
+
+    @property
+    def hold(self) -> int:
+        """So many tokens have to come before a member may end its turn."""
+        params = self._method.params
+        return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._answer.tokens)
+
+    def _count(self, name: str, draft: Drafted) -> None:
+        side = self._participants[name]
+        side.drafted += draft.tokens
+        if self.alone:
+            side.alone = (side.alone or 0) + draft.tokens
+
+    def _choice(self, name: str, draft: Drafted) -> DistinctCandidate:
+        """A draft as far as the grammar admits it."""
+        if self._constraint is None:
+            ends = draft.ends and self._may_end(draft.text)
+            return DistinctCandidate(draft.text, ends, [name], draft.tokens, draft.then)
+        admitted = self._constraint.admit(draft.text, draft.ends)
+        then = draft.then if admitted.text == draft.text else ""
+        return DistinctCandidate(admitted.text, admitted.ends, [name], draft.tokens, then, admitted.reason)
+
+    def _may_end(self, text: str) -> bool:
+        """Whether the answer is long enough to end with `text`."""
+        return not self.hold or self.alone or self._answer.tokens_with(text) >= self._method.params.min_tokens
