@@ -48,6 +48,26 @@ class UnsupportedModelError(errors.UnsupportedModelError, exceptions.ModelError)
     """A member's probabilities cannot be reproduced."""
 
 
+class ServerError(errors.ServerError, exceptions.ModelError):
+    """A member's server cannot be used, or refused a request."""
+
+
+class ServerUnreachableError(errors.ServerUnreachableError, exceptions.ModelConnectionError):
+    """Nobody answers at the address of a member's server, or not in time."""
+
+
+class ServerKeyError(errors.ServerKeyError, exceptions.ModelAuthenticationError):
+    """A member's server asks for another key."""
+
+
+class ServerModelError(errors.ServerModelError, exceptions.ModelNotFoundError):
+    """A member's server has no such model, or one with another vocabulary."""
+
+
+class ServerSettingsError(errors.ServerSettingsError, exceptions.ModelError):
+    """A member's server was started in a way in which no member can live there."""
+
+
 class RequestError(errors.RequestError, exceptions.ModelInvalidRequestError):
     """This request is refused or impossible."""
 
@@ -99,6 +119,11 @@ _TRANSLATED: dict[type[BaseException], type[errors.SpecFuseError]] = {
         MemberLoadError,
         PlacementError,
         UnsupportedModelError,
+        ServerError,
+        ServerUnreachableError,
+        ServerKeyError,
+        ServerModelError,
+        ServerSettingsError,
         RequestError,
         PromptTooLongError,
         ValueTooLongError,

@@ -57,6 +57,7 @@ def test_the_example_names_its_sources(printed: str) -> None:
     assert "history.md  A short history: The Long Glass" in sources
 
 
+@pytest.mark.slow
 @needs_demo_extra
 def test_the_store_is_kept_on_disk_and_used_again(printed: str, store: Path) -> None:
     [kept] = store.glob("langchain-*")

@@ -95,13 +95,8 @@ class Drafting:
     """The drafts of round `index`. `leader`: who drafted first; `certain`: not everybody had to draft."""
 
     def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
-        self._method, self._participants, self._answer, self._index, self._ask = (
-            method,
-            participants,
-            answer,
-            index,
-            ask,
-        )
+        self._method, self._participants, self._answer = method, participants, answer
+        self._index, self._ask = index, ask
         self._config, self._constraint = method.config, method.constraint
         self.alone = len(participants.active) == 1 and method.constraint is None
         self.leader: str | None = None

@@ -29,13 +29,8 @@ class Round:
     """Round `index` of an answer. `run` is the whole of it; it asks members for stages by `ask`."""
 
     def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
-        self._method, self._participants, self._answer, self._index, self._ask = (
-            method,
-            participants,
-            answer,
-            index,
-            ask,
-        )
+        self._method, self._participants, self._answer = method, participants, answer
+        self._index, self._ask = index, ask
         self._config, self._constraint = method.config, method.constraint
         self._before, self._exits = tuple(participants.active), participants.take_exits()
         self._drafting = Drafting(method, participants, answer, index, ask)

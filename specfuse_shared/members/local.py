@@ -54,12 +54,11 @@ class LocalMember:
             place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         self.devices = place.caches
-        self.prompts = PromptEncoder(
-            tokenizer, config.chat_template, config.template_options, self.name, config.thinking
-        )
+        template, options = config.chat_template, config.template_options
+        self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
         self.codec = self.prompts.codec
-        choose_kernels(torch.device(model.device))
         on_stage("checking parity")
+        choose_kernels(torch.device(model.device))
         way = probe(model, self.name, execution)
         self.runner = way.runner(model)
         self.runner.warm_up()

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specfuse_shared import SamplingParams
 from specfuse_shared.members.requests import DraftRequest, ForwardRequest, LogprobRequest
-from specfuse_shared.members.sequence import TreeSequence, feed_together
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.cuda_graphs import Graphs

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {"llama-3-8b": 32, "qwen2.5-7b": 28, "gemma-2-9b": 42}
 
 

@@ -66,6 +66,7 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
         assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:
     facts = " ".join(f"Room {n} holds {n * 7 % 31} telescopes and {n * 3 % 17} maps." for n in range(1, 95))
     messages = question(f"{facts}\n\nWhich rooms hold more than twenty telescopes? Give reasons.")

@@ -9,8 +9,9 @@ from specfuse_shared import MemberConfig
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.requests import ForwardRequest
-from specfuse_shared.members.sequence import SequenceState, feed_together
+from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.members.tree_sequence import feed_together
 from tests.engine.tiny import byte_level_tokenizer, save_model
 
 LIMIT = 200

@@ -17,6 +17,8 @@ from specfuse_shared.members.local import LocalMember
 from tests.engine.comparing import local_members, open_session
 from tests.engine.graphs_without_gpu import Driver, driver
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["driver"]
 MESSAGES = [Message("user", "How do the tides follow the moon? " * 5)]
 PARAMS = SamplingParams(max_tokens=24)

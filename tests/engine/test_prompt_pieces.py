@@ -12,7 +12,7 @@ from specfuse_shared import MemberConfig
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.requests import ForwardRequest
-from specfuse_shared.members.sequence import feed_together
+from specfuse_shared.members.tree_sequence import feed_together
 from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.kernels import choose_kernels
 from tests.engine.tiny import byte_level_tokenizer, save_model

@@ -118,6 +118,7 @@ def worked_in_react(day: str, hours: str, visitor: str, price: str) -> list[Chat
     ]
 
 
+@pytest.mark.slow
 async def test_a_function_agent_finishes_a_task_of_two_tools(llm: SpecFuseLLM) -> None:
     agent = FunctionAgent(tools=[HOURS, PRICE], llm=llm, system_prompt=TASK, allow_parallel_tool_calls=False)
     done = await run(agent, [message for example in EXAMPLES for message in worked(*example)])
@@ -126,6 +127,7 @@ async def test_a_function_agent_finishes_a_task_of_two_tools(llm: SpecFuseLLM) -
     done.assert_spread_out()
 
 
+@pytest.mark.slow
 async def test_a_react_agent_finishes_a_task_of_two_tools(llm: SpecFuseLLM) -> None:
     agent = ReActAgent(tools=[HOURS, PRICE], llm=llm)
     done = await run(agent, [message for example in EXAMPLES for message in worked_in_react(*example)])
@@ -134,6 +136,7 @@ async def test_a_react_agent_finishes_a_task_of_two_tools(llm: SpecFuseLLM) -> N
     done.assert_spread_out()
 
 
+@pytest.mark.slow
 async def test_a_workflow_of_two_agents_hands_the_task_over_and_finishes_it(llm: SpecFuseLLM) -> None:
     settings: dict[str, Any] = {"llm": llm, "system_prompt": TASK, "allow_parallel_tool_calls": False}
     hours = FunctionAgent(

@@ -69,6 +69,7 @@ def test_a_prediction_is_an_instance_of_its_class(llm: SpecFuseLLM, listener: Li
     assert names.count("LLMChatStartEvent") == 1
 
 
+@pytest.mark.slow
 async def test_all_four_predictions_are_the_same(llm: SpecFuseLLM) -> None:
     expected = llm.structured_predict(Pair, PROMPT, thing="a cat")
     assert await llm.astructured_predict(Pair, PROMPT, thing="a cat") == expected
