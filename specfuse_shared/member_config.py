@@ -67,8 +67,8 @@ class MemberConfig(Settings):
     """It also drafts where a grammar or a tool call binds the answer; False: there it judges what others draft, unless
     none of them does. Such drafts cost a server a request a token."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU", "memory" (bytes), and
-    names that nodes were started with."""
+    """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU" (1, if unset and the
+    cluster has any), "memory" (bytes; without a card what its model takes, if unset), names that nodes were given."""
     server: str | None = None
     """Address of a server that runs the model ("http://127.0.0.1:8000/v1"), of which `model` then names the tokenizer
     and template (extra "servers")."""

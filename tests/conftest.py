@@ -8,6 +8,7 @@ import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
 from tests.engine.comparing import FAULT_ROW
+from tests.engine.tiny import pair_config, save_pair
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rows = [row for report in reports for name, row in report.user_properties if name == FAULT_ROW]
     for row in [("injected", "stage", "into", "what happened"), *rows] if rows else ():
         terminalreporter.write_line("{:<14} {:<8} {:<12} {}".format(*row))
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
+    """Two tiny members of different make: a byte-level chat model and a metaspace base model."""
+    with EnsembleEngine(pair_config(save_pair(tmp_path_factory))) as engine:
+        yield engine.load()

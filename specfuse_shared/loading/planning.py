@@ -92,6 +92,18 @@ def _settings(
     return settings, None if stored is None else str(stored).removeprefix("torch.")
 
 
+def needed_memory(config: MemberConfig, cache_dir: str | None) -> int | None:
+    """Bytes of main memory that a member takes on a machine like this one, with room for an answer.
+
+    None where its configuration cannot be read from here.
+    """
+    processor = find_devices()[0]
+    with suppress(MemberLoadError):
+        spec = _spec(config, cache_dir, False, lambda stage: None)
+        return spec.need(processor, spec.quantizations[0], Workload()).total
+    return None
+
+
 def stated_context(config: EnsembleConfig) -> int | None:
     """Tokens that the smallest member's context holds, as far as its configuration is on this machine.
 

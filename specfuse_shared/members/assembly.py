@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import MissingExtraError
-from specfuse_shared.loading.planning import OnMemberStage, plan_ensemble
+from specfuse_shared.loading.planning import OnMemberStage, needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
@@ -119,7 +119,8 @@ def _ray_lanes(
 
     for member in members:
         on_stage(member.label, "loading on a node of the cluster")
-    lanes = ray_lanes(members, config.ray_address, config.execution, on_forward)
+    memory = {member.label: needed_memory(member, config.cache_dir) for member in members}
+    lanes = ray_lanes(members, memory, config.ray_address, config.execution, on_forward)
     for member in members:
         on_stage(member.label, "ready")
     return lanes

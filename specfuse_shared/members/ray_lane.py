@@ -22,6 +22,7 @@ from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import OnForward
 from specfuse_shared.members.piped_lane import PipedLane, serve_members
+from specfuse_shared.placement.plan import memory as memory_text
 
 ray: Any = untyped_ray
 
@@ -84,8 +85,9 @@ class MemberActor:
 class ActorWire:
     """The coordinator's end: `recv` raises what the actor raised, and `EOFError` where it is gone."""
 
-    def __init__(self, config: MemberConfig, execution: str) -> None:
-        options = actor_options(config.resources)
+    def __init__(self, config: MemberConfig, execution: str, needs: Mapping[str, float]) -> None:
+        options = actor_options(needs)
+        self._needs = needs
         cores = max(1, int(options["num_cpus"]))
         groups = {"in": 1, "out": 1}
         kind = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups, **options)(MemberActor)
@@ -99,7 +101,7 @@ class ActorWire:
             ray.get(self._actor.started.options(concurrency_group="in").remote(), timeout=_SECONDS_TO_START)
         except GetTimeoutError as error:
             raise MemberLoadError(
-                f"member {member.label!r} waited {_SECONDS_TO_START:g} s for {_needs(member)} on a node of the Ray "
+                f"member {member.label!r} waited {_SECONDS_TO_START:g} s for {_said(self._needs)} on a node of the Ray "
                 "cluster: close what holds them, or start another node"
             ) from error
 
@@ -133,18 +135,26 @@ class ActorWire:
 
 
 def ray_lanes(
-    members: Sequence[MemberConfig], address: str | None, execution: str, on_forward: OnForward
+    members: Sequence[MemberConfig],
+    memory: Mapping[str, int | None],
+    address: str | None,
+    execution: str,
+    on_forward: OnForward,
 ) -> list[PipedLane]:
-    """A lane for each member, on the node where its resources are. All load at the same time.
+    """A lane for each member, on a node that has what it needs. All load at the same time.
 
-    Raises `MemberLoadError` where one cannot be loaded, or no node has what it needs.
+    `memory`: bytes that a member needs by its label, None where that is not known. Raises `MemberLoadError` where one
+    cannot be loaded, or no node has room for it.
     """
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address=address, log_to_driver=False, configure_logging=False)
-    for member in members:
-        _check_room(member)
-    wires = [ActorWire(member, execution) for member in members]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cards = any(node.get("GPU") for node in nodes)
+    needs = [needs_of(member, memory.get(member.label), cards) for member in members]
+    for member, wanted in zip(members, needs, strict=True):
+        _check_room(member, wanted, nodes)
+    wires = [ActorWire(member, execution, wanted) for member, wanted in zip(members, needs, strict=True)]
     lanes: list[PipedLane] = []
     try:
         for member, wire in zip(members, wires, strict=True):
@@ -160,26 +170,28 @@ def ray_lanes(
     return lanes
 
 
-def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Ray's options of an actor with these resources: one core, unless they say otherwise."""
-    options: dict[str, Any] = {"num_cpus": 1.0}
-    options |= {_NAMED[name]: amount for name, amount in resources.items() if name in _NAMED}
-    return {**options, "resources": {name: amount for name, amount in resources.items() if name not in _NAMED}}
+def needs_of(member: MemberConfig, memory: int | None, cards: bool) -> dict[str, float]:
+    """What a member asks of a node: its `resources`, and where they are silent a core and a card, if the cluster has
+    `cards` and its device may be one, else main memory for its model."""
+    card = member.resources.get("GPU", float(cards and member.device.split(":")[0] in ("auto", "cuda")))
+    own = {"GPU": card} if card else {"memory": float(memory)} if memory else {}
+    return {"CPU": 1.0, **own, **member.resources}
 
 
-def _check_room(member: MemberConfig) -> None:
+def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's options of an actor with these needs."""
+    named = {_NAMED[name]: amount for name, amount in needs.items() if name in _NAMED}
+    return {**named, "resources": {name: amount for name, amount in needs.items() if name not in _NAMED}}
+
+
+def _check_room(member: MemberConfig, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
     """A node has as much as the member needs, whoever uses it now: else its actor would be waited for without end."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0) >= amount for name, amount in _wanted(member).items()) for node in nodes):
+    if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
         raise MemberLoadError(
-            f"member {member.label!r} needs {_needs(member)}, and no node of the Ray cluster has that much: start one "
+            f"member {member.label!r} needs {_said(needs)}, and no node of the Ray cluster has that much: start one "
             "that has, or change MemberConfig(resources=…)"
         )
 
 
-def _wanted(member: MemberConfig) -> dict[str, float]:
-    return {"CPU": 1.0, **member.resources}
-
-
-def _needs(member: MemberConfig) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in _wanted(member).items())
+def _said(needs: Mapping[str, float]) -> str:
+    return ", ".join(f"{k} {memory_text(v) if k == 'memory' else format(v, 'g')}" for k, v in needs.items())

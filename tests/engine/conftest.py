@@ -7,20 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared import EnsembleEngine
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
 from tests.engine.comparing import local_members
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
-
-
-@pytest.fixture(scope="session")
-def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
-    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
-    members = [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
-    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
-        yield engine.load()
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from specfuse_shared.runtime.transfer import Download
 from tests.engine.comparing import answer_of, assert_equals_naive, local_members, with_settings
 from tests.engine.test_concurrency import requests
 from tests.engine.test_exactness_architectures import MESSAGES, ROW_BY_ROW
-from tests.engine.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.engine.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model, save_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,9 +34,8 @@ GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300,
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
-    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
-    members = [MemberConfig(str(path), dtype="float32", device="cuda") for path in (chat, base)]
+    pair = save_pair(tmp_path_factory).values()
+    members = [MemberConfig(str(folder), dtype="float32", device="cuda") for folder in pair]
     with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6)) as made:
         yield made.load()
 

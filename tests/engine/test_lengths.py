@@ -12,7 +12,7 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import ConfigError
 from tests.engine.comparing import local_members
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.engine.tiny import save_pair
 
 QUESTION = [Message("user", "How do the tides follow the moon?")]
 
@@ -20,9 +20,7 @@ QUESTION = [Message("user", "How do the tides follow the moon?")]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two members that like to end their turn: among so many tokens that do, greedy decoding soon meets one."""
-    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
-    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
-    return [chat, base]
+    return list(save_pair(tmp_path_factory).values())
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.text.thinking import find_markers
 from tests.engine.comparing import local_members
-from tests.engine.tiny import CHAT_TEMPLATE, byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.engine.tiny import CHAT_TEMPLATE, save_pair
 
 THINKING = CHAT_TEMPLATE.replace(
     "assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -34,8 +34,7 @@ QUESTION = "How do the tides follow the moon?"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
-    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
+    chat, base = save_pair(tmp_path_factory).values()
     return str(chat), str(base)
 
 

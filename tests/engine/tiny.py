@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from specfuse_shared import EnsembleConfig, MemberConfig
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs of liquor, he said.",
@@ -109,6 +113,20 @@ def save_model(kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, seed
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_pair(folders: pytest.TempPathFactory, **shape: Any) -> dict[str, Path]:
+    """Two members of different make, each in a folder of its own: a byte-level chat model, a metaspace base model."""
+    return {
+        "chat": save_model("qwen3", byte_level_tokenizer(), folders.mktemp("chat"), **shape),
+        "base": save_model("llama", metaspace_tokenizer(), folders.mktemp("base"), seed=1, **shape),
+    }
+
+
+def pair_config(pair: Mapping[str, Path]) -> EnsembleConfig:
+    """The ensemble of a pair."""
+    members = [MemberConfig(str(folder), name=name) for name, folder in pair.items()]
+    return EnsembleConfig(members, segment_tokens=6, exit="never")
 
 
 def _common_characters(texts: list[str]) -> list[str]:

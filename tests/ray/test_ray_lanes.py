@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+from transformers import LlamaConfig
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, SamplingParams
 from specfuse_shared.adapters.records import plain_config
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from tests.engine.test_piped_lane import ASKED, everything
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 ray = pytest.importorskip("ray", reason='needs the extra "ray"')
 pytestmark = [
@@ -45,17 +45,8 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def local_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"))
-    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1)
-    members = [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
-    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, exit="never")) as engine:
-        yield engine.load()
-
-
-@pytest.fixture(scope="module")
-def apart(local_engine: EnsembleEngine, cluster: Any) -> Iterator[EnsembleEngine]:
-    with EnsembleEngine(on_ray(local_engine.config, cluster)) as engine:
+def apart(tiny_engine: EnsembleEngine, cluster: Any) -> Iterator[EnsembleEngine]:
+    with EnsembleEngine(on_ray(tiny_engine.config, cluster)) as engine:
         yield engine.load()
 
 
@@ -64,8 +55,8 @@ def on_ray(config: EnsembleConfig, cluster: Any) -> EnsembleConfig:
     return replace(config, members=members, runtime="ray", ray_address=cluster.address)
 
 
-def test_members_on_other_nodes_give_the_same_answers(local_engine: EnsembleEngine, apart: EnsembleEngine) -> None:
-    with EnsembleEngine(local_engine.config) as engine:
+def test_members_on_other_nodes_give_the_same_answers(tiny_engine: EnsembleEngine, apart: EnsembleEngine) -> None:
+    with EnsembleEngine(tiny_engine.config) as engine:
         expected = [everything(engine.generate(*each)) for each in ASKED]
     assert [everything(apart.generate(*each)) for each in ASKED] == expected
     together = apart.generate_batch([question for question, _ in ASKED], [params for _, params in ASKED])
@@ -82,20 +73,44 @@ def test_a_cancelled_answer_frees_the_caches_of_other_nodes(apart: EnsembleEngin
     assert apart.metrics().cache_bytes == 0
 
 
-def test_a_node_that_no_member_fits_is_said_at_once(local_engine: EnsembleEngine, cluster: Any) -> None:
-    config = on_ray(local_engine.config, cluster)
+def test_a_node_that_no_member_fits_is_said_at_once(tiny_engine: EnsembleEngine, cluster: Any) -> None:
+    config = on_ray(tiny_engine.config, cluster)
     wanting = replace(config, members=[replace(config.member_configs[0], resources={"GPU": 8})])
     with EnsembleEngine(wanting) as engine, pytest.raises(MemberLoadError, match="needs CPU 1, GPU 8, and no node"):
         engine.load()
 
 
+def test_a_model_larger_than_any_node_is_refused_before_it_is_read(cluster: Any, tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, dtype="bfloat16").save_pretrained(
+        tmp_path
+    )
+    with (
+        EnsembleEngine([str(tmp_path)], runtime="ray", ray_address=cluster.address) as engine,
+        pytest.raises(MemberLoadError, match=r"needs CPU 1, memory [\d.]+ GiB, and no node of the Ray cluster"),
+    ):
+        engine.load()
+
+
+def test_needs_are_those_stated_and_else_the_models() -> None:
+    from specfuse_shared.members.ray_lane import needs_of
+
+    member, gib = MemberConfig("a"), 2**30
+    assert needs_of(member, gib, cards=False) == {"CPU": 1, "memory": gib}
+    assert needs_of(member, None, cards=False) == {"CPU": 1}
+    assert needs_of(member, gib, cards=True) == {"CPU": 1, "GPU": 1}
+    assert needs_of(replace(member, device="cpu"), gib, cards=True) == {"CPU": 1, "memory": gib}
+    stated = replace(member, resources={"GPU": 0.5, "CPU": 4, "big": 1})
+    assert needs_of(stated, gib, cards=False) == {"CPU": 4, "GPU": 0.5, "big": 1}
+    assert needs_of(replace(member, resources={"GPU": 0}), gib, cards=True) == {"CPU": 1, "GPU": 0, "memory": gib}
+
+
 def test_a_place_that_others_hold_is_not_waited_for_without_end(
-    local_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.members.ray_lane._SECONDS_TO_START", 2.0)
     with (
-        EnsembleEngine(on_ray(local_engine.config, cluster)) as engine,
-        pytest.raises(MemberLoadError, match="'chat' waited 2 s for CPU 1, left 1 on a node"),
+        EnsembleEngine(on_ray(tiny_engine.config, cluster)) as engine,
+        pytest.raises(MemberLoadError, match=r"'chat' waited 2 s for CPU 1, memory .* MiB, left 1 on a node"),
     ):
         engine.load()
     assert not apart.generate("Still there?", SamplingParams(max_tokens=10)).warnings
@@ -111,7 +126,7 @@ def test_a_model_that_cannot_be_loaded_there_is_refused_as_it_is_here(cluster: A
 
 
 def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
-    local_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any
+    tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any
 ) -> None:
     questions = [f"How do the tides follow the moon, {number}?" for number in range(20)]
     params = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -146,12 +161,12 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     cluster.nodes_by_name[NODES[1]] = cluster.add_node(num_cpus=2, resources={NODES[1]: 1})
     _until(lambda: not apart.generate("Back?", SamplingParams(max_tokens=10)).warnings, 120)
     found = apart.generate(*ASKED[0])
-    assert everything(found)["text"] == local_engine.generate(*ASKED[0]).text
+    assert everything(found)["text"] == tiny_engine.generate(*ASKED[0]).text
 
 
-def test_memory_is_back_after_close(local_engine: EnsembleEngine, cluster: Any) -> None:
+def test_memory_is_back_after_close(tiny_engine: EnsembleEngine, cluster: Any) -> None:
     before = _actors()
-    config = on_ray(local_engine.config, cluster)
+    config = on_ray(tiny_engine.config, cluster)
     members = [replace(member, resources={}) for member in config.member_configs[:1]]
     with EnsembleEngine(replace(config, members=members)) as engine:
         assert not engine.generate(*ASKED[0]).warnings

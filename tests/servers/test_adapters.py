@@ -11,7 +11,7 @@ from langchain_core.load import dumpd
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import MemberConfig
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.engine.tiny import save_pair
 from tests.servers.model_server import Ways, model_server
 from tests.servers.test_server_member import QUESTIONS
 
@@ -21,11 +21,7 @@ KEY = "a-key-that-nobody-may-see"
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two models with room for the prompts of LlamaIndex."""
-    room = {"max_position_embeddings": 2048}
-    return {
-        "chat": save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"), **room),
-        "base": save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), seed=1, **room),
-    }
+    return save_pair(tmp_path_factory, max_position_embeddings=2048)
 
 
 @pytest.fixture

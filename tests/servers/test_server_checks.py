@@ -104,19 +104,19 @@ def test_a_model_is_found_by_the_name_that_the_server_gives_it(folders: dict[str
 
 
 def test_a_server_that_scores_no_named_tokens_reads_prompts_again_with_a_warning(
-    local_engine: EnsembleEngine, folders: dict[str, Path]
+    tiny_engine: EnsembleEngine, folders: dict[str, Path]
 ) -> None:
     older = Ways(scores_named=False)
     with (
         model_server(folders["chat"], older) as (url, ways),
-        EnsembleEngine(served(local_engine, url, "chat")) as engine,
+        EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
     ):
         with pytest.warns(SlowVerificationWarning, match="reads the whole context again for every candidate"):
             engine.load()
         assert engine.describe()[0].verification == "prompt"
         ways.asked.clear()
         for question in QUESTIONS:
-            assert_same(engine.generate(question, WIDE), local_engine.generate(question, WIDE))
+            assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
         assert not [body for body in ways.bodies() if "logprob_token_ids" in body]
         assert [body for body in ways.bodies() if "prompt_logprobs" in body]
 
@@ -153,7 +153,7 @@ def test_the_command_takes_a_member_with_the_address_of_its_server(
     assert (report["device"], report["verification"]) == (member.server, "prefixes")
     assert main(["doctor", "--member", f"{member.model}@{member.server}"]) == 0
     shown = capsys.readouterr().out
-    assert "vLLM 0.0-tests, prefix cache on" in " ".join(shown.split())
+    assert "vLLM 0.0-tests, prefix cache on in blocks of 16" in " ".join(shown.split())
     assert KEY not in shown
 
 

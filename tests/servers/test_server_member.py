@@ -49,11 +49,11 @@ def chat_server(folders: dict[str, Path]) -> Iterator[tuple[str, Ways]]:
 
 
 @pytest.fixture
-def mixed(local_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterator[tuple[EnsembleEngine, Ways]]:
+def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterator[tuple[EnsembleEngine, Ways]]:
     """The chat model behind a server, the base model here."""
     url, ways = chat_server
     ways.asked.clear()
-    with EnsembleEngine(served(local_engine, url, "chat")) as engine:
+    with EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         yield engine.load(), ways
 
 
@@ -88,45 +88,45 @@ def _about(value: Any) -> Any:
     ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "expression", "schema"],
 )
 def test_a_member_behind_a_server_answers_as_it_does_here(
-    local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways], params: SamplingParams
+    tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways], params: SamplingParams
 ) -> None:
     for question in QUESTIONS:
-        assert_same(mixed[0].generate(question, params), local_engine.generate(question, params))
+        assert_same(mixed[0].generate(question, params), tiny_engine.generate(question, params))
 
 
 def test_alone_it_decodes_as_it_does_here(
-    local_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
+    tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
 ) -> None:
     for question in QUESTIONS:
-        with EnsembleEngine(served(local_engine, chat_server[0], "chat")) as engine:
+        with EnsembleEngine(served(tiny_engine, chat_server[0], "chat")) as engine:
             found = engine.generate(question, WIDE, members=["chat"])
-        assert_same(found, local_engine.generate(question, WIDE, members=["chat"]))
+        assert_same(found, tiny_engine.generate(question, WIDE, members=["chat"]))
 
 
 def test_members_behind_two_servers_need_nothing_of_this_machine(
-    local_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
+    tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
 ) -> None:
     with model_server(folders["base"]) as (url, _):
-        config = served(local_engine, chat_server[0], "chat")
+        config = served(tiny_engine, chat_server[0], "chat")
         config = replace(config, members=[config.member_configs[0], replace(config.member_configs[1], server=url)])
         with EnsembleEngine(replace(config, cache_bytes=1)) as engine:
             for question in QUESTIONS:
-                assert_same(engine.generate(question, WIDE), local_engine.generate(question, WIDE))
+                assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
             assert {report.memory_bytes for report in engine.describe()} == {0}
             assert engine.metrics().cache_bytes == 0
 
 
-def test_tools_are_called_as_they_are_here(local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]) -> None:
+def test_tools_are_called_as_they_are_here(tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]) -> None:
     options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "any"}
     params = SamplingParams(max_tokens=60)
-    assert_same(mixed[0].generate("Ring!", params, **options), local_engine.generate("Ring!", params, **options))
+    assert_same(mixed[0].generate("Ring!", params, **options), tiny_engine.generate("Ring!", params, **options))
 
 
 def test_eight_answers_at_once_are_those_of_one_after_another(
-    local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
+    tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
 ) -> None:
     questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
-    expected = [local_engine.generate(question, WIDE) for question in questions]
+    expected = [tiny_engine.generate(question, WIDE) for question in questions]
     for found, one in zip(mixed[0].generate_batch(questions, WIDE), expected, strict=True):
         assert_same(found, one)
 
@@ -166,22 +166,22 @@ def test_a_round_is_two_requests_and_a_prefix_is_asked_once(mixed: tuple[Ensembl
 
 @pytest.mark.slow
 def test_a_long_judgement_is_split_where_the_server_takes_no_more_tokens(
-    local_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
+    tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
 ) -> None:
     params = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
     words = "Say much of all."
     engine, ways = mixed
     ways.asked.clear()
-    [found, expected] = [each.generate(words, params) for each in (engine, local_engine)]
+    [found, expected] = [each.generate(words, params) for each in (engine, tiny_engine)]
     assert_same(found, expected)
     sizes = [len(body["logprob_token_ids"]) for body in ways.bodies() if "logprob_token_ids" in body]
     assert max(sizes) <= MOST_IDS
     assert len(set(engine.tokenize(found.text))) > MOST_IDS, "the answer has too few tokens to show it"
 
 
-def test_tokens_without_text_do_not_come(local_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
+def test_tokens_without_text_do_not_come(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
     """Behind a server they are banned once one has come."""
-    with model_server(folders["chat"]) as (url, ways), EnsembleEngine(served(local_engine, url, "chat")) as engine:
+    with model_server(folders["chat"]) as (url, ways), EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         engine.load()
         lane = engine._assembly.others[-1]
         assert isinstance(lane, ServerLane)
@@ -201,18 +201,18 @@ def test_tokens_without_text_do_not_come(local_engine: EnsembleEngine, folders: 
 
 
 def test_a_member_that_only_judges_drafts_nothing_under_a_grammar(
-    local_engine: EnsembleEngine, chat_server: tuple[str, Ways]
+    tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]
 ) -> None:
     url, ways = chat_server
     params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
-    with EnsembleEngine(served(local_engine, url, "chat", drafts_under_grammar=False)) as engine:
+    with EnsembleEngine(served(tiny_engine, url, "chat", drafts_under_grammar=False)) as engine:
         ways.asked.clear()
         result = engine.generate("Letters?", params)
         assert {name for record in result.rounds for c in record.candidates for name in c.drafters} == {"base"}
         assert not [body for body in ways.bodies() if "allowed_token_ids" in body]
         assert engine.generate("Letters?", WIDE).rounds[0].active == ("chat", "base")
         alone = engine.generate("Letters?", params, members=["chat"])
-        assert alone.text == local_engine.generate("Letters?", params, members=["chat"]).text, "nobody else drafts"
+        assert alone.text == tiny_engine.generate("Letters?", params, members=["chat"]).text, "nobody else drafts"
 
 
 # ── trouble while it answers ─────────────────────────────────────────────────────────────────────
@@ -234,10 +234,10 @@ def test_a_cancelled_answer_leaves_no_request_at_the_server(mixed: tuple[Ensembl
 
 
 def test_a_slow_server_is_given_up_after_its_timeout(
-    local_engine: EnsembleEngine, chat_server: tuple[str, Ways]
+    tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]
 ) -> None:
     url, ways = chat_server
-    with EnsembleEngine(served(local_engine, url, "chat", server_timeout=5.0)) as engine:
+    with EnsembleEngine(served(tiny_engine, url, "chat", server_timeout=5.0)) as engine:
         events = engine.load().stream(QUESTIONS[0], SamplingParams(max_tokens=60))
         shown = next(event for event in events if isinstance(event, SegmentEvent))
         ways.delay = 30.0
@@ -295,12 +295,12 @@ def _until(condition: Any, seconds: float = 20.0) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_brings_it_back(
-    local_engine: EnsembleEngine, folders: dict[str, Path]
+    tiny_engine: EnsembleEngine, folders: dict[str, Path]
 ) -> None:
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with in_a_process(folders["chat"], port) as process:
-        engine = EnsembleEngine(served(local_engine, url, "chat"))
+        engine = EnsembleEngine(served(tiny_engine, url, "chat"))
         events = engine.stream(QUESTIONS[0], SamplingParams(max_tokens=200))
         shown = next(event for event in events if isinstance(event, SegmentEvent))
         process.kill()
@@ -318,7 +318,7 @@ def test_a_server_that_is_killed_takes_its_member_out_and_one_that_returns_bring
         with pytest.raises(GenerationError, match="no server answers"):
             engine.generate(QUESTIONS[0], WIDE, members=["chat"])
         with in_a_process(folders["chat"], port):
-            assert_same(engine.generate(QUESTIONS[0], WIDE), local_engine.generate(QUESTIONS[0], WIDE))
+            assert_same(engine.generate(QUESTIONS[0], WIDE), tiny_engine.generate(QUESTIONS[0], WIDE))
         with in_a_process(folders["base"], port):  # another model at the same address is no member of ours
             fault = engine.generate(QUESTIONS[0], WIDE).warnings[0]
             assert (fault.member, fault.stage) == ("chat", "prefill")

@@ -14,9 +14,9 @@ from tests.servers.test_server_member import QUESTIONS, WIDE, assert_same, serve
 
 
 @pytest.fixture(scope="module")
-def sglang(local_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Ways]]:
+def sglang(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Ways]]:
     with model_server(folders["chat"]) as (url, ways):
-        config = served(local_engine, url, "chat", server_kind="sglang", drafts_under_grammar=False)
+        config = served(tiny_engine, url, "chat", server_kind="sglang", drafts_under_grammar=False)
         with EnsembleEngine(config) as engine:
             yield engine.load(), ways
 
@@ -25,10 +25,10 @@ def sglang(local_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[t
     "params", [WIDE, SamplingParams(max_tokens=40, stop=["e"], logprobs=True)], ids=["plain", "stop"]
 )
 def test_a_member_behind_sglang_answers_as_it_does_here(
-    local_engine: EnsembleEngine, sglang: tuple[EnsembleEngine, Ways], params: SamplingParams
+    tiny_engine: EnsembleEngine, sglang: tuple[EnsembleEngine, Ways], params: SamplingParams
 ) -> None:
     for question in QUESTIONS:
-        assert_same(sglang[0].generate(question, params), local_engine.generate(question, params))
+        assert_same(sglang[0].generate(question, params), tiny_engine.generate(question, params))
 
 
 def test_only_what_is_judged_is_read_behind_its_cache(sglang: tuple[EnsembleEngine, Ways]) -> None:
@@ -52,10 +52,10 @@ def test_a_seed_gives_the_same_answer_again_and_a_grammar_is_left_to_others(
     assert engine.generate("Letters?", letters).warnings == ()
 
 
-def test_a_server_without_its_radix_cache_is_refused(local_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
+def test_a_server_without_its_radix_cache_is_refused(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
     with (
         model_server(folders["chat"], Ways(prefix_cache="False")) as (url, _),
-        EnsembleEngine(served(local_engine, url, "chat", server_kind="sglang")) as engine,
+        EnsembleEngine(served(tiny_engine, url, "chat", server_kind="sglang")) as engine,
         pytest.raises(ServerSettingsError, match="prefix cache"),
     ):
         engine.load()

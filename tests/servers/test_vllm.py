@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, SamplingParams, demo_members
 from specfuse_shared.errors import ServerKeyError, ServerModelError
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.loading.gguf import converted, gguf_file
+from tests.langchain.standard import ByTheDemo
 from tests.servers import vllm_server
 from tests.servers.test_server_member import TOOL
 
@@ -123,6 +125,20 @@ def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served
     next(event for event in stream if isinstance(event, SegmentEvent))
     stream.close()  # type: ignore[attr-defined]
     _until(lambda: not vllm_server.running(served.url))
+
+
+class TestLangChainsStandardSuite(ByTheDemo, ChatModelIntegrationTests):
+    """With one member behind the server and one here."""
+
+    engine: EnsembleEngine | None = None
+
+    @pytest.fixture(autouse=True)
+    def _use_the_mixed_engine(self, served: Served) -> None:
+        type(self).engine = served.mixed
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"engine": self.engine}
 
 
 def test_wrong_keys_and_models_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,12 @@ class ServerClient:
         self.on_request(time.monotonic() - began)
         return found
 
+    async def tokenized(self, model: str, text: str) -> list[int]:
+        """Ids of a text as the server's tokenizer has them, without special tokens; vLLM and SGLang are asked alike."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        ids: list[int] = (await self.post("/tokenize", body))["tokens"]
+        return ids
+
     def read(self, response: httpx.Response) -> Any:
         """The JSON of a response. Raises `ServerError` for one that is none, or says that something went wrong."""
         if response.is_error:

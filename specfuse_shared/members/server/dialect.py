@@ -43,13 +43,15 @@ class Line:
 class ServerFacts:
     """What a server says of itself. `models`: its names, each with what it was loaded from.
 
-    `context`: tokens that it takes; `prefix_cache`: None where it does not tell.
+    `context`: tokens that it takes. `prefix_cache`: whether it has one; `block_tokens`: in blocks of how many tokens,
+    of which only full ones are kept. None where it does not tell.
     """
 
     title: str
     models: Mapping[str, str]
     context: int | None
     prefix_cache: bool | None
+    block_tokens: int | None = None
 
 
 class Dialect(Protocol):

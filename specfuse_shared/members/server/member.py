@@ -133,6 +133,8 @@ class ServerMember:
     @property
     def _report(self) -> MemberReport:
         cache = {True: "on", None: "unknown"}.get(self._facts.prefix_cache, "off")
+        if self._facts.block_tokens:
+            cache += f" in blocks of {self._facts.block_tokens}"
         return MemberReport(
             name=self.name,
             model=self._config.model,

@@ -43,9 +43,7 @@ class SglangDialect:
         )
 
     async def tokenized(self, text: str) -> list[int] | None:
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        ids: list[int] = (await self._client.post("/tokenize", body))["tokens"]
-        return ids
+        return await self._client.tokenized(self.model, text)
 
     async def continued(self, wanted: Continuation) -> tuple[list[int], bool]:
         params = wanted.params

@@ -34,7 +34,8 @@ MOST_PROMPTS = 1024
 _ROUNDING = 0.3
 """Largest mean |Δ log p| taken for the rounding of half precision; settings that change them cost nats."""
 _PENALTY = 8.0
-_CACHE_SETTING = re.compile(r'^vllm:cache_config_info\{.*?enable_prefix_caching="(\w+)"', re.MULTILINE)
+_CACHE_SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_SETTING = re.compile(r'(\w+)="(\w*)"')
 
 Wanted = dict[tuple[int, ...], set[int]]
 """Prefix → the tokens whose log p behind it is asked for."""
@@ -51,18 +52,19 @@ class VllmDialect:
         version = await self._client.get("/version")
         metrics = await self._client.get("/metrics")
         number = "" if version.is_error else f" {version.json().get('version', '')}"
-        cache = None if metrics.is_error else _CACHE_SETTING.search(metrics.text)
+        found = None if metrics.is_error else _CACHE_SETTINGS.search(metrics.text)
+        cache = dict(_SETTING.findall(found[1])) if found else {}
+        blocks = cache.get("block_size", "")
         return ServerFacts(
             title=f"vLLM{number}",
             models={str(card["id"]): str(card.get("root") or card["id"]) for card in cards},
             context=next((card.get("max_model_len") for card in cards if card["id"] == self.model), None),
-            prefix_cache=None if cache is None else cache[1] == "True",
+            prefix_cache=cache["enable_prefix_caching"] == "True" if "enable_prefix_caching" in cache else None,
+            block_tokens=int(blocks) if blocks.isdecimal() else None,
         )
 
     async def tokenized(self, text: str) -> list[int] | None:
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        ids: list[int] = (await self._client.post("/tokenize", body))["tokens"]
-        return ids
+        return await self._client.tokenized(self.model, text)
 
     async def continued(self, wanted: Continuation) -> tuple[list[int], bool]:
         params = wanted.params

@@ -4,7 +4,7 @@ Tensors have a device and a shape but no numbers. Every operation that computes 
 its tensors once; the attention counts as one kernel, with what its kind reads. Run by itself, because a device once
 registered stays for the life of the process.
 
-    python tests/engine/census.py      one line of JSON for each model and kind of step
+    python benchmarks/census.py [MODEL …]      one line of JSON for each model and kind of step
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES, Shape
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -26,9 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from transformers import AutoConfig, AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from transformers import AutoModelForCausalLM
 
 from specfuse_shared import SamplingParams
 from specfuse_shared.members.requests import DraftRequest, ForwardRequest, LogprobRequest
@@ -40,7 +38,6 @@ from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
-from tests.shapes import SHAPES
 
 _BIASES = {(1024, 2048): causal_lower_right(1024, 2048)}
 NAMES = ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b")
@@ -158,10 +155,16 @@ def counted() -> Iterator[Counts]:
         yield counts
 
 
+def shape_of(name: str) -> Shape:
+    return next(shape for shape in SHAPES if shape.name == name)
+
+
 def model_on(device: torch.device, name: str) -> Any:
-    kind, shape = SHAPES[name]
-    config = AutoConfig.for_model(kind, **shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_config(shape_of(name).config(False), dtype=torch.bfloat16)
+        .eval()
+        .requires_grad_(False)
+    )
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
@@ -215,9 +218,8 @@ def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
 
 def weights(name: str) -> int:
     """Bytes of what a decoded token reads: all but the rows of the embedding that it does not look up."""
-    kind, shape = SHAPES[name]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(shape_of(name).config(False), dtype=torch.bfloat16)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return int(model.get_memory_footprint()) - (0 if tied else model.get_input_embeddings().weight.nbytes)
 
