@@ -13,7 +13,7 @@ from rich.console import Console
 from specfuse_shared.cli import terminal
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.types import Candidate, FinishReason, MemberExit, RoundRecord, RoundTiming, Usage
+from specfuse_shared.types import Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord, RoundTiming, Usage
 
 MEMBERS = ("[red]a", "b")
 LEAVING = MemberExit("b", 1, "retention", 0.125)
@@ -176,6 +176,22 @@ def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings(
     assert "weights: [red]a 0.500, b 0.500" in text
     assert "retention: [red]a 0.875, b 0.125" in text
     assert text.count("b left after round 1 (retention 0.125)") == 1
+
+
+def test_explain_says_who_drafted_first_and_what_guesses_saved() -> None:
+    out, result = console(), finished("One ", "two")
+    led, certain = (replace(r, leader="b", certain=r.index == 2) for r in result.rounds)
+    members = {
+        MEMBERS[0]: MemberUsage(7, 30, 40, 20, forwards=13, guessed=9, accepted=5),
+        "b": MemberUsage(7, 30, 40, 20),
+    }
+    told = replace(result, rounds=(led, certain), usage=replace(result.usage, members=members))
+    terminal.show_rounds(told, out)
+    lines = shown(out).splitlines()
+    first, second = (line for line in lines if line.startswith("round "))
+    assert first.endswith("· b drafted first")
+    assert second.endswith("· b drafted first and could not lose")
+    assert lines[-2:] == ["[red]a: 0.65 forwards a token, 5 of 9 guesses right", "b: –"]
 
 
 def test_a_control_sequence_in_a_member_name_is_written_out() -> None:

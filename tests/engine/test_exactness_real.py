@@ -24,21 +24,23 @@ PROMPTS = {
     "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
 }
 SLOW = pytest.mark.slow
+KINDS = ["english", *(pytest.param(kind, marks=SLOW) for kind in PROMPTS if kind != "english")]
 
 
 def question(text: str) -> list[Message]:
     return [Message("user", text)]
 
 
-@pytest.mark.parametrize(("kind", "score"), [*((kind, {}) for kind in PROMPTS), ("english", SCORES[1])], ids=str)
-def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str, score: dict[str, str]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
+    score = SCORES[1] if kind == "code" else {}
     config = with_settings(exact_engine.config, exit="never", segment_tokens=8, **score)
     params = SamplingParams(max_tokens=200)
     records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=3)
     assert records
 
 
-@pytest.mark.parametrize("kind", ["english", "chinese"])
+@pytest.mark.parametrize("kind", ["english", pytest.param("chinese", marks=SLOW)])
 def test_seeded_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
     config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
     params = SamplingParams(max_tokens=200, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02, seed=11)
@@ -52,7 +54,9 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
     assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
 
 
-@pytest.mark.parametrize("chance", [{}, {"temperature": 0.8, "seed": 4}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "chance", [{}, pytest.param({"temperature": 0.8, "seed": 4}, marks=SLOW)], ids=["greedy", "seeded"]
+)
 def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
     exact_engine: EnsembleEngine, chance: dict[str, float]
 ) -> None:
@@ -66,7 +70,7 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
         assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:
     facts = " ".join(f"Room {n} holds {n * 7 % 31} telescopes and {n * 3 % 17} maps." for n in range(1, 95))
     messages = question(f"{facts}\n\nWhich rooms hold more than twenty telescopes? Give reasons.")
@@ -103,7 +107,7 @@ def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
     return found
 
 
-@pytest.mark.parametrize("kind", [k if k == "english" else pytest.param(k, marks=SLOW) for k in PROMPTS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_executions_give_the_same_rounds(
     exact_engine: EnsembleEngine, static_members: list[LocalMember], kind: str
 ) -> None:

@@ -6,17 +6,28 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    Grammar,
+    MemberConfig,
+    Message,
+    SamplingParams,
+    Tool,
+    demo_members,
+)
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.members.guesses import Guesses, PromptLookup, Record
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.metrics import MetricsSnapshot
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
-from tests.engine.tiny import byte_level_tokenizer, save_model
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 CERTAIN = {"score": "stretch", "aggregate": "weighted_mean", "feedback": "uniform", "exit": "never"}
 WAYS = {
@@ -25,6 +36,14 @@ WAYS = {
     "exits": {"score": "stretch", "feedback": "constant", "exit": "entropy"},
     "the papers'": {"score": "mean_prob", "aggregate": "weighted_mean", "repetition_guard": False},
 }
+Asked = list[tuple[str, SamplingParams]]
+TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {"type": "integer"}}})
+REAL = (
+    "Why is the sky blue?",
+    "Name three animals of the sea.",
+    "Repeat this sentence: the harbour master counts the boats and writes down their names.",
+    "Add a docstring to this code and repeat all of it:\ndef mean(values):\n    return sum(values) / len(values)\n",
+)
 WORDS = ("the", "fox", "dog", "ask", "why", "tides", "follow", "a", "moon", "over", "cold", "seas", "while", "boxes")
 
 
@@ -53,7 +72,7 @@ def _disturb(folder: Path, noise: float) -> None:
     model.save_pretrained(folder)
 
 
-def requests(count: int, seed: int) -> list[tuple[str, SamplingParams]]:
+def requests(count: int, seed: int) -> Asked:
     """Questions and settings at random: sampled and greedy, with stops, penalties, lengths and grammars."""
     chance, found = random.Random(seed), []
     for _ in range(count):
@@ -78,25 +97,69 @@ def told(result: EnsembleResult) -> tuple[object, ...]:
     return result.text, result.finish_reason, result.stop_sequence, [(r.winner, r.text) for r in result.rounds]
 
 
-def answers(engine: EnsembleEngine, asked: list[tuple[str, SamplingParams]]) -> list[EnsembleResult]:
-    found = engine.generate_batch([text for text, _ in asked], [params for _, params in asked])
+def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[EnsembleResult]:
+    found = engine.generate_batch([text for text, _ in asked], [params for _, params in asked], **options)
     assert all(isinstance(result, EnsembleResult) for result in found), found
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_are_the_same_with_and_without(trio: EnsembleEngine, way: str) -> None:
-    asked, found = requests(16, seed=len(way)), {}
+def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options: Any) -> dict[str, MetricsSnapshot]:
+    """The same answers, for fewer forwards; the metrics of both engines."""
+    found, counted = {}, {}
     for speculation in ("off", "auto"):
-        config = replace(trio.config, speculation=speculation, **WAYS[way])
-        with EnsembleEngine(config) as engine:
-            found[speculation] = answers(engine, asked)
-            counted = engine.metrics()
-        assert (counted.led_rounds > 0) == (speculation == "auto"), "16 answers wait for two lanes at most"
-    for off, auto in zip(found["off"], found["auto"], strict=True):
-        assert told(auto) == told(off)
+        with EnsembleEngine(replace(config, speculation=speculation)) as engine:
+            found[speculation] = answers(engine, asked, **options)
+            counted[speculation] = engine.metrics()
+    for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
+        assert told(auto) == told(off), (text, params)
     saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in found.values()]
     assert saved[1] < saved[0]
+    return counted
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_the_same_with_and_without(trio: EnsembleEngine, way: str) -> None:
+    counted = assert_same_with_and_without(replace(trio.config, **WAYS[way]), requests(16, seed=len(way)))
+    assert counted["off"].led_rounds == 0
+    assert counted["auto"].led_rounds > 0, "16 answers wait for two lanes at most"
+
+
+@pytest.fixture(scope="module")
+def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> EnsembleConfig:
+    """The three and two of other families, one with a tokenizer of another make."""
+    others = {
+        "four": save_model("gemma2", metaspace_tokenizer(), tmp_path_factory.mktemp("four"), seed=3),
+        "five": save_model("gpt2", byte_level_tokenizer(), tmp_path_factory.mktemp("five"), seed=4),
+    }
+    more = [MemberConfig(str(folder), name=name, dtype="float32") for name, folder in others.items()]
+    return EnsembleConfig([*trio.config.member_configs, *more])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_answers_of_five_members_are_the_same_with_and_without(five: EnsembleConfig, way: str) -> None:
+    """Two hundred requests in all, a fifth of them with tools."""
+    assert_same_with_and_without(replace(five, **WAYS[way]), requests(40, seed=100 + len(way)))
+    calls = [(text, replace(params, grammar=None)) for text, params in requests(10, seed=200 + len(way))]
+    assert_same_with_and_without(replace(five, **WAYS[way]), calls, tools=[TOOL], tool_choice="any")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_of_the_demo_are_the_same_with_and_without(way: str) -> None:
+    plain = [(text, SamplingParams(max_tokens=24)) for text in REAL]
+    sampled = [(text, SamplingParams(max_tokens=24, temperature=0.8, seed=number)) for number, text in enumerate(REAL)]
+    others = [
+        (REAL[0], SamplingParams(max_tokens=24, stop=["a", ","])),
+        (REAL[1], SamplingParams(max_tokens=24, min_tokens=12)),
+        ("Is the sky blue?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no", "perhaps"]))),
+    ]
+    config = EnsembleConfig(demo_members(dtype="float32"), **WAYS[way])
+    assert_same_with_and_without(config, [*plain, *sampled, *others])
+    calls = [("Ring the bell twice.", SamplingParams(max_tokens=40))]
+    assert_same_with_and_without(config, calls, tools=[TOOL], tool_choice="any")
 
 
 @pytest.mark.parametrize("chance", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "seed": 4}], ids=str)
@@ -128,6 +191,21 @@ def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:
         assert counted.rejected_guesses[name] == usage.guessed - usage.accepted
         assert counted.answer_forwards[name] == usage.forwards
         assert counted.answer_tokens[name] == usage.answer
+
+
+@pytest.mark.slow
+def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward."""
+    monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
+    one = demo_members(dtype="float32")[0]
+    config = EnsembleConfig([replace(one, name="one"), replace(one, name="again")], segment_tokens=8)
+    asked = [(text, SamplingParams(max_tokens=24)) for text in REAL]
+    forwards = {}
+    for speculation in ("off", "auto"):
+        with EnsembleEngine(replace(config, speculation=speculation)) as engine:
+            results = answers(engine, asked)
+        forwards[speculation] = [sum(r.usage.members[name].forwards for r in results) for name in ("one", "again")]
+    assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 
 
 def test_members_that_draft_ahead_make_no_guesses(trio: EnsembleEngine) -> None:
