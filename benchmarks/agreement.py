@@ -57,6 +57,16 @@ class Expected:
     own_off: float
     own_auto: float
 
+    @property
+    def shared(self) -> float:
+        """With a leader ÷ without, all members on one card."""
+        return self.auto / self.off
+
+    @property
+    def apart(self) -> float:
+        """The same for a lone answer whose members have a card each."""
+        return self.own_auto / self.own_off
+
 
 def counted_steps(bandwidth: float) -> list[Steps]:
     """By the census of each shape, at so many TB/s."""
@@ -115,12 +125,11 @@ def _left(draft: tuple[bool, ...], first: tuple[bool, ...]) -> int:
     return 0
 
 
-def break_even(found: Sequence[Expected]) -> float | None:
-    """The least agreement from which a leader pays on one card, by a line between the two places beside it."""
-    for before, after in itertools.pairwise(found):
-        a, b = before.auto / before.off - 1, after.auto / after.off - 1
-        if a > 0 >= b:
-            return before.agreement + (after.agreement - before.agreement) * a / (a - b)
+def break_even(agreements: Sequence[float], ratios: Sequence[float]) -> float | None:
+    """The least agreement from which a leader pays, by a line between two places; None if it pays everywhere."""
+    for (x, a), (y, b) in itertools.pairwise(zip(agreements, ratios, strict=True)):
+        if a > 1 >= b:
+            return x + (y - x) * (a - 1) / (a - b)
     return None
 
 
@@ -129,12 +138,13 @@ def draw(found: Sequence[Expected], segment: int, file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     at = [e.agreement for e in found]
-    axes.plot(at, [e.auto / e.off for e in found], label="one card, members in turn")
-    axes.plot(at, [e.own_auto / e.own_off for e in found], "--", label="a card for each member, one answer")
+    lines = (("one card", [e.shared for e in found]), ("a card for each member, one answer", [e.apart for e in found]))
     axes.axhline(1, color="0.6", linewidth=1)
-    if (even := break_even(found)) is not None:
-        axes.plot([even], [1], "o", color="C0")
-        axes.annotate(f"break-even {even:.2f}", (even, 1), textcoords="offset points", xytext=(6, 6))
+    for number, (label, ratios) in enumerate(lines):
+        axes.plot(at, ratios, color=f"C{number}", label=label)
+        if (even := break_even(at, ratios)) is not None:
+            axes.plot([even], [1], "o", color=f"C{number}")
+            axes.annotate(f"break-even {even:.2f}", (even, 1), textcoords="offset points", xytext=(6, 6))
     axes.set(xlabel="share of rounds in which two members draft the same", ylabel="round with a leader ÷ without")
     axes.set(ylim=(0, None), xlim=(0, 0.95), title=f"Five 7 to 9 B models, segments of {segment} tokens (simulated)")
     axes.legend(frameon=False)
@@ -153,12 +163,12 @@ def main() -> None:
     for column in ("agreement", "without a leader", "with one", "ratio", "certain", "own cards: ratio"):
         table.add_column(column, justify="right")
     for e in found[3:16:2]:
-        own = e.own_auto / e.own_off
-        row = (e.agreement, e.off, e.auto, e.auto / e.off, e.certain, own)
+        row = (e.agreement, e.off, e.auto, e.shared, e.certain, e.apart)
         table.add_row(*(f"{v:.{d}f}" for v, d in zip(row, (1, 0, 0, 2, 2, 2), strict=True)))
     Console().print(table)
-    even = break_even(found)
-    print("A leader pays everywhere." if even is None else f"A leader pays from an agreement of {even:.2f} on.")
+    for where, ratios in (("one card", [e.shared for e in found]), ("cards of their own", [e.apart for e in found])):
+        even = break_even(AGREEMENTS, ratios)
+        print(f"On {where} a leader pays", "everywhere" if even is None else f"from an agreement of {even:.2f} on")
     if args.draw:
         draw(found, args.segment, args.draw)
 
