@@ -176,15 +176,23 @@ def _mean(found: Sequence[Mapping[str, float]] | None, key: str) -> str:
     return f"{statistics.mean(one[key] for one in found):.0f} ({len(found)})" if found else ""
 
 
+_PANELS = 4
+"""Beside each other; more go below."""
+
+
 def plot(whole: Mapping[str, Any], rivals: Mapping[str, str], file: Path) -> None:
     """Differences to the rival with their intervals, a panel for each column."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     names = list(whole)
-    size = (3.6 * len(rivals), 0.8 + 0.34 * len(names))
-    figure, grid = pyplot.subplots(1, len(rivals), figsize=size, sharey=True, squeeze=False)
-    for panel, (column, rival) in zip(grid[0], rivals.items(), strict=True):
+    across = min(_PANELS, len(rivals))
+    down = -(-len(rivals) // across)
+    size = (3.0 * across, down * (0.8 + 0.34 * len(names)))
+    figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
+    for panel in grid.flat[len(rivals) :]:
+        panel.set_visible(False)
+    for panel, (column, rival) in zip(grid.flat, rivals.items(), strict=False):
         gaps = [whole[name]["columns"][column]["difference"] for name in names]
         means = [g["mean"] for g in gaps]
         spread = [[g["mean"] - g["low"] for g in gaps], [g["high"] - g["mean"] for g in gaps]]

@@ -74,6 +74,7 @@ _add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "un
 
 # beyond the papers, one change at a time from a plain start
 START = {
+    "score": "mean_logprob",
     "segment_tokens": 10,
     "per": "token",
     "aggregate": "weighted_mean",
@@ -130,6 +131,7 @@ for _weight in (1.5, 2.0):
 
 _add(
     "one change from the default",
+    default_whole={"score": "mean_logprob", "per": "text"},
     default_exit={"exit": "entropy"},
     default_share={"aggregate": "share_mean"},
     default_sqrt_decay={"feedback": "sqrt_decay"},

@@ -83,9 +83,9 @@ class EnsembleConfig(Settings):
     """Most tokens (of its own) that a member drafts a round (papers: 10)."""
     first_segment_tokens: int | None = None
     """The same in the first round, so that the first words come sooner or later; `segment_tokens` if unset."""
-    score: str | ScorePolicy = "mean_logprob"
-    """How a verifier's probabilities of a candidate become a score: "mean_logprob" (geometric mean), "mean_prob" (the
-    papers') or "stretch" (the probability of what all candidates cover)."""
+    score: str | ScorePolicy = "stretch"
+    """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
+    cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
     per: str | None = None
     """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or
     "byte"; for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob"

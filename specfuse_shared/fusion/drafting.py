@@ -91,20 +91,27 @@ class Method:
         self.lead = Lead(traffic)
 
 
-class Drafting:
-    """The drafts of round `index`. `leader`: who drafted first; `certain`: not everybody had to draft."""
+class InRound:
+    """What takes part in round `index` of an answer; it asks members for stages by `ask`."""
 
     def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
         self._method, self._participants, self._answer = method, participants, answer
         self._index, self._ask = index, ask
         self._config, self._constraint = method.config, method.constraint
-        self.alone = len(participants.active) == 1 and method.constraint is None
-        self.leader: str | None = None
-        self.certain = False
 
     @property
     def _active(self) -> list[str]:
         return self._participants.active
+
+
+class Drafting(InRound):
+    """The drafts of a round. `leader`: who drafted first; `certain`: not everybody had to draft."""
+
+    def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
+        super().__init__(method, participants, answer, index, ask)
+        self.alone = len(participants.active) == 1 and method.constraint is None
+        self.leader: str | None = None
+        self.certain = False
 
     def run(self) -> Generator[Ops, Results, list[DistinctCandidate]]:
         """Every active member's candidate; equal ones count once.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specfuse_shared.fusion.answer_text import AnswerText, Fitted
-from specfuse_shared.fusion.drafting import Ask, DistinctCandidate, Drafting, Method, Ops, Results
+from specfuse_shared.fusion.drafting import Ask, DistinctCandidate, Drafting, InRound, Method, Ops, Results
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.members.stages import Commit, Question, Value, Verdict, Verdicts, Verify
@@ -25,20 +25,14 @@ class RoundEnd:
     segment: Fitted
 
 
-class Round:
-    """Round `index` of an answer. `run` is the whole of it; it asks members for stages by `ask`."""
+class Round(InRound):
+    """One round; `run` is the whole of it."""
 
     def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
-        self._method, self._participants, self._answer = method, participants, answer
-        self._index, self._ask = index, ask
-        self._config, self._constraint = method.config, method.constraint
+        super().__init__(method, participants, answer, index, ask)
         self._before, self._exits = tuple(participants.active), participants.take_exits()
         self._drafting = Drafting(method, participants, answer, index, ask)
         self._clock = [time.monotonic()]
-
-    @property
-    def _active(self) -> list[str]:
-        return self._participants.active
 
     def run(self) -> Generator[Ops, Results, RoundEnd]:
         """Draft, verify, select, commit, learn. The last member alone decodes plainly: there is nothing to verify."""

@@ -57,8 +57,10 @@ class SequenceState(ABC):
 
     def needs(self, request: ForwardRequest) -> bool:
         """Whether the request holds anything that the model has not seen."""
-        if request.prompt or request.draft is not None:
-            return request.draft is not None or self.prompt_remaining > 0
+        if request.draft is not None:
+            return True
+        if request.prompt:
+            return self.prompt_remaining > 0
         if request.logprobs is not None:
             lines = (self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions)
             return any(node not in self._rows for line in lines for node in line if node != ROOT)
