@@ -21,14 +21,11 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.transfer import Download
 from tests.engine.comparing import answer_of, assert_equals_naive, local_members, with_settings
+from tests.engine.cuda import needs_cuda
 from tests.engine.test_concurrency import requests
 from tests.engine.test_exactness_architectures import MESSAGES, ROW_BY_ROW
 from tests.engine.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model, save_pair
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device with 4 GB free, and torch for it"),
-]
 GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, top_p=0.95, seed=7)
 
 
@@ -40,6 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]
         yield made.load()
 
 
+@needs_cuda(1, "tiny models of every architecture, in float32")
 @pytest.mark.parametrize("execution", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_tiny_models_equal_the_naive_round(kind: str, execution: str, tmp_path: Path) -> None:
@@ -55,6 +53,7 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, tmp_path: 
         assert ("dynamic" in report.graphs) == (execution == "dynamic" or kind in ROW_BY_ROW)
 
 
+@needs_cuda(4, "both demo models in float32, whose steps can be captured")
 @pytest.mark.parametrize("text", ["Why is the sky blue? Explain it to a child.", "请用中文介绍一下北京的历史。"])
 def test_the_demo_members_equal_the_naive_round(text: str) -> None:
     config = EnsembleConfig(members=[replace(m, device="cuda") for m in demo_members(dtype="float32")], exit="never")
@@ -64,6 +63,7 @@ def test_the_demo_members_equal_the_naive_round(text: str) -> None:
             assert_equals_naive(engine.config, local_members(engine), [Message("user", text)], params, rounds=3)
 
 
+@needs_cuda(2, "caches of twenty answers of tiny models, whose steps can be captured")
 def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: EnsembleEngine) -> None:
     asked = requests(20)
     questions, each = [question for question, _ in asked], [params for _, params in asked]
@@ -91,6 +91,7 @@ def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], lis
     return ids, logprobs
 
 
+@needs_cuda(1, "tiny models, whose steps can be captured")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @torch.inference_mode()
 def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params: SamplingParams) -> None:
@@ -107,6 +108,7 @@ def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params:
     assert captured.static.graphs.report == "captured"
 
 
+@needs_cuda(1, "tiny models, and the mode that finds synchronisations")
 @torch.inference_mode()
 def test_nothing_waits_for_the_device_until_the_tokens_are_read(
     engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +146,7 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(
     assert fed(watched=True) == before + 1
 
 
+@needs_cuda(1, "tiny models, and a capture that is refused")
 def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
     engine: EnsembleEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, PlacementError
@@ -20,6 +19,7 @@ from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.packing import ANY_PRECISION, place
 from specfuse_shared.placement.plan import Device, MemberSpec, Plan, Split, Workload
 from specfuse_shared.placement.sizing import ModelSizes
+from tests.engine.cuda import needs_cuda
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 from tests.shapes import SHAPES, write_shape
 
@@ -458,8 +458,7 @@ def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -
         MemberConfig("a", **settings)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda(1, "a tiny model, stored in bfloat16")
 def test_a_member_is_loaded_onto_the_accelerator_in_half_precision(tiny: Path) -> None:
     [report] = EnsembleEngine(EnsembleConfig([str(tiny)])).describe()
     assert (report.device, report.dtype) == ("cuda:0", "bfloat16")

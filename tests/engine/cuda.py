@@ -1,0 +1,21 @@
+"""What tests on a GPU need of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+
+def needs_cuda(gib: float, what: str) -> Callable[[Any], Any]:
+    """Marks a test that runs on a CUDA device with so much memory free; `what` else it needs, or takes it for."""
+    lacking = pytest.mark.skipif(_free_gib() < gib, reason=f"needs a CUDA device with {gib:g} GiB free: {what}")
+    return lambda test: pytest.mark.gpu(lacking(test))
+
+
+@cache
+def _free_gib() -> float:
+    return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0.0
