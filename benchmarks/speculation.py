@@ -1,12 +1,13 @@
 """What speculation saves: forwards of each member a token of the answer, and processor seconds, on ÷ off, in one run.
 
-    python benchmarks/speculation.py --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--json FILE]
+    python benchmarks/speculation.py --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five] [--json FILE]
 
-Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted (FOLDER/rag_en.jsonl), and code to be edited
-(rows of this file). Every request is asked of an engine without and of one with speculation, one at a time and then all
-at once; forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds.
-`--certain` decides rounds by policies under which a leader's draft may be certain. How many answers are the same is
-printed: in float32 all are; in half precision they may part, as batches round differently.
+Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl), and
+code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their weights.
+Every request is asked of an engine without and of one with speculation, one at a time and then all at once; forwards are
+those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds. `--certain` decides
+rounds by policies under which a leader's draft may be certain. How many answers are the same is printed: in float32 all
+are; in half precision they may part, as batches round differently.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from figures import RESULTS, Figure, report
+from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
+from specfuse_shared.loading.gguf import cache_folder
 
 CODE = (
     "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
@@ -32,16 +35,22 @@ CODE = (
     "def largest(numbers):\n    best = numbers[0]\n    for number in numbers[1:]:\n        if number > best:\n"
     "            best = number\n    return best\n",
 )
+AIMS = {"open": 0.8, "quote": 0.5, "summary": 0.8, "code": 0.5}
+"""Kinds of work, and how many of the forwards should be left."""
+COPIES = ((0, 0.05), (1, 0.05), (1, 0.1))
+"""Member of the demo, and standard deviations of the noise."""
 CERTAIN = {"score": "stretch", "aggregate": "weighted_mean", "feedback": "uniform"}
 
 
 def requests(data: Path, kind: str, rows: int) -> list[str]:
     if kind == "code":
         return [f"Add a docstring to this code and repeat all of it.\n\n```python\n{code}```" for code in CODE[:rows]]
-    name = {"open": "open", "quote": "rag_en"}[kind]
+    name = {"open": "open", "quote": "rag_en", "summary": "rag_en"}[kind]
     found = [json.loads(line) for line in (data / f"{name}.jsonl").read_text("utf-8").splitlines()[:rows]]
     if kind == "open":
         return [row["prompt"] for row in found]
+    if kind == "summary":
+        return [f"Sum this text up in two sentences.\n\n{row['context']}" for row in found]
     return [f"Quote the sentence that answers the question.\n\n{row['context']}\n\n{row['prompt']}" for row in found]
 
 
@@ -67,7 +76,7 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
         EnsembleEngine(replace(config, speculation="auto")) as auto,
     ):
         engines = {"off": off.load(), "auto": auto.load()}
-        for kind in ("open", "quote", "code"):
+        for kind, aim in AIMS.items():
             asked = requests(data, kind, rows)
             for together in (False, True):
                 found, seconds = {}, {}
@@ -85,7 +94,7 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
                     f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
                     f"{same} of {len(asked)} answers equal; certain rounds {certain}"
                 )
-                aim, spent = 0.8 if kind == "open" else 0.5, f"{seconds['off']:.0f} s → {seconds['auto']:.0f} s"
+                spent = f"{seconds['off']:.0f} s → {seconds['auto']:.0f} s"
                 figures.append(Figure(f"forwards a token, {how}", ratio, aim, False, detail))
                 figures.append(Figure(f"processor time, {how}", seconds["auto"] / seconds["off"], 1.02, False, spent))
                 print(f"{how}: {ratio:.2f} ({detail}), processor time {spent}", flush=True)
@@ -99,10 +108,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--certain", action="store_true")
+    parser.add_argument("--five", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS / "speculation.json")
     args = parser.parse_args()
     settings = CERTAIN if args.certain else {}
-    config = EnsembleConfig(demo_members(dtype=args.dtype), reuse_prefixes=False, **settings)
+    folder = cache_folder() / "weakened"
+    folder.mkdir(parents=True, exist_ok=True)
+    pair = demo_members(dtype=args.dtype)
+    members = [*pair, *(noisy(pair[n], noise, folder) for n, noise in COPIES if args.five)]
+    config = EnsembleConfig(members, reuse_prefixes=False, **settings)
     report("Speculation on ÷ off", measure(config, args.data, args.rows, args.tokens), args.json)
 
 
