@@ -2,12 +2,12 @@
 
     python benchmarks/speculation.py --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five] [--json FILE]
 
-Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl), and
-code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their weights.
-Every request is asked of an engine without and of one with speculation, one at a time and then all at once; forwards
-are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds. `--certain` decides
-rounds by policies under which a leader's draft may be certain. How many answers are the same is printed: in float32 all
-are; in half precision they may part, as batches round differently.
+Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl),
+and code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their
+weights. Every request is asked of an engine without and of one with speculation, one at a time and then all at once;
+forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds.
+`--certain` decides rounds by policies under which a leader's draft may be certain. How many answers are the same is
+printed: in float32 all are; in half precision they may part, as batches round differently.
 """
 
 from __future__ import annotations
