@@ -26,7 +26,7 @@ from specfuse_shared import (
 )
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading.gguf import gguf_context
-from tests.engine.tiny import save_pair
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 FORKED = """
 import os, sys
@@ -55,7 +55,9 @@ assert model.invoke("Hello").content == before[0]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [str(folder) for folder in save_pair(tmp_path_factory, max_position_embeddings=2048).values()]
+    chat = save_model("qwen3", byte_level_tokenizer(), tmp_path_factory.mktemp("chat"), max_position_embeddings=2048)
+    base = save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("base"), 1, max_position_embeddings=1024)
+    return [str(chat), str(base)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

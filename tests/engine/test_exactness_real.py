@@ -132,7 +132,8 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     members = local_members(exact_engine)
     config = with_settings(exact_engine.config, exit="never", segment_tokens=7)
     messages = question(PROMPTS["code"])
-    session = open_session(config, members, messages, SamplingParams(max_tokens=200, temperature=1.0, seed=3))
+    params = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    session = open_session(config, members, messages, params)
     run_rounds(session, 4)
     assert not session.finished
     for member in members:

@@ -50,9 +50,9 @@ def test_an_answer_has_at_least_min_tokens_and_with_ignore_eos_all(engine: Ensem
 
 
 def test_a_seeded_answer_keeps_to_it_too(engine: EnsembleEngine) -> None:
-    params = SamplingParams(max_tokens=50, min_tokens=50, temperature=1.0, seed=3)
+    params = SamplingParams(max_tokens=60, min_tokens=50, temperature=1.0, seed=3)
     result = engine.generate(QUESTION, params)
-    assert result.usage.completion_tokens == 50
+    assert 50 <= result.usage.completion_tokens <= 60
     assert engine.generate(QUESTION, params).text == result.text
 
 
