@@ -119,8 +119,8 @@ def _ray_lanes(
 
     for member in members:
         on_stage(member.label, "loading on a node of the cluster")
-    memory = {member.label: needed_memory(member, config.cache_dir) for member in members}
-    lanes = ray_lanes(members, memory, config.ray_address, config.execution, on_forward)
+    memory_of = partial(needed_memory, cache_dir=config.cache_dir)
+    lanes = ray_lanes(members, memory_of, config.ray_address, config.execution, on_forward)
     for member in members:
         on_stage(member.label, "ready")
     return lanes

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,6 +30,8 @@ _SECONDS_TO_START = 120.0
 """How long a node may take to have room for an actor and to start it."""
 _BETWEEN_LOOKS = 0.5
 """Seconds between two looks whether an actor is back."""
+MemoryOf = Callable[[MemberConfig], int | None]
+"""Bytes of main memory that a member takes; None where that is not known."""
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 """What Ray has options of its own for; other resources are those that nodes were started with."""
 
@@ -136,14 +138,14 @@ class ActorWire:
 
 def ray_lanes(
     members: Sequence[MemberConfig],
-    memory: Mapping[str, int | None],
+    memory_of: MemoryOf,
     address: str | None,
     execution: str,
     on_forward: OnForward,
 ) -> list[PipedLane]:
     """A lane for each member, on a node that has what it needs. All load at the same time.
 
-    `memory`: bytes that a member needs by its label, None where that is not known. Raises `MemberLoadError` where one
+    `memory_of` is asked of members that say nothing of it and get no card. Raises `MemberLoadError` where one
     cannot be loaded, or no node has room for it.
     """
     if not ray.is_initialized():
@@ -151,7 +153,7 @@ def ray_lanes(
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cards = any(node.get("GPU") for node in nodes)
-    needs = [needs_of(member, memory.get(member.label), cards) for member in members]
+    needs = [needs_of(member, memory_of, cards) for member in members]
     for member, wanted in zip(members, needs, strict=True):
         _check_room(member, wanted, nodes)
     wires = [ActorWire(member, execution, wanted) for member, wanted in zip(members, needs, strict=True)]
@@ -170,12 +172,14 @@ def ray_lanes(
     return lanes
 
 
-def needs_of(member: MemberConfig, memory: int | None, cards: bool) -> dict[str, float]:
+def needs_of(member: MemberConfig, memory_of: MemoryOf, cards: bool) -> dict[str, float]:
     """What a member asks of a node: its `resources`, and where they are silent a core and a card, if the cluster has
     `cards` and its device may be one, else main memory for its model."""
     card = member.resources.get("GPU", float(cards and member.device.split(":")[0] in ("auto", "cuda")))
-    own = {"GPU": card} if card else {"memory": float(memory)} if memory else {}
-    return {"CPU": 1.0, **own, **member.resources}
+    needs = {"CPU": 1.0, **({"GPU": card} if card else {}), **member.resources}
+    if not card and "memory" not in needs and (memory := memory_of(member)):
+        needs["memory"] = float(memory)
+    return needs
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:

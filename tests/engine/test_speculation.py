@@ -113,7 +113,7 @@ def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options
     for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
         assert told(auto) == told(off), (text, params)
     saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in found.values()]
-    assert saved[1] <= saved[0]
+    assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a call that is forced may leave nothing to guess"
     return counted
 
 

@@ -95,13 +95,21 @@ def test_needs_are_those_stated_and_else_the_models() -> None:
     from specfuse_shared.members.ray_lane import needs_of
 
     member, gib = MemberConfig("a"), 2**30
-    assert needs_of(member, gib, cards=False) == {"CPU": 1, "memory": gib}
-    assert needs_of(member, None, cards=False) == {"CPU": 1}
-    assert needs_of(member, gib, cards=True) == {"CPU": 1, "GPU": 1}
-    assert needs_of(replace(member, device="cpu"), gib, cards=True) == {"CPU": 1, "memory": gib}
+    asked: list[str] = []
+
+    def memory_of(config: MemberConfig) -> int:
+        asked.append(config.label)
+        return gib
+
+    assert needs_of(member, memory_of, cards=False) == {"CPU": 1, "memory": gib}
+    assert needs_of(member, lambda config: None, cards=False) == {"CPU": 1}
+    asked.clear()
+    assert needs_of(member, memory_of, cards=True) == {"CPU": 1, "GPU": 1}
+    assert not asked, "a model on a card is not looked at"
+    assert needs_of(replace(member, device="cpu"), memory_of, cards=True) == {"CPU": 1, "memory": gib}
     stated = replace(member, resources={"GPU": 0.5, "CPU": 4, "big": 1})
-    assert needs_of(stated, gib, cards=False) == {"CPU": 4, "GPU": 0.5, "big": 1}
-    assert needs_of(replace(member, resources={"GPU": 0}), gib, cards=True) == {"CPU": 1, "GPU": 0, "memory": gib}
+    assert needs_of(stated, memory_of, cards=False) == {"CPU": 4, "GPU": 0.5, "big": 1}
+    assert needs_of(replace(member, resources={"GPU": 0}), memory_of, cards=True) == {"CPU": 1, "GPU": 0, "memory": gib}
 
 
 def test_a_place_that_others_hold_is_not_waited_for_without_end(
