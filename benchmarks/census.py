@@ -159,12 +159,10 @@ def shape_of(name: str) -> Shape:
     return next(shape for shape in SHAPES if shape.name == name)
 
 
-def model_on(device: torch.device, name: str) -> Any:
-    model = (
-        AutoModelForCausalLM.from_config(shape_of(name).config(False), dtype=torch.bfloat16)
-        .eval()
-        .requires_grad_(False)
-    )
+def model_on(device: torch.device, config: Any) -> Any:
+    """A model without numbers, as members have it."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.eval().requires_grad_(False)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
@@ -179,7 +177,7 @@ def model_on(device: torch.device, name: str) -> Any:
 @torch.inference_mode()
 def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
     """A token of a draft, a verification of five candidates, and the second piece of a long prompt."""
-    model = model_on(device, name)
+    model = model_on(device, shape_of(name).config(False))
     runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, name))
     context = TreeSequence(runner)
     context.begin([5] * CONTEXT)

@@ -14,20 +14,21 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from census import Noiseless, model_on
 
 from specfuse_shared import SamplingParams
 from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
-from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.logprobs import Judgement
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.sampler import Sampler
 from tests.engine.tiny import ARCHITECTURES
 
 RULES = (
@@ -37,30 +38,10 @@ RULES = (
 )
 
 
-class Noiseless(Sampler):
-    """Tensors without numbers cannot be filled by a generator."""
-
-    def noise(self, ahead: int, size: int) -> torch.Tensor:
-        return torch.ones(size, device=self.device)
-
-
-def model_on(device: torch.device, kind: str) -> torch.nn.Module:
-    config = AutoConfig.for_model(kind, vocab_size=100, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    there = torch.empty_like(tensor, device=device)
-                    held[name] = torch.nn.Parameter(there, False) if held is module._parameters else there
-    wanted = model.config.get_text_config(decoder=True)._attn_implementation
-    model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
-    return model
-
-
 @torch.inference_mode()
 def run(kind: str, device: torch.device) -> None:
-    model = model_on(device, kind)
+    config = AutoConfig.for_model(kind, vocab_size=100, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind])
+    model = model_on(device, config)
     runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
     contexts = [TreeSequence(runner) for _ in RULES]
     for n, context in enumerate(contexts):
