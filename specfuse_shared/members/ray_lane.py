@@ -176,10 +176,12 @@ def needs_of(member: MemberConfig, memory_of: MemoryOf, cards: bool) -> dict[str
     """What a member asks of a node: its `resources`, and where they are silent a core and a card, if the cluster has
     `cards` and its device may be one, else main memory for its model."""
     card = member.resources.get("GPU", float(cards and member.device.split(":")[0] in ("auto", "cuda")))
-    needs = {"CPU": 1.0, **({"GPU": card} if card else {}), **member.resources}
-    if not card and "memory" not in needs and (memory := memory_of(member)):
-        needs["memory"] = float(memory)
-    return needs
+    own = {"CPU": 1.0}
+    if card:
+        own["GPU"] = card
+    elif "memory" not in member.resources and (memory := memory_of(member)):
+        own["memory"] = float(memory)
+    return {**own, **member.resources}
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
