@@ -1,11 +1,12 @@
-"""What speculation saves: forwards of each member a token of the answer, and processor seconds, on ÷ off, in one run.
+"""What speculation saves: forwards of each member a token of the answer, and seconds, on ÷ off, in one run.
 
     python benchmarks/speculation.py --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five] [--json FILE]
 
 Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl),
 and code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their
 weights. Every request is asked of an engine without and of one with speculation, one at a time and then all at once;
-forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds.
+forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds (those of
+the clock, and of the processor).
 `--certain` decides rounds by policies under which a leader's draft may be certain. How many answers are the same is
 printed: in float32 all are; in half precision they may part, as batches round differently.
 """
@@ -54,9 +55,9 @@ def requests(data: Path, kind: str, rows: int) -> list[str]:
     return [f"Quote the sentence that answers the question.\n\n{row['context']}\n\n{row['prompt']}" for row in found]
 
 
-def forwards(results: Sequence[EnsembleResult]) -> float:
-    """Of all members, a token of their own encoding of the answer."""
-    used = [usage for result in results for usage in result.usage.members.values()]
+def forwards(results: Sequence[EnsembleResult], member: str | None = None) -> float:
+    """Of one or all members, a token of their own encoding of the answer."""
+    used = [u for result in results for name, u in result.usage.members.items() if member in (None, name)]
     return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))
 
 
@@ -79,25 +80,31 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
         for kind, aim in AIMS.items():
             asked = requests(data, kind, rows)
             for together in (False, True):
-                found, seconds = {}, {}
+                found, seconds, busy = {}, {}, {}
                 for name, engine in engines.items():
-                    began = time.process_time()
+                    began, used_before = time.monotonic(), time.process_time()
                     found[name] = answered(engine, asked, params, together)
-                    seconds[name] = time.process_time() - began
+                    seconds[name], busy[name] = time.monotonic() - began, time.process_time() - used_before
                 how = f"{kind}, {len(asked)} {'at once' if together else 'in turn'}"
                 ratio = forwards(found["auto"]) / forwards(found["off"])
                 used = [usage for result in found["auto"] for usage in result.usage.members.values()]
                 same = sum(a.text == b.text for a, b in zip(found["off"], found["auto"], strict=True))
                 certain = sum(record.certain for result in found["auto"] for record in result.rounds)
+                plain, saved = found["off"], found["auto"]
+                names = plain[0].usage.members
+                each = ", ".join(f"{m} {forwards(plain, m):.2f} → {forwards(saved, m):.2f}" for m in names)
                 detail = (
-                    f"{forwards(found['off']):.2f} → {forwards(found['auto']):.2f}; guesses accepted "
+                    f"{each}; guesses accepted "
                     f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
                     f"{same} of {len(asked)} answers equal; certain rounds {certain}"
                 )
-                spent = f"{seconds['off']:.0f} s → {seconds['auto']:.0f} s"
                 figures.append(Figure(f"forwards a token, {how}", ratio, aim, False, detail))
-                figures.append(Figure(f"processor time, {how}", seconds["auto"] / seconds["off"], 1.02, False, spent))
-                print(f"{how}: {ratio:.2f} ({detail}), processor time {spent}", flush=True)
+                print(f"{how}: {ratio:.2f} ({detail})", flush=True)
+                for what, spent in (("seconds", seconds), ("processor seconds", busy)):
+                    told = f"{spent['off']:.0f} s → {spent['auto']:.0f} s"
+                    most = aim if together else 1.02
+                    figures.append(Figure(f"{what}, {how}", spent["auto"] / spent["off"], most, False, told))
+                    print(f"    {what}: {figures[-1].ratio:.2f} ({told})", flush=True)
     return figures
 
 

@@ -40,7 +40,7 @@ EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
 RUNTIMES = ("local", "ray")
-SPECULATIONS = ("off", "auto")
+SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
@@ -125,7 +125,7 @@ class EnsembleConfig(Settings):
     execution: str = "auto"
     """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
     GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
-    speculation: str = "off"
+    speculation: str = "auto"
     """"auto": members guess what comes next from prompt, answer and each other's drafts, and skip the work that a right
     guess saves; the answer is the same. "off": every token of a draft takes a forward of its own."""
     runtime: str = "local"

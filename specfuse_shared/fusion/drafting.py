@@ -162,7 +162,10 @@ class Drafting(InRound):
 
     @property
     def _is_led(self) -> bool:
-        return self._config.speculation == "auto" and not self.alone and self._method.lead.is_worth(self._participants)
+        if self._config.speculation == "off" or self.alone:
+            return False
+        limit = self._config.segment_limit(self._index)
+        return self._method.lead.is_worth(self._participants, self._drafters, limit)
 
     def _led(self) -> Generator[Ops, Results, dict[str, Value]]:
         """The leader's draft, then the others'; those of members that need not be heard are left out."""

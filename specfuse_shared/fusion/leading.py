@@ -1,28 +1,34 @@
 """Who drafts first in a round, and whether anybody does.
 
-Members that run beside each other draft at the same time: a lone answer would only wait for a leader. Where they take
-turns, or where many answers keep every lane at work, the drafts that a leader's saves are time. Both depend on
-nothing that is measured while an answer runs, so that a seed gives the same answer again.
+Where members take turns, one leads: what its draft saves the others is time. Members that run beside each other draft
+at the same time, unless a leader pays there too, by what forwards of each take and by how often one draft settled a
+round lately: a lone answer must have its drafts earlier, and many answers that keep all lanes at work must cost
+clearly less. Seconds are measured and rounded, so that a seed seldom meets another leader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specfuse_shared.fusion.participants import Participants
 
 _ANSWERS_A_LANE = 2
 """With so many answers for each lane, none is idle while an answer waits for its leader."""
+_CLEARLY = 0.8
+"""Lanes wait for each other's answers, which meet in fewer forwards then: so much less the work has to be."""
 _MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Which lane runs each member, and how many answers are on their way now."""
+    """Which lane runs each member, how many answers are on their way now, and mean seconds of each member's forwards
+    (none for members that have not run yet)."""
 
     lane_of: Mapping[str, int]
     answers: Callable[[], int]
+    step_seconds: Callable[[], Mapping[str, float]]
 
 
 @dataclass(slots=True)
@@ -31,28 +37,58 @@ class Lead:
 
     traffic: Traffic | None = None
     _won: dict[str, float] = field(default_factory=dict)
+    _settled: float = 0.0
+    """Share of the last rounds for which one draft was enough."""
 
-    def is_worth(self, participants: Participants) -> bool:
-        """Whether one of the active members should draft first: the others have to be able to make use of it."""
+    def is_worth(self, participants: Participants, drafters: Sequence[str], tokens: int) -> bool:
+        """Whether one of these should draft so many tokens first: all active members have to be able to use them."""
         active = participants.active
         if len(active) < 2 or not all(participants[name].member.info.may_guess for name in active):
             return False
         if self.traffic is None:
             return True
         lanes = {self.traffic.lane_of[name] for name in active}
-        return len(lanes) == 1 or self.traffic.answers() >= _ANSWERS_A_LANE * len(lanes)
+        if len(lanes) == 1:
+            return True
+        steps, leader = self._steps(participants, active), self.choose(participants, drafters)
+        if self.traffic.answers() < _ANSWERS_A_LANE * len(lanes):
+            led, at_once = self._round(max, steps, leader, tokens)
+            return led < at_once
+        led, at_once = self._round(sum, steps, leader, tokens)
+        return led < _CLEARLY * at_once
+
+    def _round(
+        self, together: Callable[[Iterable[float]], float], steps: Mapping[str, float], leader: str, tokens: int
+    ) -> tuple[float, float]:
+        """What a round costs with a leader, and what without, members' costs taken `together`.
+
+        Without: all drafts, and a verification unless all are equal. With: the leader's draft, one forward of the
+        others that judges it, and where that does not settle the round, their drafts and a verification as well.
+        """
+        again, everybody = 1 - self._settled, together(steps.values())
+        others = together(seconds for name, seconds in steps.items() if name != leader)
+        led = tokens * steps[leader] + others + again * (tokens * others + everybody)
+        return led, (tokens + again) * everybody
+
+    def _steps(self, participants: Participants, names: Sequence[str]) -> dict[str, float]:
+        """What a forward of each of these members costs: measured seconds, or bytes of weights before all have run."""
+        measured = self.traffic.step_seconds() if self.traffic is not None else {}
+        if all(measured.get(name) for name in names):
+            return {name: 2 ** (round(2 * math.log2(measured[name])) / 2) for name in names}
+        return {name: participants[name].member.info.report.memory_bytes or 1 for name in names}
 
     def choose(self, participants: Participants, drafters: Sequence[str]) -> str:
-        """Who of them won most of the last rounds for what its forwards cost, which is about its weights' size."""
-        size = {name: participants[name].member.info.report.memory_bytes or 1 for name in drafters}
-        mean = sum(size.values()) / len(size)
+        """Who of them won most of the last rounds for what its forwards cost."""
+        steps = self._steps(participants, drafters)
+        mean = sum(steps.values()) / len(steps)
 
         def worth(name: str) -> float:
-            return (self._won.get(name, 0.0) + participants[name].weight) / (1 + size[name] / mean)
+            return (self._won.get(name, 0.0) + participants[name].weight) / (1 + steps[name] / mean)
 
         return max(drafters, key=worth)
 
-    def learn(self, drafters: Sequence[str]) -> None:
-        """These members drafted what became the segment."""
+    def learn(self, drafters: Sequence[str], settled: bool) -> None:
+        """These members drafted what became the segment; `settled`: no other draft was needed for it."""
         for name in {*self._won, *drafters}:
             self._won[name] = _MEMORY * self._won.get(name, 0.0) + (1 - _MEMORY) * (name in drafters)
+        self._settled = _MEMORY * self._settled + (1 - _MEMORY) * settled

@@ -50,7 +50,7 @@ class Round(InRound):
                 self._constraint.commit(segment.text)
         self._tick()
         weights = self._participants.weights
-        self._method.lead.learn(winner.drafters)
+        self._method.lead.learn(winner.drafters, settled=len(choices) == 1)
         retention = self._learn(choices) if judged and segment.reason is None else {}
         return RoundEnd(self._record(choices, winner, segment.text, weights, retention), segment)
 

@@ -124,9 +124,8 @@ class LocalMember:
 
     @property
     def may_guess(self) -> bool:
-        """Whether it verifies many tokens in one forward, does not draft ahead, and never reads an answer again."""
-        runner = self.runner
-        return runner.plan is not None and runner.static is None and runner.longrope.limit is None
+        """Whether it verifies many tokens in one forward, and never reads an answer again."""
+        return self.runner.plan is not None and self.runner.longrope.limit is None
 
     @property
     def member(self) -> Member:

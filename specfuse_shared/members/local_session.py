@@ -133,19 +133,21 @@ class LocalSession(Session[SequenceState]):
         return DraftRequest(branch, min(count, held or count), self._sampler, blocked)
 
     def _asked(self, wanted: DraftRequest) -> ForwardRequest:
-        """What goes through the model for them: all at once where that can be, else what decides the next one."""
-        if self._constraint is None and self.context.drafts_ahead:
-            return ForwardRequest(self.context, draft=wanted)
+        """What goes through the model for them: a guess where there is one, else all at once where that can be, else
+        what decides the next one."""
         branch = wanted.branch
         plain = ForwardRequest(self.context, (branch,))
-        if self._guesses is None or self.context.knows(branch) == len(branch.tokens):
-            return plain
-        guess = self._guess(branch, self.context.room - 1)
-        if self._constraint is not None:
-            guess = guess.first(self._constraint.follows(guess.tokens))
-        if not guess.tokens:
-            return plain
-        return replace(plain, guesses=(self._guesses.feed(branch, guess, self._fed_of(branch, guess)),))
+        if self._guesses is not None:
+            if self.context.knows(branch) == len(branch.tokens):
+                return plain
+            guess = self._guess(branch, self.context.room - 1)
+            if self._constraint is not None:
+                guess = guess.first(self._constraint.follows(guess.tokens))
+            if guess.tokens:
+                return replace(plain, guesses=(self._guesses.feed(branch, guess, self._fed_of(branch, guess)),))
+        if self._constraint is None and self.context.may_draft_ahead(branch):
+            return ForwardRequest(self.context, draft=wanted)
+        return plain
 
     def _chosen(self, wanted: DraftRequest, found: Any) -> tuple[list[int], bool]:
         """Tokens by what came of that, and whether they end the turn."""

@@ -99,6 +99,10 @@ class SequenceState(ABC):
         """Whether it takes feeds that draft; else tokens are chosen one by one."""
         return False
 
+    def may_draft_ahead(self, branch: Branch) -> bool:
+        """Whether it takes one now that goes on from this branch."""
+        return False
+
     def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
         raise NotImplementedError

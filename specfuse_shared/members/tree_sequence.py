@@ -100,6 +100,9 @@ class TreeSequence(SequenceState):
     def drafts_ahead(self) -> bool:
         return self.runner.static is not None
 
+    def may_draft_ahead(self, branch: Branch) -> bool:
+        return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes behind all that is fed
+
     @property
     def room(self) -> int:
         return max(0, self._row.block.capacity - self._row.used - 1) if self._row is not None else 0

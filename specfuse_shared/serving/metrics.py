@@ -108,6 +108,11 @@ class Metrics:
             self._forward_seconds[member] += seconds  # type: ignore[assignment]
             self._now.batch_size.add(batch)
 
+    def step_seconds(self) -> dict[str, float]:
+        """Mean seconds of a forward of each member that has run."""
+        with self._lock:
+            return {name: self._forward_seconds[name] / count for name, count in self._by_member["forwards"].items()}
+
     def observe(self, event: Event) -> None:
         """Count what an event tells."""
         with self._lock:

@@ -70,7 +70,7 @@ class Scheduler:
     def __init__(self, assembly: Assembly, budget: Budget, metrics: Metrics) -> None:
         self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
         lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
-        self.traffic = Traffic(lane_of, lambda: len(self._running))
+        self.traffic = Traffic(lane_of, lambda: len(self._running), metrics.step_seconds)
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
         self._queue, self._arrived = deque[Request](), deque[StageResult]()

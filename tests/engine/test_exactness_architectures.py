@@ -34,9 +34,9 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
         for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
             assert any(r.verified for r in records)
-        if execution == "dynamic":  # weights, exits and guesses know nothing of it
-            guessing = with_settings(engine.config, speculation="auto")
-            assert_equals_naive(guessing, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
+        guessing = with_settings(engine.config, speculation="auto")
+        assert_equals_naive(guessing, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
+        if execution == "dynamic":  # weights and exits know nothing of it
             for score in SCORES[:2]:
                 learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3, **score)
                 assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)

@@ -117,12 +117,17 @@ def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options
     return counted
 
 
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_the_same_with_and_without(trio: EnsembleEngine, way: str) -> None:
-    counted = assert_same_with_and_without(replace(trio.config, **WAYS[way]), requests(16, seed=len(way)))
+def test_answers_are_the_same_with_and_without(
+    trio: EnsembleEngine, way: str, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfuse_shared.members.lanes.cores", lambda: 1)
+    config = replace(trio.config, execution=execution, **WAYS[way])
+    counted = assert_same_with_and_without(config, requests(16, seed=len(way)))
     assert sum(counted["auto"].answer_forwards.values()) < sum(counted["off"].answer_forwards.values())
     assert counted["off"].led_rounds == 0
-    assert counted["auto"].led_rounds > 0, "16 answers wait for two lanes at most"
+    assert counted["auto"].led_rounds > 0, "on one core members take turns"
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +215,18 @@ def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatc
     assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 
 
-def test_members_that_draft_ahead_make_no_guesses(trio: EnsembleEngine) -> None:
-    with EnsembleEngine(replace(trio.config, speculation="auto", execution="static")) as engine:
-        result = engine.generate("the fox and the dog ask why", SamplingParams(max_tokens=12))
-    assert not any(usage.guessed for usage in result.usage.members.values())
-    assert not any(record.leader for record in result.rounds)
+def test_members_of_static_execution_guess_and_else_draft_ahead(trio: EnsembleEngine) -> None:
+    with EnsembleEngine(replace(trio.config, speculation="auto", execution="static", max_concurrent=1)) as engine:
+        runs: list[int] = []
+        for member in local_members(engine.load()):
+            static = member.runner.static
+            assert static is not None
+            plain = static.draft
+            static.draft = lambda drafts, plain=plain: runs.append(1) or plain(drafts)
+        asked = ("the fox asks why", "tides follow")
+        results = [engine.generate(text, SamplingParams(max_tokens=24)) for text in asked]
+    usages = [usage for result in results for usage in result.usage.members.values()]
+    assert sum(usage.accepted for usage in usages) > 0 < len(runs)
 
 
 def test_an_unknown_way_to_speculate_is_refused() -> None:
