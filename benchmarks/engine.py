@@ -2,14 +2,15 @@
 
     python benchmarks/engine.py [--tokens 64] [--repeats 3] [--json FILE]
 
-1. overhead   whole answer ÷ Σ members' own `generate` of as many tokens as they drafted (64 and 1,000 prompt tokens)
+1. overhead   whole answer ÷ Σ members' own `generate` of as many tokens as they drafted (64 and 1,000 prompt tokens),
+              with and without speculation (the prompt repeats itself, which flatters guesses: see `speculation.py`)
 2. naive      cache-less reference rounds ÷ the same rounds by the engine (1,000 prompt tokens)
 3. context    a round at 4,000 tokens of context ÷ a round at 256
 4. first      (time to first segment − prefill) ÷ a round
 
 bf16, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every member works in every round
-and every answer has its length. For 3 and 4 answers are sampled with a seed: members that repeat the filler would
-agree, and rounds in which all agree verify nothing.
+and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are sampled with a seed: members
+that repeat the filler would agree, and rounds in which all agree verify nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -44,8 +46,10 @@ class Bench:
             exit="never",
             repetition_guard=False,
             reuse_prefixes=False,
+            speculation="off",
         )
         self.engine = EnsembleEngine(config).load()
+        self.guessing = EnsembleEngine(replace(config, speculation="auto")).load()
         self.members = local_members(self.engine)
         self.tokens, self.repeats = tokens, repeats
 
@@ -56,10 +60,12 @@ class Bench:
             text = SENTENCE + text
         return [Message("user", text)]
 
-    def answer(self, messages: list[Message], tokens: int, temperature: float = 0.0) -> EnsembleResult:
+    def answer(
+        self, messages: list[Message], tokens: int, temperature: float = 0.0, speculates: bool = False
+    ) -> EnsembleResult:
         """An answer of exactly so many tokens."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=0)
-        return self.engine.generate(messages, params)
+        return (self.guessing if speculates else self.engine).generate(messages, params)
 
     @torch.inference_mode()
     def generate(self, member: LocalMember, messages: list[Message], count: int) -> float:
@@ -75,15 +81,16 @@ class Bench:
         model.set_attn_implementation(before)
         return spent
 
-    def overhead(self, size: int, target: float) -> Figure:
+    def overhead(self, size: int, target: float, speculates: bool) -> Figure:
         messages, ratios, notes = self.prompt(size), [], ""
         for _ in range(self.repeats):
-            result = self.answer(messages, self.tokens)
+            result = self.answer(messages, self.tokens, speculates=speculates)
             drafted = {name: usage.drafted for name, usage in result.usage.members.items()}
             own = sum(self.generate(m, messages, drafted[m.name]) for m in self.members)
             ratios.append(result.total_seconds / own)
             notes = f"{sum(drafted.values())} drafted; {result.total_seconds:.2f} s ÷ {own:.2f} s"
-        return Figure(f"overhead, {size}-token prompt", statistics.median(ratios), target, False, notes)
+        name = f"overhead, {size}-token prompt" + ", without speculation" * (not speculates)
+        return Figure(name, statistics.median(ratios), target, False, notes)
 
     def naive(self, size: int, rounds: int) -> Figure:
         messages, params = self.prompt(size), SamplingParams(max_tokens=500, ignore_eos=True)
@@ -114,12 +121,15 @@ class Bench:
         return Figure(f"first segment after prefill ÷ a round, {size}", a / b, 1.2, False, f"{a:.3f} s ÷ {b:.3f} s")
 
     def run(self) -> list[Figure]:
-        self.answer(self.prompt(64), 20)
+        for speculates in (False, True):
+            self.answer(self.prompt(64), 20, speculates=speculates)
         for member in self.members:
             self.generate(member, self.prompt(64), 4)
         return [
-            self.overhead(64, 1.05),
-            self.overhead(1000, 1.05),
+            self.overhead(64, 0.75, speculates=True),
+            self.overhead(1000, 0.6, speculates=True),
+            self.overhead(64, 1.05, speculates=False),
+            self.overhead(1000, 1.05, speculates=False),
             self.context(256, 4000),
             self.first(64),
             self.naive(1000, 2),
