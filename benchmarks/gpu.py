@@ -8,7 +8,8 @@
 3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forwards at that floor
 4. first     seconds to the first segment at 512 and 4,000 prompt tokens
 5. answers   tokens a second of 1, 8 and 32 answers at once
-6. memory    and the library's own `generate` beside it
+6. guesses   seconds of one and of 8 answers with speculation ÷ without, which 1 to 5 do without
+7. memory    and the library's own `generate` beside it
 
 Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit, so that every member works in
 every round. Members are taken in order as far as memory goes, at least the first. What was found is written after every
@@ -67,9 +68,10 @@ TINY = Sizes(48, 160, 24, (1, 2, 4), 1 << 24)
 class LoadedEngine(EnsembleEngine):
     """An engine over members that are loaded already."""
 
-    def __init__(self, members: Sequence[LocalMember]) -> None:
+    def __init__(self, members: Sequence[LocalMember], speculation: str) -> None:
         names = [MemberConfig(member.name, name=member.name) for member in members]
-        super().__init__(EnsembleConfig(names, exit="never", reuse_prefixes=False, segment_tokens=SEGMENT))
+        settings = {"exit": "never", "reuse_prefixes": False, "segment_tokens": SEGMENT, "speculation": speculation}
+        super().__init__(EnsembleConfig(names, **settings))
         self._loaded = members
 
     def _assemble(self, on_progress: OnProgress | None) -> Assembly:
@@ -100,6 +102,7 @@ class Bench:
                 yield f"a round of {count}", lambda n=count: [self.round(self.members[:n])]  # type: ignore[misc]
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
+        yield "speculation", lambda: self.speculation(self.members)
 
     def run(self, minutes: float, peer: Peer | None, save: Callable[[], None]) -> None:
         """All parts that begin within so many minutes; `save` is called after each."""
@@ -202,14 +205,14 @@ class Bench:
     # ── the ensemble ─────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def engine(self, some: Sequence[LocalMember]) -> Iterator[EnsembleEngine]:
+    def engine(self, some: Sequence[LocalMember], speculation: str = "off") -> Iterator[EnsembleEngine]:
         """An engine over loaded members, with what earlier ones left given back."""
         for member in self.members:
             member.runner.free_reclaimable()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        with LoadedEngine(some) as engine:
+        with LoadedEngine(some, speculation) as engine:
             yield engine.load()
 
     def round(self, some: Sequence[LocalMember]) -> Figure:
@@ -249,6 +252,29 @@ class Bench:
         most = max(rates)
         name, detail = f"tokens/s of {most} at once ÷ of one", f"{rates[most]:.1f} ÷ {rates[1]:.1f} tokens/s"
         return [Figure(f"{name}, {len(some)} members", rates[most] / rates[1], 12, True, detail)]
+
+    def speculation(self, some: Sequence[LocalMember]) -> list[Figure]:
+        """Answers with guesses against answers without."""
+        spent, forwards = {}, {}
+        params, counts = SamplingParams(max_tokens=self.sizes.tokens), self.sizes.at_once[:2]
+        for way in ("off", "auto"):
+            with self.engine(some, way) as engine:
+                for count in counts:
+                    asked = [self.prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
+                    results = engine.generate_batch(asked, params)
+                    used = [usage for r in results for usage in r.usage.members.values()]  # type: ignore[union-attr]
+                    forwards[way, count] = sum(u.forwards for u in used) / max(1, sum(u.answer for u in used))
+                    spent[way, count] = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
+        return [
+            Figure(
+                f"seconds with ÷ without speculation, {count} at once, {len(some)} members",
+                spent["auto", count] / spent["off", count],
+                1.02,
+                False,
+                f"forwards a token {forwards['off', count]:.2f} → {forwards['auto', count]:.2f}",
+            )
+            for count in counts
+        ]
 
     # ── tools ────────────────────────────────────────────────────────────────────────────────────
 
