@@ -2,13 +2,13 @@
 
     python benchmarks/teaching_rows.py tools OUT.jsonl [--rows 700]
     python benchmarks/teaching_rows.py own DATA.jsonl OUT.jsonl [--rows 400]
-    python benchmarks/teaching_rows.py passages DATA.jsonl OUT.jsonl [--rows 400]
+    python benchmarks/teaching_rows.py notes DATA.jsonl OUT.jsonl [--rows 400]
 
 `tools`: made-up conversations over made-up tools: a call where one is needed, what is said to its result, a second call
 if two things are asked, and no call where none helps. `own`: what SmolLM2-135M-Instruct as published answers to the
-prompts of DATA (those without a passage), if it ends and goes in no circles. `passages`: the rows of DATA that have
-one, as they are. The rows of the first two are `{"messages", "tools", "answer"}`, messages and tools as OpenAI's
-clients write them. The same seed makes the same rows.
+prompts of DATA (those without a passage), if it ends and goes in no circles. `notes`: questions on a passage with a
+short answer, asked twice as retrieval chains ask, the passage of another row beside the right one. Rows are
+`{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
 """
 
 from __future__ import annotations
@@ -210,6 +210,17 @@ TALK = (
     ("What do bees make?", "Bees make honey."),
     ("Explain in one sentence what a bridge is.", "A bridge is a structure that carries a way over an obstacle."),
 )
+NOTE, LONGEST_REPLY = (150, 900), 200
+"""Characters of a passage, and at most of its answer."""
+FRAMES = (
+    "Use the notes to answer the question{how}.\n\nNotes:\n{notes}\n\nQuestion: {question}",
+    "Answer the question{how}, from the context alone.\n\nContext:\n{notes}\n\nQuestion: {question}",
+    "Context information is below.\n\n{notes}\n\nGiven this, answer the query{how}.\nQuery: {question}\nAnswer:",
+    "{notes}\n\n{question}\nAnswer{how}.",
+)
+BRIEFLY = (" in a few words", " briefly", " in as few words as possible")
+SENTENCE = (" in one short sentence", " in one sentence", " in a sentence")
+PLAINLY = ("",)
 
 
 @app.command()
@@ -235,9 +246,22 @@ def own(data: Path, out: Path, rows: int = 400, together: Annotated[int, typer.O
 
 
 @app.command()
-def passages(data: Path, out: Path, rows: int = 400) -> None:
-    """Rows with a passage of at least a hundred characters."""
-    write(out, [row for row in _read(data) if len(_passage(row)) >= 100][:rows])
+def notes(data: Path, out: Path, rows: int = 400, seed: int = 2) -> None:
+    """Questions on one of two passages, each asked in two ways."""
+    chance = random.Random(seed)
+    found = [(_question(row), _passage(row), str(row["references"][0]).strip()) for row in _read(data)]
+    able = [each for each in found if NOTE[0] <= len(each[1]) <= NOTE[1] and len(each[2]) <= LONGEST_REPLY]
+    twice = [each for each in able[: rows // 2] for _ in range(2)]
+    write(out, (noted(chance, each, chance.choice([o for o in able if o is not each])[1]) for each in twice))
+
+
+def noted(chance: random.Random, asked: tuple[str, str, str], other: str) -> Row:
+    """A question, its passage and another one, as one prompt."""
+    question, passage, answer = asked
+    how = BRIEFLY if len(answer.split()) < 4 else SENTENCE if answer.count(". ") == 0 else PLAINLY
+    texts = [passage, other] if chance.random() < 0.5 else [other, passage]
+    frame = chance.choice(FRAMES)
+    return _row([_user(frame.format(how=chance.choice(how), notes="\n\n".join(texts), question=question))], [], answer)
 
 
 def call(chance: random.Random) -> Row:
@@ -352,6 +376,10 @@ def _row(messages: list[Row], schemas: list[Row], answer: str) -> Row:
 
 def _read(data: Path) -> list[Row]:
     return [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+
+
+def _question(row: Row) -> str:
+    return str(row["prompt"]).strip().partition("\n\n")[0]
 
 
 def _passage(row: Row) -> str:

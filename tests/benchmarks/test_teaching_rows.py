@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from agents import NEEDED, NOT_NEEDED, TOOLS
-from teaching_rows import TALK, passages, tools
+from teaching_rows import TALK, notes, tools
 from teaching_rows import TOOLS as TAUGHT
 from train_demo_adapter import read_rows
 
@@ -66,8 +66,21 @@ def test_rows_of_both_kinds_can_be_learned_from(rows: list[dict[str, Any]], tmp_
     found = read_rows(file, prompts, 7, 10_000)
     assert [len(ways) for ways in found] == [1, 3, 3]
     assert all(answer[-1] == 7 for ways in found for _, answer in ways)
-    out = tmp_path / "passages.jsonl"
-    plain = tmp_path / "plain.jsonl"
-    plain.write_text("".join(json.dumps(row) + "\n" for row in (passage, short)))
-    passages(plain, out)
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [passage]
+
+
+def test_notes_hold_the_right_passage_and_another_one(tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.jsonl", tmp_path / "notes.jsonl"
+    texts = {
+        "Which bus?": ("The bus to the mill is the 46. " * 8).strip(),
+        "Who?": ("Ada keeps the mill. " * 12).strip(),
+    }
+    given = [{"prompt": f"{q}\n\n{text}", "references": ["The 46."]} for q, text in texts.items()]
+    short = {"prompt": "Why?", "references": ["No passage."]}
+    plain.write_text("".join(json.dumps(row) + "\n" for row in (*given, short)))
+    notes(plain, out)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    asked = [row["messages"][0]["content"] for row in found]
+    assert len(found) == 4
+    assert all(text in prompt for text in texts.values() for prompt in asked)
+    assert [sum(question in prompt for prompt in asked) for question in texts] == [2, 2]
+    assert {row["answer"] for row in found} == {"The 46."}
