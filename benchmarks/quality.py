@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py run --data DIR [--half choose|confirm|all] [--variants NAME …] [--rows N]
     python benchmarks/quality.py table --data DIR [--half …] [--variants NAME …] [--against best]
+    python benchmarks/quality.py beside --data DIR OUT.md [--half …] [--rows 10] [--variants NAME …]
     python benchmarks/quality.py variants
 
 DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`). Rows alternate
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 import statistics
 import time
@@ -158,6 +160,35 @@ def table(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1) + "\n")
         plot(whole, rivals, out.with_suffix(".png"))
+
+
+@app.command()
+def beside(
+    data: Data,
+    out: Annotated[Path, typer.Argument(help="Markdown file")],
+    variants: Names = (*BARS, "default"),
+    half: Half = "confirm",
+    tasks: Tasks = ("open",),
+    rows: Annotated[int, typer.Option(help="the first so many of each task")] = 10,
+) -> None:
+    """The answers to the first rows side by side, as they are."""
+    known = {name: read_answers(answers_file(name)) for name in variants}
+    lines = [
+        f"# The first {rows} rows, answered by each",
+        "",
+        f"The {half} half of {', '.join(tasks)}; nothing was selected.",
+    ]
+    for row in read_rows(data, tasks, half, rows):
+        lines += ["", f"## {row['key']}", "", *_quoted(question(row))]
+        for name, answers in known.items():
+            lines += ["", f"**{name}**", "", *_quoted(answers[row["key"]]["text"] or "(nothing)")]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _quoted(text: str) -> list[str]:
+    """A text as a code block: it may be Markdown, and shall not be read as such."""
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=2) + 1)
+    return [f"{fence}text", *text.strip().splitlines(), fence]
 
 
 @app.command("variants")

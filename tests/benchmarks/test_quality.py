@@ -149,3 +149,15 @@ def test_smollm2_as_published_is_a_bar_without_its_adapter() -> None:
     assert (PUBLISHED.model, PUBLISHED.adapter) == (SMOL.model, None)
     assert [m.name for m in VARIANTS["stretch-published"].members()] == [PUBLISHED.name, BARS[2]]
     assert set(quality.COMPARED) >= set(BARS)
+
+
+def test_answers_stand_side_by_side_as_they_are(
+    data: Path, answered: Callable[[str, dict[str, str]], None], tmp_path: Path
+) -> None:
+    answered("default", {"open": "# The sea\n```\nebb"})
+    answered("alone", {"open": ""})
+    quality.beside(data, tmp_path / "beside.md", ["default", "alone"], "all", ("open",), 2)
+    page = (tmp_path / "beside.md").read_text("utf-8")
+    assert page.count("## open/") == 2
+    assert page.count("**default**\n\n````text\n# The sea\n```\nebb\n````") == 2
+    assert page.count("**alone**\n\n```text\n(nothing)\n```") == 2
