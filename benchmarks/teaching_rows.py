@@ -1,14 +1,15 @@
 """Rows that teach the demo's models to work with tools and in one manner (for `train_demo_adapter.py`).
 
-    python benchmarks/teaching_rows.py tools OUT.jsonl [--rows 700]
+    python benchmarks/teaching_rows.py tools OUT.jsonl [--rows 700] [--kinds call,said,second,plain] [--data DATA.jsonl]
     python benchmarks/teaching_rows.py own DATA.jsonl OUT.jsonl [--rows 400]
     python benchmarks/teaching_rows.py notes DATA.jsonl OUT.jsonl [--rows 400]
 
 `tools`: made-up conversations over made-up tools: a call where one is needed, what is said to its result, a second call
-if two things are asked, and no call where none helps. `own`: what SmolLM2-135M-Instruct as published answers to the
-prompts of DATA (those without a passage), if it ends and goes in no circles. `notes`: questions on a passage with a
-short answer, asked twice as retrieval chains ask, the passage of another row beside the right one. Rows are
-`{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
+if two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: what
+SmolLM2-135M-Instruct as published answers to the prompts of DATA (those without a passage), if it ends and goes in no
+circles. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, the passage of
+another row beside the right one. Rows are `{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them.
+The same seed makes the same rows.
 """
 
 from __future__ import annotations
@@ -224,11 +225,22 @@ PLAINLY = ("",)
 
 
 @app.command()
-def tools(out: Path, rows: int = 700, seed: int = 0) -> None:
+def tools(
+    out: Path,
+    rows: int = 700,
+    seed: int = 0,
+    kinds: Annotated[
+        str, typer.Option(help="drawn from evenly")
+    ] = "call,call,call,call,said,said,second,plain,plain,plain",
+    data: Annotated[Path | None, typer.Option(help="rows whose short answers need no tool")] = None,
+) -> None:
     """Conversations with tools."""
-    chance = random.Random(seed)
-    kinds = (call, call, call, call, said, said, second, plain, plain, plain)
-    write(out, (chance.choice(kinds)(chance) for _ in range(rows)))
+    chance, makers = random.Random(seed), {"call": call, "said": said, "second": second, "plain": plain}
+    if data is not None:
+        short = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
+        talk = [pair for pair in short if len(pair[1]) <= LONGEST_REPLY]
+        makers["plain"] = lambda chance: plain(chance, talk)
+    write(out, (makers[chance.choice(kinds.split(","))](chance) for _ in range(rows)))
 
 
 @app.command()
@@ -290,9 +302,9 @@ def second(chance: random.Random) -> Row:
     return _row(messages, _schemas(chance, one, [two]), call_text(two.name, then))
 
 
-def plain(chance: random.Random) -> Row:
+def plain(chance: random.Random, talk: Sequence[tuple[str, str]] = TALK) -> Row:
     """Tools are there, and none helps."""
-    question, answer = chance.choice(TALK)
+    question, answer = chance.choice(talk)
     return _row([*_history(chance), _user(question)], offered(chance), answer)
 
 
