@@ -8,8 +8,8 @@
 if two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: what
 SmolLM2-135M-Instruct as published answers to the prompts of DATA (those without a passage), if it ends and goes in no
 circles. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, the passage of
-another row beside the right one. Rows are `{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them.
-The same seed makes the same rows.
+another row beside the right one. Rows are `{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients
+write them. The same seed makes the same rows.
 """
 
 from __future__ import annotations
