@@ -81,7 +81,7 @@ TOOLS = (
            ("What is the weather like in {city}?", "Will it rain in {city}?", "What's the weather in {city} today?",
             "How warm is it in {city} now?", "Do I need an umbrella in {city}?", "Tell me the weather for {city}."),
            ("Sunny, 24 degrees.", "It's raining.", "Light rain, 11 degrees", "cloudy and mild", "snow, -3 degrees"),
-           "In {city}: {result}"),
+           "The weather in {city} is: {result}"),
     Taught("current_temperature", "Get the temperature at a location.", {"location": CITIES},
            ("What is the temperature in {location}?", "How cold is it in {location}?", "Is it hot in {location}?"),
            ("18 degrees", "31 degrees", "-2 degrees"), "The temperature in {location} is {result}."),
@@ -239,7 +239,7 @@ def tools(
     if data is not None:
         short = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
         talk = [pair for pair in short if len(pair[1]) <= LONGEST_REPLY]
-        makers["plain"] = lambda chance: plain(chance, talk)
+        makers["plain"] = lambda chance: plain(chance, chance.choice((TALK, talk)))
     write(out, (makers[chance.choice(kinds.split(","))](chance) for _ in range(rows)))
 
 
