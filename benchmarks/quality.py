@@ -172,11 +172,11 @@ def beside(
     rows: Annotated[int, typer.Option(help="the first so many of each task")] = 10,
 ) -> None:
     """The answers to the first rows side by side, as they are."""
-    known = {name: read_answers(answers_file(name)) for name in variants}
+    known = {name: read_answers(stored_as(name, None)) for name in variants}
     lines = [
         f"# The first {rows} rows, answered by each",
         "",
-        f"The {half} half of {', '.join(tasks)}; nothing was selected.",
+        f"Of the half to {half}, {', '.join(tasks)}; unselected.",
     ]
     for row in read_rows(data, tasks, half, rows):
         lines += ["", f"## {row['key']}", "", *_quoted(question(row))]
@@ -187,7 +187,7 @@ def beside(
 
 def _quoted(text: str) -> list[str]:
     """A text as a code block: it may be Markdown, and shall not be read as such."""
-    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=2) + 1)
+    fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
     return [f"{fence}text", *text.strip().splitlines(), fence]
 
 
