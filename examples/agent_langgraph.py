@@ -1,7 +1,7 @@
 """A LangGraph agent with two real tools: the ensemble fills in the calls, Python computes, tokens stream.
 
-The graph decides when a tool is called, since models as small as the demo's do not ask for one by themselves; with
-larger members, `create_agent(llm, tools)` from `langchain.agents` leaves that to the ensemble.
+The graph decides when a tool is called; `create_agent(llm, tools)` from `langchain.agents` leaves that to the ensemble,
+whose members have to be good enough not to call again what they know already.
 """
 
 from __future__ import annotations
