@@ -80,10 +80,16 @@ def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine:
     assert_equals_naive(config, members, messages, SamplingParams(max_tokens=200), rounds=1)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int) -> None:
+@pytest.mark.parametrize(
+    ("index", "asked"),
+    [
+        (0, "Write an essay of five paragraphs about the moon."),
+        (1, "Write a letter to a friend about a week at the sea, day by day."),
+    ],
+)
+def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int, asked: str) -> None:
     member = local_members(exact_engine)[index]
-    prompt = member.encode_prompt(question("Tell me about the sea, the moon and the tides."))
+    prompt = member.encode_prompt(question(asked))
     session = member.open(prompt, SamplingParams(max_tokens=45), seed=0)
     session._turn_ends = ()
     run_stage(session.prefill())
@@ -130,7 +136,7 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     exact_engine: EnsembleEngine,
 ) -> None:
     members = local_members(exact_engine)
-    config = with_settings(exact_engine.config, exit="never", segment_tokens=7)
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=7, speculation="off")  # nothing spare
     messages = question(PROMPTS["code"])
     params = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     session = open_session(config, members, messages, params)

@@ -70,11 +70,13 @@ def elsewhere(config: EnsembleConfig, distant: Sequence[str]) -> Iterator[Elsewh
 
 
 def everything(result: EnsembleResult | BaseException) -> dict[str, Any]:
-    """A result without its times."""
+    """A result without its times, and without what guesses saved: who leads depends on who shares a lane."""
     assert isinstance(result, EnsembleResult)
     data = result.to_dict()
     for record in data["rounds"]:
-        del record["timing"]
+        del record["timing"], record["leader"]
+    for usage in data["usage"]["members"].values():
+        del usage["fed"], usage["forwards"], usage["guessed"], usage["accepted"]
     return {name: value for name, value in data.items() if not name.endswith("seconds")}
 
 
