@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import resource
 import statistics
 import time
@@ -186,9 +185,8 @@ def beside(
 
 
 def _quoted(text: str) -> list[str]:
-    """A text as a code block: it may be Markdown, and shall not be read as such."""
-    fence = "`" * (1 + max(2, *map(len, re.findall("`+", text)), 0))
-    return [f"{fence}text", *text.strip().splitlines(), fence]
+    """A text as an indented block of code: it may be Markdown with fences of its own, and shall not be read as such."""
+    return [f"    {line}".rstrip() for line in text.strip().splitlines()]
 
 
 @app.command("variants")

@@ -3,7 +3,7 @@
     python examples/agents_llamaindex.py [--react] ["Your question?"]
 
 LlamaIndex's parts: FunctionAgent (or, with --react, ReActAgent), and SpecFuseLLM as the model. Models this small follow
-examples rather than instructions, so the agent sees two worked examples as its history.
+examples rather than instructions, so the agent sees two worked examples as its history; a grammar holds ReAct's form.
 """
 
 import argparse
@@ -18,10 +18,14 @@ from llama_index.core.base.llms.types import ChatMessage, TextBlock, ToolCallBlo
 from llama_index.core.tools import FunctionTool
 
 from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import Grammar
 
 QUESTION = "When is it open in May, and what does an adult pay?"
 SUMMER = ("April", "May", "June", "July", "August", "September")
 TASK = "Call the tools that the question needs, then answer in one sentence."
+USE = r'Action: {}\nAction Input: \{{"{}": "[A-Za-z]+"\}}'
+WAYS = (USE.format("opening_hours", "month"), USE.format("ticket_price", "visitor"), r"Answer: [^\n]+")
+STEP = r"Thought: [^\n.]{1,40}\.\n(" + "|".join(WAYS) + ")"
 
 
 def page(name: str) -> str:
@@ -68,7 +72,7 @@ def call(thought: str, tool: str, arguments: dict[str, Any], result: str, react:
 
 async def answer(question: str, react: bool) -> None:
     """Run the agent; print its calls and its words as they come."""
-    llm = SpecFuseLLM(members="demo", max_tokens=60)
+    llm = SpecFuseLLM(members="demo", max_tokens=60, grammar=Grammar.regex(STEP) if react else None)
     tools = [FunctionTool.from_defaults(opening_hours), FunctionTool.from_defaults(ticket_price)]
     agent = (
         ReActAgent(tools=tools, llm=llm)

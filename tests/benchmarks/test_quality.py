@@ -159,5 +159,5 @@ def test_answers_stand_side_by_side_as_they_are(
     quality.beside(data, tmp_path / "beside.md", ["default", "alone"], "all", ("open",), 2)
     page = (tmp_path / "beside.md").read_text("utf-8")
     assert page.count("## open/") == 2
-    assert page.count("**default**\n\n````text\n# The sea\n```\nebb\n````") == 2
-    assert page.count("**alone**\n\n```text\n(nothing)\n```") == 2
+    assert page.count("**default**\n\n    # The sea\n    ```\n    ebb\n") == 2
+    assert page.count("**alone**\n\n    (nothing)\n") == 2

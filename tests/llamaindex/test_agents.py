@@ -21,6 +21,7 @@ from llama_index.core.base.llms.types import ChatMessage, TextBlock, ToolCallBlo
 from llama_index.core.tools import FunctionTool
 
 from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import Grammar
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 
@@ -129,7 +130,11 @@ async def test_a_function_agent_finishes_a_task_of_two_tools(llm: SpecFuseLLM) -
 
 @pytest.mark.slow
 async def test_a_react_agent_finishes_a_task_of_two_tools(llm: SpecFuseLLM) -> None:
-    agent = ReActAgent(tools=[HOURS, PRICE], llm=llm)
+    """A grammar holds ReAct's form: such small members give tools what LlamaIndex's header gives in its example."""
+    use = r'Action: {}\nAction Input: \{{"{}": "[A-Za-z]+"\}}'
+    ways = (use.format("opening_hours", "day"), use.format("ticket_price", "visitor"), r"Answer: [^\n]+")
+    step = Grammar.regex(r"Thought: [^\n.]{1,40}\.\n(" + "|".join(ways) + ")")
+    agent = ReActAgent(tools=[HOURS, PRICE], llm=llm.model_copy(update={"grammar": step}))
     done = await run(agent, [message for example in EXAMPLES for message in worked_in_react(*example)])
     assert done.calls == [("opening_hours", {"day": "Friday"}), ("ticket_price", {"visitor": "child"})]
     assert done.answer == ANSWER
