@@ -36,6 +36,7 @@ import psutil
 import torch
 from figures import RESULTS, Figure, markdown, report, write
 from shapes import members
+from speculation import forwards
 from vllm_peer import Peer
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
@@ -255,15 +256,14 @@ class Bench:
 
     def speculation(self, some: Sequence[LocalMember]) -> list[Figure]:
         """Answers with guesses against answers without."""
-        spent, forwards = {}, {}
+        spent, needed = {}, {}
         params, counts = SamplingParams(max_tokens=self.sizes.tokens), self.sizes.at_once[:2]
         for way in ("off", "auto"):
             with self.engine(some, way) as engine:
                 for count in counts:
                     asked = [self.prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
                     results = engine.generate_batch(asked, params)
-                    used = [usage for r in results for usage in r.usage.members.values()]  # type: ignore[union-attr]
-                    forwards[way, count] = sum(u.forwards for u in used) / max(1, sum(u.answer for u in used))
+                    needed[way, count] = forwards(results)  # type: ignore[arg-type]
                     spent[way, count] = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
         return [
             Figure(
@@ -271,7 +271,7 @@ class Bench:
                 spent["auto", count] / spent["off", count],
                 1.02,
                 False,
-                f"forwards a token {forwards['off', count]:.2f} → {forwards['auto', count]:.2f}",
+                f"forwards a token {needed['off', count]:.2f} → {needed['auto', count]:.2f}",
             )
             for count in counts
         ]

@@ -121,7 +121,8 @@ class Drafting(InRound):
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
             return [DistinctCandidate(forced, False, list(self._active), 0, over=over)]
-        drafts = (yield from self._led()) if self._is_led else (yield from self._ask(self._draft_ops()))
+        self.leader = leader = self._chosen_leader()
+        drafts = (yield from self._led(leader)) if leader else (yield from self._ask(self._draft_ops()))
         return self._distinct({name: drafts[name] for name in self._active if name in drafts})
 
     def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
@@ -160,16 +161,14 @@ class Drafting(InRound):
 
     # ── one first ────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _is_led(self) -> bool:
+    def _chosen_leader(self) -> str | None:
         if self._config.speculation == "off" or self.alone:
-            return False
+            return None
         limit = self._config.segment_limit(self._index)
-        return self._method.lead.is_worth(self._participants, self._drafters, limit)
+        return self._method.lead.leader(self._participants, self._drafters, limit)
 
-    def _led(self) -> Generator[Ops, Results, dict[str, Value]]:
+    def _led(self, leader: str) -> Generator[Ops, Results, dict[str, Value]]:
         """The leader's draft, then the others'; those of members that need not be heard are left out."""
-        self.leader = leader = self._method.lead.choose(self._participants, self._drafters)
         drafts = yield from self._ask({leader: self._op()})
         first = drafts.get(leader)
         if not isinstance(first, Drafted):

@@ -40,22 +40,21 @@ class Lead:
     _settled: float = 0.0
     """Share of the last rounds for which one draft was enough."""
 
-    def is_worth(self, participants: Participants, drafters: Sequence[str], tokens: int) -> bool:
-        """Whether one of these should draft so many tokens first: all active members have to be able to use them."""
+    def leader(self, participants: Participants, drafters: Sequence[str], tokens: int) -> str | None:
+        """Who of these should draft so many tokens first; None: nobody, as it does not pay, or not all active members
+        can make use of them."""
         active = participants.active
         if len(active) < 2 or not all(participants[name].member.info.may_guess for name in active):
-            return False
+            return None
+        leader = self._choose(participants, drafters)
         if self.traffic is None:
-            return True
+            return leader
         lanes = {self.traffic.lane_of[name] for name in active}
         if len(lanes) == 1:
-            return True
-        steps, leader = self._steps(participants, active), self.choose(participants, drafters)
-        if self.traffic.answers() < _ANSWERS_A_LANE * len(lanes):
-            led, at_once = self._round(max, steps, leader, tokens)
-            return led < at_once
-        led, at_once = self._round(sum, steps, leader, tokens)
-        return led < _CLEARLY * at_once
+            return leader
+        is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * len(lanes)
+        led, at_once = self._round(sum if is_busy else max, self._steps(participants, active), leader, tokens)
+        return leader if led < (_CLEARLY if is_busy else 1) * at_once else None
 
     def _round(
         self, together: Callable[[Iterable[float]], float], steps: Mapping[str, float], leader: str, tokens: int
@@ -77,7 +76,7 @@ class Lead:
             return {name: 2 ** (round(2 * math.log2(measured[name])) / 2) for name in names}
         return {name: participants[name].member.info.report.memory_bytes or 1 for name in names}
 
-    def choose(self, participants: Participants, drafters: Sequence[str]) -> str:
+    def _choose(self, participants: Participants, drafters: Sequence[str]) -> str:
         """Who of them won most of the last rounds for what its forwards cost."""
         steps = self._steps(participants, drafters)
         mean = sum(steps.values()) / len(steps)

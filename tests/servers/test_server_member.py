@@ -59,7 +59,14 @@ def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterato
 
 def assert_same(found: EnsembleResult | BaseException, expected: EnsembleResult | BaseException) -> None:
     """Drafts, winners, text, reasons and counts are equal; scores and log-probabilities to rounding."""
-    assert everything(found) == _about(everything(expected))
+    one, other = everything(found), everything(expected)
+    for data in (one, other):
+        for member in data["usage"]["members"].values():
+            for kept in ("fed", "forwards", "guessed", "accepted"):
+                del member[kept]  # a server's cache and batches are its own affair, and it makes no guesses
+        for record in data["rounds"]:
+            del record["leader"]
+    assert one == _about(other)
 
 
 def _about(value: Any) -> Any:
