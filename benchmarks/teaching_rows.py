@@ -3,13 +3,16 @@
     python benchmarks/teaching_rows.py tools OUT.jsonl [--rows 700] [--kinds call,said,second,plain] [--data DATA.jsonl]
     python benchmarks/teaching_rows.py own DATA.jsonl OUT.jsonl [--rows 400]
     python benchmarks/teaching_rows.py notes DATA.jsonl OUT.jsonl [--rows 400]
+    python benchmarks/teaching_rows.py passages OUT.jsonl [--rows 300]
+    python benchmarks/teaching_rows.py obeyed DATA.jsonl OUT.jsonl [--rows 300]
 
 `tools`: made-up conversations over made-up tools: a call where one is needed, what is said to its result, a second call
 if two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: what
 SmolLM2-135M-Instruct as published answers to the prompts of DATA (those without a passage), if it ends and goes in no
 circles. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, the passage of
-another row beside the right one. Rows are `{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients
-write them. The same seed makes the same rows.
+another row beside the right one. `passages`: questions on made-up passages. `obeyed`: the prompts of DATA with an
+instruction on the form of the answer, which is made to follow it, or with a plea to explain where it is long. Rows are
+`{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import teaching_forms
+import teaching_passages
 import typer
 from metrics import goes_in_circles
 
@@ -219,6 +224,9 @@ FRAMES = (
     "Context information is below.\n\n{notes}\n\nGiven this, answer the query{how}.\nQuery: {question}\nAnswer:",
     "{notes}\n\n{question}\nAnswer{how}.",
 )
+TASK_FIRST = "Answer the question{how}.\n\n{notes}\n\n{question}"
+OBEYED = (60, 700)
+"""Characters of an answer whose form is changed."""
 BRIEFLY = (" in a few words", " briefly", " in as few words as possible")
 SENTENCE = (" in one short sentence", " in one sentence", " in a sentence")
 PLAINLY = ("",)
@@ -274,6 +282,33 @@ def noted(chance: random.Random, asked: tuple[str, str, str], other: str) -> Row
     texts = [passage, other] if chance.random() < 0.5 else [other, passage]
     frame = chance.choice(FRAMES)
     return _row([_user(frame.format(how=chance.choice(how), notes="\n\n".join(texts), question=question))], [], answer)
+
+
+@app.command()
+def passages(out: Path, rows: int = 300, seed: int = 3) -> None:
+    """Questions on one fact of two made-up passages, or of one."""
+    chance = random.Random(seed)
+    write(out, (read(chance) for _ in range(rows)))
+
+
+def read(chance: random.Random) -> Row:
+    """A made-up passage with a question; as the frame asks, its answer is a sentence or a few words."""
+    texts, question, sentence, brief = teaching_passages.passages(chance)
+    chance.shuffle(texts)
+    how = chance.choice((BRIEFLY, SENTENCE, SENTENCE, PLAINLY))
+    frame = chance.choice((*FRAMES, TASK_FIRST))
+    prompt = frame.format(how=chance.choice(how), notes="\n\n".join(texts), question=question)
+    return _row([_user(prompt)], [], brief if how is BRIEFLY else sentence)
+
+
+@app.command()
+def obeyed(data: Path, out: Path, rows: int = 300, seed: int = 4) -> None:
+    """Answers that follow an instruction on their form, or a plea to explain."""
+    chance = random.Random(seed)
+    pairs = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
+    able = [pair for pair in pairs if OBEYED[0] <= len(pair[1]) <= OBEYED[1]]
+    told = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(able, rows))
+    write(out, (_row([_user(prompt)], [], answer) for prompt, answer in told))
 
 
 def call(chance: random.Random) -> Row:
