@@ -123,6 +123,7 @@ def slots(chance: random.Random) -> dict[str, str]:
         "place": f"{names[0]} {chance.choice(PLACES)}",
         "town": names[1],
         "name": chance.choice((names[2], f"{names[2]} {chance.choice(SECOND)}")),
+        "name2": names[3],
         "other": chance.choice(PLACES),
         "person": people[0],
         "person2": people[1],
@@ -167,8 +168,13 @@ def _asked(rule: str) -> str:
 
 
 def _unlike(facts: Sequence[Fact]) -> list[Fact]:
-    """No two of a beginning: a question has one answer."""
-    return list({" ".join(fact.text.replace(",", "").split()[:2]): fact for fact in facts}.values())
+    """No two of a beginning, unless it names a thing: a question has one answer."""
+
+    def about(fact: Fact) -> str:
+        words = fact.text.replace(",", "").split()
+        return fact.text if {"{thing}", "{name}"} & set(words[:3]) else " ".join(words[:2])
+
+    return list({about(fact): fact for fact in facts}.values())
 
 
 def passages(chance: random.Random) -> tuple[list[str], str, str, str]:
@@ -177,8 +183,9 @@ def passages(chance: random.Random) -> tuple[list[str], str, str, str]:
     facts = _unlike(chance.sample(FACTS, chance.randint(6, 11)))
     wanted = chance.randrange(len(facts))
     sentences, asked = [], {}
+    things = chance.sample(THINGS, len(facts))
     for n, fact in enumerate(facts):
-        values = {**slots(chance), "place": shared["place"], "town": shared["town"]}
+        values = {**slots(chance), "place": shared["place"], "town": shared["town"], "thing": things[n]}
         sentences.append(fact.text.format(**values))
         if n == wanted:
             asked = values
