@@ -35,6 +35,7 @@ from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.fused_norms import fuse_norms
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
@@ -103,8 +104,11 @@ class Census(TorchDispatchMode):
             self.counts.matrix_bytes += size
 
 
-class Attention(TorchFunctionMode):
-    """The library's attention as one kernel; keys and values that were copied for it were counted when they were."""
+class OneKernel(TorchFunctionMode):
+    """The library's attention as one kernel; keys and values that were copied for it were counted when they were.
+
+    So is its norm, for which it has a kernel on CUDA.
+    """
 
     def __init__(self, census: Census) -> None:
         super().__init__()
@@ -112,6 +116,10 @@ class Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.nn.functional.rms_norm:
+            self.census.counts.kernels += 1
+            self.census.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(args[2])
+            return torch.empty_like(args[0])
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = args[:3]
@@ -151,7 +159,7 @@ def lower_right(queries: int, slots: int) -> CausalBias:
 def counted() -> Iterator[Counts]:
     counts = Counts()
     census = Census(counts)
-    with Attention(census), census:
+    with OneKernel(census), census:
         yield counts
 
 
@@ -171,6 +179,7 @@ def model_on(device: torch.device, config: Any) -> Any:
                     held[key] = torch.nn.Parameter(there, False) if held is module._parameters else there
     wanted = model.config.get_text_config(decoder=True)._attn_implementation
     model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
+    fuse_norms(model)
     return model
 
 
@@ -225,6 +234,7 @@ def weights(name: str) -> int:
 if __name__ == "__main__":
     for chosen in sys.argv[1:] or NAMES:
         sys.stdout.write(json.dumps({"model": chosen, "step": "weights", "bytes": weights(chosen)}) + "\n")
+        fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
     _setup_privateuseone_for_python_backend("absent")
     vars(attention)["causal_lower_right"] = lower_right
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]

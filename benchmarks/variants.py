@@ -28,9 +28,9 @@ def published_pair() -> Sequence[MemberConfig]:
     return PUBLISHED, GEMMA
 
 
-def _weighing(weight: float) -> Sequence[MemberConfig]:
-    """The pair, in which Gemma's vote counts more."""
-    return SMOL, replace(GEMMA, weight=weight)
+def _weighing(smol: float = 1.0, gemma: float = 1.0) -> Sequence[MemberConfig]:
+    """The pair, in which one member's vote counts more."""
+    return replace(SMOL, weight=smol), replace(GEMMA, weight=gemma)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ _add(
 for _weight in (1.5, 2.0):
     for _name in ("root-5", "text-5", "text-constant", "text-exit", "text-late-exit"):
         VARIANTS[f"{_name}-gemma-{_weight:g}"] = replace(
-            VARIANTS[_name], about="one member's vote counts more", members=partial(_weighing, _weight)
+            VARIANTS[_name], about="one member's vote counts more", members=partial(_weighing, gemma=_weight)
         )
 
 
@@ -158,6 +158,10 @@ _add(
     stretch_5_10={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 10},
     **{f"stretch_{n}": {**STRETCH, "segment_tokens": n} for n in (2, 3, 8, 10, 20)},
 )
+for _weight in (1.5, 2.0):
+    VARIANTS[f"default-smol-{_weight:g}"] = Variant(
+        "SmolLM2's vote counts more", members=partial(_weighing, smol=_weight)
+    )
 for _name in ("default", "specfuse", *(name for name in VARIANTS if name.split("-")[0] == "stretch")):
     VARIANTS[f"{_name}-published"] = replace(
         VARIANTS[_name],

@@ -120,13 +120,15 @@ def _quantised(quantization: str, number_format: torch.dtype) -> Any:
 
 
 def prepared(model: Any, config: MemberConfig) -> Any:
-    """The model in eval mode, with the engine's attention."""
+    """The model in eval mode, with the engine's attention and the library's norms."""
     from specfuse_shared.runtime.attention import EAGER, GROUPED
+    from specfuse_shared.runtime.fused_norms import fuse_norms
 
     model = model.eval().requires_grad_(False)
     text = model.config.get_text_config(decoder=True)
     wanted = config.attn_implementation or text._attn_implementation
     model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
+    fuse_norms(model)
     return model
 
 
