@@ -11,7 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,7 +58,7 @@ class _Task:
 
 
 class LocalLane:
-    """Runs the stages of `members` whenever `step` is called, always by the same thread.
+    """Runs the stages of `members` whenever `step` is called, always by the same thread, each in its member's stream.
 
     `cores`: how many that thread may use from then on, None: as it is. `on_forward` is told of every forward.
     """
@@ -103,10 +105,11 @@ class LocalLane:
     def close(self) -> None:
         for tasks in self._waiting.values():
             tasks.clear()
-        for sessions in self._sessions.values():
+        for name, sessions in self._sessions.items():
             for session in sessions.values():
                 session.release()
             sessions.clear()
+            self.local[name].runner.stream.wait()  # nothing may still run over memory that others get now
 
     # ── its turn ─────────────────────────────────────────────────────────────────────────────────
 
@@ -142,13 +145,15 @@ class LocalLane:
         while self._asked:
             requests, reply = self._asked.popleft()
             for request in requests:
-                self._start(request, reply)
+                with self._stream(request):
+                    self._start(request, reply)
         if not self._results:
             drafts = self._is_time_to_draft()
             fed = [task for name in self.local for task in self._feed(name, drafts)]
             for task in fed:
                 if not task.job.done:
-                    task.job.advance()
+                    with self._stream(task.request):
+                        task.job.advance()
                 self._settle(task)
             self._step_seconds = time.monotonic() - began
         self._stepped = time.monotonic()
@@ -211,7 +216,8 @@ class LocalLane:
         if not jobs:
             return []
         began = time.monotonic()
-        feed_all(jobs)
+        with self.local[name].runner.stream.entered():
+            feed_all(jobs)
         self._on_forward(name, len(jobs), time.monotonic() - began)
         return [task for task in waiting if task.job in jobs]
 
@@ -222,6 +228,10 @@ class LocalLane:
         if begun and len(sessions) > 1 and not any(session.context.drafts_ahead for session in sessions):
             return SHARED_PREFILL_CHUNK
         return PREFILL_CHUNK
+
+    def _stream(self, request: StageRequest) -> AbstractContextManager[Any]:
+        """Where the work of its member is queued."""
+        return self.local[request.member].runner.stream.entered()
 
     def _settle(self, task: _Task) -> None:
         """Take the result of a task that is done; others go on waiting."""

@@ -16,6 +16,7 @@ from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.prefix_cache import PrefixCache
 from specfuse_shared.runtime.static_runner import StaticRunner
+from specfuse_shared.runtime.streams import ModelStream
 from specfuse_shared.runtime.transfer import upload
 
 
@@ -41,7 +42,7 @@ class ModelForward:
 
 class ModelRunner:
     """Runs `model` (a causal LM in eval mode); `pool` holds the caches of all its answers, `prefixes` what
-    earlier ones left.
+    earlier ones left. Whoever runs it beside other models on a GPU does so within its `stream`.
 
     `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
     (Mamba), so `append` feeds them in turn. `slots`: what a slot of its cache is, where that is known. `graphs`: run
@@ -58,6 +59,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
         self.device, self.dtype = _home(model), model.dtype
+        self.stream = ModelStream(self.device)
         self.pool, self.prefixes = CachePool(self.device, slots), PrefixCache()
         share_room([self])
         self._forward = ModelForward(model)
@@ -134,18 +136,21 @@ class ModelRunner:
         """Capture the steps of a lone answer's drafts and short verifications, for which it would have to wait."""
         if self.static is None or self.static.graphs.reason is not None:
             return
-        row = self.pool.row(1)
-        try:
-            self.step([ForwardInput(row, [0])])
-            self.static.warm_up(row)
-        finally:
-            row.free()
+        with self.stream.entered():
+            row = self.pool.row(1)
+            try:
+                self.step([ForwardInput(row, [0])])
+                self.static.warm_up(row)
+            finally:
+                row.free()
+        self.stream.wait()
 
     @property
     def reserve_bytes(self) -> int:
         """Memory besides caches that its forwards may still come to take."""
-        text = self.model.config.get_text_config(decoder=True)
-        return self.static.reserve_bytes(text.hidden_size, text.vocab_size) if self.static is not None else 0
+        text, static = self.model.config.get_text_config(decoder=True), self.static
+        graphs = static.reserve_bytes(text.hidden_size, text.vocab_size) if static is not None else 0
+        return graphs + self.stream.reserve_bytes
 
     def free_reclaimable(self) -> None:
         """Free what only saves time: remembered prefixes, empty blocks, captured steps."""

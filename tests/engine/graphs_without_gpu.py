@@ -41,6 +41,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.graph = self.graph or other.graph
 
+    def synchronize(self) -> None:
+        assert self.graph is None, "operation not permitted when stream is capturing"
+
 
 @dataclass
 class Driver:

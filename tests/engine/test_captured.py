@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared.members import lanes
 from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.requests import ChosenTokens, DraftRequest, ForwardRequest
@@ -19,8 +20,10 @@ from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.members.tree_sequence import feed_together
 from specfuse_shared.runtime import cache_sizes
 from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.streams import ModelStream
 from tests.engine.comparing import answer_of, local_members
 from tests.engine.graphs_without_gpu import Driver, Stream, driver
 from tests.engine.test_concurrency import requests
@@ -79,6 +82,45 @@ def test_many_captured_answers_equal_those_of_the_dynamic_execution(
     assert driver.replays > 50
     assert not driver.freed
     assert not driver.allocating
+
+
+def test_members_of_one_lane_work_in_streams_of_their_own(
+    driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards, drafts, and the memory of their rows."""
+    asked = requests(4)
+    questions, each = [question for question, _ in asked], [params for _, params in asked]
+    expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, each)]  # type: ignore[arg-type]
+
+    def made(self: ModelStream, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    seen: dict[int, set[Stream]] = {}
+
+    def noted(cls: Any, name: str, pool_of: Any) -> None:
+        own = getattr(cls, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(id(pool_of(self)), set()).add(driver.stream)
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, call)
+
+    monkeypatch.setattr(ModelStream, "__init__", made)
+    monkeypatch.setattr(lanes, "cores", lambda: 1)
+    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+        engine.load()
+        noted(ModelRunner, "step", lambda runner: runner.pool)
+        for name in ("reserve", "keep", "save", "free"):
+            noted(CacheRow, name, lambda row: row.pool)
+        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected  # type: ignore[arg-type]
+        runners = [member.runner for member in local_members(engine)]
+        assert len(runners) == 2
+        for runner in runners:
+            assert seen.pop(id(runner.pool)) == {runner.stream._stream}
+        assert not seen
+        assert runners[0].stream._stream is not runners[1].stream._stream
+    assert not driver.freed
 
 
 @torch.inference_mode()
