@@ -118,7 +118,7 @@ class OneKernel(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.rms_norm:
             self.census.counts.kernels += 1
-            self.census.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(args[2])
+            self.census.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(kwargs["weight"])
             return torch.empty_like(args[0])
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)

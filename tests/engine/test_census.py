@@ -29,7 +29,7 @@ def test_a_drafted_token_reads_little_more_than_the_weights(found: Any, model: s
     weights, draft = found[model, "weights"]["bytes"], found[model, "draft"]
     assert draft["matrix_bytes"] < 1.05 * weights
     assert draft["bytes"] < 1.11 * weights
-    most = {"llama-3-8b": 42, "qwen2.5-7b": 42, "gemma-2-9b": 78}[model]
+    most = {"llama-3-8b": 27, "qwen2.5-7b": 27, "gemma-2-9b": 49}[model]
     assert draft["kernels"] < most * LAYERS[model]
 
 
