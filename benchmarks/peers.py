@@ -1,6 +1,6 @@
 """One member of our engine beside others that decode the same model: the library's `generate`, and a vLLM server.
 
-    python benchmarks/peers.py [--vllm URL] [--tokens 48] [--repeats 3] [--json FILE]
+    python benchmarks/peers.py [--vllm URL] [--tokens 48] [--repeats 3] [--threads N] [--json FILE]
 
 SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at
 once, all in turns in one run, so that whatever else the machine does falls on all. The engine fuses nothing here: one
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from figures import RESULTS, Figure, report
+from transformers import AutoModelForCausalLM
 from vllm_peer import Peer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,6 +35,7 @@ class Peers:
         member = MemberConfig(str(folder), name="smollm2", dtype="bfloat16", device="cpu")
         self.engine = EnsembleEngine(EnsembleConfig([member], reuse_prefixes=False)).load()
         self.local, self.tokens = local_members(self.engine)[0], tokens
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.server = Peer(url) if url is not None else None
         self.prompts = [self.local.encode_prompt([Message("user", question)]) for question in QUESTIONS]
 
@@ -47,17 +49,13 @@ class Peers:
     @torch.inference_mode()
     def library(self, count: int) -> float:
         """Tokens a second of `generate` over a padded batch."""
-        model, longest = self.local.runner.model, max(map(len, self.prompts[:count]))
+        longest = max(map(len, self.prompts[:count]))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in self.prompts[:count]])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in self.prompts[:count]])
-        before = model.config._attn_implementation
-        model.set_attn_implementation("sdpa")
         start = time.perf_counter()
         length = {"max_new_tokens": self.tokens, "min_new_tokens": self.tokens}
-        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
-        seconds = time.perf_counter() - start
-        model.set_attn_implementation(before)
-        return count * self.tokens / seconds
+        self.model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
+        return count * self.tokens / (time.perf_counter() - start)
 
     def run(self, repeats: int) -> list[Figure]:
         figures, kinds = [], {"engine": self.ours, "generate": self.library}
@@ -84,7 +82,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--print-folder", action="store_true", help="print the folder of the weights and end")
     parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument("--threads", type=int, help="of this process, else as many as torch takes")
     options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     [smollm2] = [member for member in demo_members() if "smollm2" in member.label]
     folder = converted(Path(smollm2.model), None, lambda stage: None)
     if options.print_folder:

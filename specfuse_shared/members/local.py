@@ -23,6 +23,7 @@ from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.cache_sizes import smallest_row
 from specfuse_shared.runtime.kernels import choose_kernels
+from specfuse_shared.runtime.packed_weights import pack_weights
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
@@ -53,6 +54,9 @@ class LocalMember:
         else:
             place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
+        parameters, weights = model.num_parameters(), weight_bytes(model)
+        if loaded is None:  # a model that somebody else has stays as it is
+            weights += pack_weights(model)
         self.devices = place.caches
         template, options = config.chat_template, config.template_options
         self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
@@ -74,7 +78,7 @@ class LocalMember:
         self.context_limit: int | None = min((n for n in limits if n), default=None)
         self.bytes_per_token = way.bytes_per_token
         self.text = MemberText(self.prompts, self.stop_ids, self.vocabulary_size)
-        self._report = self._reported(config, place, way, time.monotonic() - start)
+        self._report = self._reported(config, place, way, time.monotonic() - start, (parameters, weights))
 
     @property
     def report(self) -> MemberReport:
@@ -82,15 +86,18 @@ class LocalMember:
             return self._report
         return replace(self._report, graphs=self.runner.static.graphs.report)
 
-    def _reported(self, config: MemberConfig, place: Assignment, way: Attempt, seconds: float) -> MemberReport:
+    def _reported(
+        self, config: MemberConfig, place: Assignment, way: Attempt, seconds: float, size: tuple[int, int]
+    ) -> MemberReport:
+        """`size`: parameters, and bytes of all weights."""
         model = self.runner.model
         text = model.config.get_text_config(decoder=True)
         return MemberReport(
             name=self.name,
             model=config.model,
             architecture=type(model).__name__,
-            parameters=model.num_parameters(),
-            memory_bytes=weight_bytes(model),
+            parameters=size[0],
+            memory_bytes=size[1],
             device=place.place,
             quantization=place.quantization,
             dtype=str(model.dtype).removeprefix("torch."),

@@ -71,9 +71,13 @@ class Split:
 
 
 class Sizes(Protocol):
-    """The sizes of a model. `kv_values`: numbers that a token adds to its caches. `context`: tokens, if limited."""
+    """The sizes of a model. `kv_values`: numbers that a token adds to its caches. `context`: tokens, if limited.
+
+    `tied`: numbers that the output layer shares with the embedding.
+    """
 
     kv_values: int
+    tied: int
     vocabulary: int
     context: int | None
 
@@ -109,8 +113,10 @@ class MemberSpec:
         number_format, sizes = self.number_format(device), self.sizes
         limits = [n for n in (self.max_context or workload.context, sizes.context) if n]
         cached = workload.answers * min(limits) * sizes.kv_values
+        # an output layer is packed for the processor, and the embedding is not
+        twice = sizes.tied if (device.kind, number_format, quantization) == ("cpu", "bfloat16", None) else 0
         return MemoryNeed(
-            weights=sizes.weights(number_format, quantization),
+            weights=sizes.weights(number_format, quantization) + twice * VALUE_BYTES[number_format],
             caches=cached * VALUE_BYTES[number_format],
             logits=workload.answers * workload.draft_tokens * sizes.vocabulary * LOGIT_BYTES,
         )

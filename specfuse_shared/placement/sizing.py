@@ -80,7 +80,7 @@ class ModelSizes:
         self.quantised = self._stored is not None
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
-        self.kv_values = _kv_values(text)
+        self.kv_values, self.tied = _kv_values(text), _tied(self._model)
         self.parameters: int = self._model.num_parameters()
 
     def weights(self, number_format: str, quantization: str | None) -> int:
@@ -161,6 +161,11 @@ def _kv_values(text: Any) -> int:
     known = (getattr(text, name, None) for name in ("head_dim", "v_head_dim", "qk_head_dim", "global_head_dim"))
     size = max([int(found) for found in known if found], default=text.hidden_size // heads)
     return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
+
+
+def _tied(model: Any) -> int:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    return int(embedding.numel()) if head is not None and head.weight is embedding else 0
 
 
 def weight_bytes(model: Any) -> int:
