@@ -44,6 +44,7 @@ SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
+        "fast": {"exit": "entropy", "exit_threshold": 0.5},
         "specfuse": {
             "segment_tokens": 10,
             "first_segment_tokens": None,
@@ -67,7 +68,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Settings by name: the measured default (docs/experiments.md), and those of the two papers."""
+"""Settings by name: the measured default, the fast ones (docs/experiments.md), and those of the two papers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -201,3 +202,9 @@ def test_the_entropy_exit_sees_only_ratios_of_scores(means: list[float], t: int,
 def test_the_entropy_exit_lets_a_weaker_member_go_once_it_was_weaker_for_long() -> None:
     decide, means = RetentionExit(), (0.30, 0.20)
     assert [decide([t * mean for mean in means], t).leavers for t in (1, 4, 16, 64)] == [(), (), (1,), (1,)]
+
+
+def test_the_fast_preset_is_the_default_with_exit() -> None:
+    default, fast = (EnsembleConfig.preset(name, ["a/a", "b/b"]) for name in ("default", "fast"))
+    assert (default.exit, fast.exit) == ("never", "entropy")
+    assert replace(fast, exit="never") == default
