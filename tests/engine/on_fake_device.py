@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -26,6 +27,7 @@ from specfuse_shared.members.requests import ChosenTokens, DraftRequest, Forward
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.runtime.cuda_graphs import Graphs
+from specfuse_shared.runtime.fused_norms import fuse_norms
 from specfuse_shared.runtime.logprobs import Judgement
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -38,10 +40,13 @@ RULES = (
 )
 
 
+def config_of(kind: str) -> Any:
+    return AutoConfig.for_model(kind, vocab_size=100, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind])
+
+
 @torch.inference_mode()
 def run(kind: str, device: torch.device) -> None:
-    config = AutoConfig.for_model(kind, vocab_size=100, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind])
-    model = model_on(device, config)
+    model = model_on(device, config_of(kind))
     runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
     contexts = [TreeSequence(runner) for _ in RULES]
     for n, context in enumerate(contexts):
@@ -76,10 +81,14 @@ def must_wait(read: Callable[[], object]) -> None:
     raise AssertionError("nothing was read from the device")
 
 
+KINDS = ("llama", "gemma2", "gemma3_text", "cohere2", "gpt2")
+
 if __name__ == "__main__":
+    for name in KINDS:  # the formula of its norms is found by numbers
+        fuse_norms(AutoModelForCausalLM.from_config(config_of(name)))
     _setup_privateuseone_for_python_backend("absent")
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for name in ("llama", "gemma2", "gemma3_text", "cohere2", "gpt2"):
+        for name in KINDS:
             run(name, torch.device("absent"))
             sys.stdout.write(f"{name}\n")

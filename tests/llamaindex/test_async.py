@@ -57,7 +57,7 @@ async def test_the_event_loop_stays_free_and_segments_arrive_one_by_one(llm: Spe
 async def test_cancelling_a_call_stops_the_compute(llm: SpecFuseLLM, demo_engine: EnsembleEngine) -> None:
     cancelled = demo_engine.metrics().requests["cancelled"]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(llm.achat(LONG), 1.5)
+        await asyncio.wait_for(llm.achat(LONG), 0.5)
     await until_idle(demo_engine)
     assert demo_engine.metrics().requests["cancelled"] == cancelled + 1
 

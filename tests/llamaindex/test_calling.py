@@ -59,12 +59,18 @@ def test_a_named_tool_is_called_and_no_character_of_the_call_is_streamed_as_text
     assert responses[-1].raw["usage"]["completion_tokens"] > 0
 
 
-def test_parallel_calls_have_ids_of_their_own_and_one_call_is_one_unless_more_are_allowed(llm: SpecFuseLLM) -> None:
-    question = "Weather in Paris and weather in Rome, please: two calls."
-    several = calls_of(llm.chat_with_tools(TOOLS, question, tool_required=True, allow_parallel_tool_calls=True))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_parallel_calls_have_ids_of_their_own_and_one_call_is_one_unless_more_are_allowed(
+    tiny_llm: SpecFuseLLM, seed: int
+) -> None:
+    """Random members, whom nobody taught that one call is enough."""
+    asked = {"tool_required": True, "temperature": 1.0, "seed": seed}
+    several = calls_of(
+        tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", allow_parallel_tool_calls=True, **asked)
+    )
     assert len(several) > 1
     assert len({call.tool_call_id for call in several}) == len(several)
-    assert len(calls_of(llm.chat_with_tools(TOOLS, question, tool_required=True))) == 1
+    assert len(calls_of(tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", **asked))) == 1
 
 
 def test_without_need_the_answer_is_text_and_a_missing_call_is_an_error_where_one_is_expected(llm: SpecFuseLLM) -> None:
