@@ -15,13 +15,19 @@ _TOLD = ("description", "format")
 _BRANCHES = ("allOf", "anyOf", "oneOf", "prefixItems")
 _INSIDE = ("items", "additionalProperties")
 
+KEYS_ASKED_FOR = "Answer with a JSON object that has the keys that were asked for."
+
 
 def schema_request(schema: Mapping[str, Any]) -> Message | None:
-    """Asks for a value of the schema, its fields a line each; None for a schema that names and describes nothing."""
+    """Asks for a value of the schema, its fields a line each; None for a schema that names and describes nothing.
+
+    Of an object without fields (OpenAI's JSON mode) the user has said which, and small models do better reminded.
+    """
     fields = list(_fields(schema, schema, "", ()))
     about = _about(schema, schema)
     if not fields and not about:
-        return None
+        is_open = schema.get("type") == "object" and "properties" not in schema
+        return Message("system", KEYS_ASKED_FOR) if is_open else None
     asked = "Answer in JSON with these fields:" if fields else "Answer in JSON."
     return Message("system", "\n".join([*([about] if about else []), asked, *fields]))
 

@@ -53,7 +53,8 @@ def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_l
     ("schema", "expected"),
     [
         ({}, None),
-        ({"type": "object"}, None),
+        ({"type": "object"}, "Answer with a JSON object that has the keys that were asked for."),
+        ({"type": "object", "properties": {}}, None),
         ({"enum": ["a", "b"]}, None),
         ({"$ref": "#/$defs/Nothing"}, None),
         ({"$ref": "https://example.org/schema"}, None),
