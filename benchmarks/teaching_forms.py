@@ -50,11 +50,11 @@ def _closing(chance: random.Random, prompt: str, answer: str) -> Obeyed:
 
 
 def _postscript(chance: random.Random, prompt: str, answer: str) -> Obeyed:
-    mark, *rest = chance.choice(
+    mark, words = chance.choice(
         (("P.S.", "Thank you for asking."), ("P.P.S", "There is more to say."), ("P.S.", "Take care."))
     )
     said = (f"Add a postscript that begins with {mark}", f"After the reply, write a postscript starting with {mark}")
-    return said, f"{answer}\n\n{mark} {rest[0]}"
+    return said, f"{answer}\n\n{mark} {words}"
 
 
 def _title(chance: random.Random, prompt: str, answer: str) -> Obeyed:
@@ -165,11 +165,9 @@ FINISHES: tuple[Callable[[random.Random, str, str], Obeyed], ...] = (
 """… or one of these, or one after the other, where a finish does not undo the shape."""
 
 
-EXPLAIN, LONG = (
-    ("Explain.", "Answer in detail.", "Please explain.", "Say more than a sentence.", "Explain it fully."),
-    40,
-)
-"""Pleas for a full answer, and from how many words an answer is one."""
+EXPLAIN = ("Explain.", "Answer in detail.", "Please explain.", "Say more than a sentence.", "Explain it fully.")
+LONG = 40
+"""From so many words an answer is a full one."""
 
 
 def obeyed(chance: random.Random, prompt: str, answer: str) -> tuple[str, str]:

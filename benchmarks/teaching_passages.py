@@ -14,36 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST = (
-    "Ada",
-    "Bela",
-    "Cora",
-    "Dario",
-    "Elin",
-    "Femi",
-    "Greta",
-    "Hugo",
-    "Ilse",
-    "Jonah",
-    "Kaya",
-    "Leon",
-    "Mina",
-    "Niko",
-)
+    "Ada", "Bela", "Cora", "Dario", "Elin", "Femi", "Greta", "Hugo", "Ilse", "Jonah", "Kaya", "Leon", "Mina", "Niko",
+)  # fmt: skip
 LAST = (
-    "Abel",
-    "Brandt",
-    "Castro",
-    "Dunne",
-    "Eriksen",
-    "Farkas",
-    "Gale",
-    "Holm",
-    "Ito",
-    "Jansen",
-    "Kovac",
-    "Lund",
-    "Mora",
-)
+    "Abel", "Brandt", "Castro", "Dunne", "Eriksen", "Farkas", "Gale", "Holm", "Ito", "Jansen", "Kovac", "Lund", "Mora",
+)  # fmt: skip
 HEADS = ("Tann", "Osk", "Brim", "Wend", "Kell", "Marl", "Fen", "Hal", "Ruk", "Sael", "Dorn", "Viv", "Lam", "Greb")
 TAILS = ("moor", "eld", "wick", "stad", "ora", "ino", "beck", "mere", "lund", "by", "ova", "ford", "essa", "um")
 PLACES = (

@@ -145,14 +145,14 @@ class LocalLane:
         while self._asked:
             requests, reply = self._asked.popleft()
             for request in requests:
-                with self._stream(request):
+                with self._stream(request.member):
                     self._start(request, reply)
         if not self._results:
             drafts = self._is_time_to_draft()
             fed = [task for name in self.local for task in self._feed(name, drafts)]
             for task in fed:
                 if not task.job.done:
-                    with self._stream(task.request):
+                    with self._stream(task.request.member):
                         task.job.advance()
                 self._settle(task)
             self._step_seconds = time.monotonic() - began
@@ -216,7 +216,7 @@ class LocalLane:
         if not jobs:
             return []
         began = time.monotonic()
-        with self.local[name].runner.stream.entered():
+        with self._stream(name):
             feed_all(jobs)
         self._on_forward(name, len(jobs), time.monotonic() - began)
         return [task for task in waiting if task.job in jobs]
@@ -229,9 +229,9 @@ class LocalLane:
             return SHARED_PREFILL_CHUNK
         return PREFILL_CHUNK
 
-    def _stream(self, request: StageRequest) -> AbstractContextManager[Any]:
-        """Where the work of its member is queued."""
-        return self.local[request.member].runner.stream.entered()
+    def _stream(self, name: str) -> AbstractContextManager[Any]:
+        """Where the work of a member is queued."""
+        return self.local[name].runner.stream.entered()
 
     def _settle(self, task: _Task) -> None:
         """Take the result of a task that is done; others go on waiting."""

@@ -28,7 +28,9 @@ def fuse_norms(model: torch.nn.Module) -> int:
         if offset:
             scale = torch.as_tensor(module.weight).float() + offset
             module.register_buffer("fused_scale", scale, persistent=False)
-        module.forward = partial(_offset if offset else _plain, module, epsilon, module.forward)
+            module.forward = partial(_scaled, module, epsilon)
+        else:
+            module.forward = partial(_plain, module, epsilon, module.forward)
         count += 1
     return count
 
@@ -39,7 +41,7 @@ def _plain(module: Any, epsilon: float, own: Callable[..., Any], x: torch.Tensor
     return rms_norm(x, module.weight.shape, module.weight, epsilon)
 
 
-def _offset(module: Any, epsilon: float, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+def _scaled(module: Any, epsilon: float, x: torch.Tensor) -> torch.Tensor:
     """In float32, for 1 + weight has more digits than 16 bits hold."""
     return rms_norm(x.float(), module.weight.shape, module.fused_scale, epsilon).to(x.dtype)
 
@@ -52,14 +54,14 @@ def _formula(module: torch.nn.Module) -> tuple[float, float] | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(epsilon, float):
         return None
-    if kind not in _offsets:
-        _offsets[kind] = _tried(module, epsilon)
-    offset = _offsets[kind]
+    if kind not in _known:
+        _known[kind] = _tried(module, epsilon)
+    offset = _known[kind]
     return None if offset is None else (offset, epsilon)
 
 
-_offsets: dict[type, float | None] = {}
-"""By class, None for those of another formula."""
+_known: dict[type, float | None] = {}
+"""The offset of each class, None for those of another formula."""
 
 
 @torch.inference_mode()

@@ -25,12 +25,12 @@ def pack_weights(model: torch.nn.Module) -> int:
     layers = [m for m in model.modules() if type(m) is torch.nn.Linear and _is_plain(m.weight)]
     if not layers or not _can_pack():
         return 0
-    used = _uses(model)
+    movable = _only_multiplied(model)
     held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     more = 0
     for module in layers:
         weight = module.weight
-        if hasattr(module, "_hf_hook") or id(weight) not in used.multiplied - used.otherwise:
+        if hasattr(module, "_hf_hook") or id(weight) not in movable:
             continue
         more += weight.nbytes if held[id(weight)] > 1 else 0
         module.forward = partial(_product, _packed(weight), module.bias)  # type: ignore[method-assign]
@@ -55,15 +55,16 @@ class _Uses(TorchFunctionMode):
 
 
 @torch.inference_mode()
-def _uses(model: torch.nn.Module) -> _Uses:
-    """What a forward over a few tokens does with the weights; nothing is known of a model that takes no such thing."""
+def _only_multiplied(model: torch.nn.Module) -> set[int]:
+    """The weights, by their id, that a forward over a few tokens multiplies with and uses in no other way; none of a
+    model that takes no such thing."""
     found = _Uses()
     with found:
         try:
             model(input_ids=torch.arange(1, 5)[None], use_cache=False)
-        except Exception:
-            return _Uses()
-    return found
+        except Exception:  # what a model wants instead has no common form
+            return set()
+    return found.multiplied - found.otherwise
 
 
 def _is_plain(weight: torch.Tensor) -> bool:

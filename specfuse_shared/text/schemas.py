@@ -15,7 +15,7 @@ _TOLD = ("description", "format")
 _BRANCHES = ("allOf", "anyOf", "oneOf", "prefixItems")
 _INSIDE = ("items", "additionalProperties")
 
-KEYS_ASKED_FOR = "Answer with a JSON object that has the keys that were asked for."
+_KEYS_ASKED_FOR = "Answer with a JSON object that has the keys that were asked for."
 
 
 def schema_request(schema: Mapping[str, Any]) -> Message | None:
@@ -27,7 +27,7 @@ def schema_request(schema: Mapping[str, Any]) -> Message | None:
     about = _about(schema, schema)
     if not fields and not about:
         is_open = schema.get("type") == "object" and "properties" not in schema
-        return Message("system", KEYS_ASKED_FOR) if is_open else None
+        return Message("system", _KEYS_ASKED_FOR) if is_open else None
     asked = "Answer in JSON with these fields:" if fields else "Answer in JSON."
     return Message("system", "\n".join([*([about] if about else []), asked, *fields]))
 
