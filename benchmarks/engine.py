@@ -43,6 +43,7 @@ class Bench:
         config = EnsembleConfig(
             members=demo_members(dtype="bfloat16"),
             segment_tokens=10,
+            first_segment_tokens=None,
             exit="never",
             repetition_guard=False,
             reuse_prefixes=False,

@@ -71,7 +71,8 @@ class LoadedEngine(EnsembleEngine):
 
     def __init__(self, members: Sequence[LocalMember], speculation: str) -> None:
         names = [MemberConfig(member.name, name=member.name) for member in members]
-        settings = {"exit": "never", "reuse_prefixes": False, "segment_tokens": SEGMENT, "speculation": speculation}
+        settings = {"exit": "never", "reuse_prefixes": False, "speculation": speculation}
+        settings |= {"segment_tokens": SEGMENT, "first_segment_tokens": None}
         super().__init__(EnsembleConfig(names, **settings))
         self._loaded = members
 

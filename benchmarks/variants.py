@@ -160,7 +160,10 @@ _add(
     stretch_5_20={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 20},
     stretch_10_20={**STRETCH, "first_segment_tokens": 10, "segment_tokens": 20},
     **{f"stretch_20_{n}": {**STRETCH, "first_segment_tokens": 20, "segment_tokens": n} for n in (2, 3, 8, 10)},
-    **{f"stretch_{n}": {**STRETCH, "first_segment_tokens": n, "segment_tokens": n} for n in (2, 3, 5, 8, 10, 16, 20, 32)},
+    **{
+        f"stretch_{n}": {**STRETCH, "first_segment_tokens": n, "segment_tokens": n}
+        for n in (2, 3, 5, 8, 10, 16, 20, 32)
+    },
 )
 for _weight in (1.5, 2.0):
     VARIANTS[f"default-smol-{_weight:g}"] = Variant(

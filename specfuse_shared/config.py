@@ -83,8 +83,8 @@ class EnsembleConfig(Settings):
     segment_tokens: int = 5
     """Most tokens (of its own) that a member drafts a round (papers: 10)."""
     first_segment_tokens: int | None = 20
-    """The same in the first round; `segment_tokens` if None. So many tokens are sent at once: a short answer is chosen as
-    a whole, and the first words come later than with fewer."""
+    """The same in the first round; `segment_tokens` if None. So many tokens are sent at once: a short answer is chosen
+    as a whole, and the first words come later than with fewer."""
     score: str | ScorePolicy = "stretch"
     """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
     cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""

@@ -184,12 +184,13 @@ class AnswerSession:
     def _finish(self, end: RoundEnd) -> None:
         """Release what was held back, up to the stop string, and close the answer."""
         constraint = self._method.constraint if end.segment.reason is FinishReason.LENGTH else None
-        if constraint is not None and not constraint.accepts(end.segment.text):
-            message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
-            raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
+        unfinished = constraint is not None and not constraint.accepts(end.segment.text)
         last = self._answer.finish(end.segment, end.record)
         if last is not None:
             self.events.append(last)
+        if unfinished:
+            message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
+            raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
         self.finished = True
 
     def _score(self) -> Generator[Ops, Results, tuple[TokenLogprob, ...] | None]:

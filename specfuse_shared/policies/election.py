@@ -35,9 +35,9 @@ class Electorate:
 
         `drafters[i]`: the verifiers that wrote candidate i. The highest vote wins. Candidates that are the same to
         every verifier, as far as they were compared with the others, are compared among themselves; if that tells no
-        more, the shortest gives way to what goes on from it. Else the first of equals wins. A winner that ends the turn,
-        and does not stand for equals that go on, is compared once more with the others that end, as if nothing else had
-        been said.
+        more, the shortest gives way to what goes on from it. Else the first of equals wins. A winner that ends the
+        turn, and does not stand for equals that go on, is compared once more with the others that end, as if nothing
+        else had been said.
         """
         scores = [self._scores(row) for row in table]
         votes = self.aggregate(scores, self.weights, drafters)
@@ -47,8 +47,9 @@ class Electorate:
         if len(left) == len(votes):
             left = _without_beginning(table[0], left)
         ending = [i for i, candidate in enumerate(table[0]) if candidate.ends and not barred[i]]
-        again = left if len(left) > 1 else ending if left[0] in ending else left
-        return Election(scores, votes, left[0] if len(again) in (1, len(votes)) else self._among(again, table, drafters))
+        again = ending if len(left) == 1 and left[0] in ending else left
+        winner = self._among(again, table, drafters) if 1 < len(again) < len(votes) else left[0]
+        return Election(scores, votes, winner)
 
     def _among(
         self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]

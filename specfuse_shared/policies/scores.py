@@ -56,8 +56,8 @@ class Stretch:
 
     B: bytes of the `least` that is compared, the "shortest" candidate or, if candidates that end the turn are shorter,
     at least a "word" of those that go on. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
-    one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i. Where
-    all candidates end the turn, nothing of them is unknown, and B is the longest: an answer counts with all that it says.
+    one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
+    Where all candidates end the turn, nothing of them is unknown, and B is the longest: an answer counts whole.
 
     The end of the turn is an event of its own. A candidate that ends within the stretch adds log p(end of turn), and
     one that goes on right behind the text of one that ends is compared up to there and adds log(1 − p(end of turn)):

@@ -86,8 +86,8 @@ def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
 
 
 def _stretch(judged: Judged, whole: bool, word: bool) -> dict[Draft, float]:
-    """Up to where all have text (but for short ends: a word; and whole answers whole), and what goes on from the text of
-    one that ends never past that point."""
+    """Up to where all have text (but for short ends: a word; and whole answers whole), and what goes on from the text
+    of one that ends never past that point."""
     size = {d: len(d[0].encode()) for d in judged}
     border = (max if all(ends for _, ends in judged) else min)(size.values())
     if word and (going := [d for d in judged if not d[1]]):
@@ -157,8 +157,8 @@ def _elect(
     circling: set[Draft],
     config: EnsembleConfig,
 ) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
-    """The winner, each verifier's scores, the votes. What nobody tells apart is compared again, among itself; so is what
-    ends, where that wins."""
+    """The winner, each verifier's scores, the votes. What nobody tells apart is compared again, among itself; so is
+    what ends, where that wins."""
     scores = {name: _scores(row, config) for name, row in judged.items()}
     total = {d: _vote([(s[d], weight[j], own == [j]) for j, s in scores.items()], config) for d, own in authors.items()}
     total |= dict.fromkeys(circling, 0.0)

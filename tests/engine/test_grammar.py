@@ -285,7 +285,7 @@ def test_a_value_without_end_takes_its_budget_and_no_more_work(tiny_engine: Ense
     params = SamplingParams(max_tokens=40, grammar=Grammar.json_schema(ENDLESS))
     with pytest.raises(UnfinishedValueError, match="max_tokens=40") as caught:
         tiny_engine.generate(QUESTION, params)
-    assert caught.value.text == ""
+    assert caught.value.text.startswith('{"box": {"box": {"box"')
 
 
 def test_a_long_dictated_text_is_cut_in_few_encodings() -> None:
