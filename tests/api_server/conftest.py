@@ -19,7 +19,7 @@ def tiny_members(tmp_path_factory: pytest.TempPathFactory) -> list[MemberConfig]
     shape = {"max_position_embeddings": 4096}
     chat = save_model("qwen3", byte_level_tokenizer(), folder / "chat", **shape)
     base = save_model("llama", metaspace_tokenizer(), folder / "base", seed=1, **shape)
-    return [MemberConfig(str(chat), name="chat"), MemberConfig(str(base), name="base")]
+    return [MemberConfig(str(folder), name=folder.name, dtype="float32") for folder in (chat, base)]
 
 
 @pytest.fixture(scope="session")
