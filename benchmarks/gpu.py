@@ -71,8 +71,13 @@ class LoadedEngine(EnsembleEngine):
 
     def __init__(self, members: Sequence[LocalMember], speculation: str) -> None:
         names = [MemberConfig(member.name, name=member.name) for member in members]
-        settings = {"exit": "never", "reuse_prefixes": False, "speculation": speculation}
-        settings |= {"segment_tokens": SEGMENT, "first_segment_tokens": None}
+        settings = {
+            "segment_tokens": SEGMENT,
+            "first_segment_tokens": None,
+            "exit": "never",
+            "reuse_prefixes": False,
+            "speculation": speculation,
+        }
         super().__init__(EnsembleConfig(names, **settings))
         self._loaded = members
 

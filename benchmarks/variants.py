@@ -51,7 +51,6 @@ VARIANTS: dict[str, Variant] = {
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
     PUBLISHED.label: Variant("a member alone, as published: without its adapter", members=lambda: [PUBLISHED]),
     "default": Variant("the measured default"),
-    "fast": Variant("the default with exit", preset="fast"),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
 }
