@@ -140,9 +140,35 @@ def _repeated(chance: random.Random, prompt: str, answer: str) -> Obeyed:
     return said, f"{prompt}\n\n{answer}"
 
 
+KEYS = ("answer", "text", "reply", "response", "result", "content", "output", "body")
+PAIRS = (
+    ("headline", "body"), ("first", "rest"), ("summary", "details"), ("question", "answer"), ("topic", "text"),
+    ("opening", "ending"), ("short", "long"), ("name", "description"), ("subject", "message"), ("claim", "reason"),
+    ("title", "paragraph"), ("problem", "solution"),
+)  # fmt: skip
+
+
 def _as_json(chance: random.Random, prompt: str, answer: str) -> Obeyed:
-    text = json.dumps({"answer": " ".join(_sentences(answer)[:2])}, ensure_ascii=False)
+    text = json.dumps({chance.choice(KEYS): " ".join(_sentences(answer)[:2])}, ensure_ascii=False)
     return ("Give the whole output as JSON.", "Wrap all of it in JSON format.", "Answer as a JSON object."), text
+
+
+def with_keys(chance: random.Random, prompt: str, answer: str) -> Obeyed:
+    """A JSON object with two keys that the instruction names."""
+    one, other = chance.choice(PAIRS)
+    first, *rest = [*_sentences(answer), ""]
+    subject = " ".join(re.findall(r"[A-Za-z]+", prompt)[-4:])
+    values = (first, " ".join(rest[:2]).strip() or subject) if chance.random() < 0.6 else (subject, first)
+    if one in ("question", "problem", "topic", "subject"):
+        values = (prompt if one == "question" else subject, first)
+    said = (
+        f"Return the result as a JSON with '{one}' and '{other}' keys.",
+        f'Answer with a JSON object that has the keys "{one}" and "{other}".',
+        f"Reply in JSON only, with `{one}` and `{other}`.",
+        f"The output must be JSON with two keys, {one} and {other}, and nothing else.",
+        f'Use this form: {{"{one}": "...", "{other}": "..."}}',
+    )
+    return said, json.dumps(dict(zip((one, other), values, strict=True)), ensure_ascii=False)
 
 
 def _highlighted(chance: random.Random, prompt: str, answer: str) -> Obeyed:
@@ -156,7 +182,7 @@ def _highlighted(chance: random.Random, prompt: str, answer: str) -> Obeyed:
 
 LAYOUTS: tuple[Callable[[random.Random, str, str], Obeyed], ...] = (
     _upper, _bullets, _few_sentences, _few_words, _many_words, _paragraphs, _sections, _keywords, _avoided, _as_json,
-    _highlighted,
+    with_keys, _highlighted,
 )  # fmt: skip
 """One of these gives the answer its shape …"""
 FINISHES: tuple[Callable[[random.Random, str, str], Obeyed], ...] = (
@@ -176,7 +202,7 @@ def obeyed(chance: random.Random, prompt: str, answer: str) -> tuple[str, str]:
         return f"{prompt} {chance.choice(EXPLAIN)}", answer
     one = chance.choice((*LAYOUTS, *FINISHES))
     steps = [one]
-    if one in LAYOUTS and one not in (_upper, _as_json, _few_words) and chance.random() < 0.3:
+    if one in LAYOUTS and one not in (_upper, _as_json, with_keys, _few_words) and chance.random() < 0.3:
         steps.append(chance.choice((_no_commas, _quoted, _closing, _title)))
     told = []
     for step in steps:

@@ -5,13 +5,15 @@
     python benchmarks/teaching_rows.py notes DATA.jsonl OUT.jsonl [--rows 400]
     python benchmarks/teaching_rows.py passages OUT.jsonl [--rows 300]
     python benchmarks/teaching_rows.py obeyed DATA.jsonl OUT.jsonl [--rows 300]
+    python benchmarks/teaching_rows.py keyed DATA.jsonl OUT.jsonl [--rows 150]
 
 `tools`: made-up conversations over made-up tools: a call where one is needed, what is said to its result, a second call
 if two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: what
 SmolLM2-135M-Instruct as published answers to the prompts of DATA (those without a passage), if it ends and goes in no
 circles. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, the passage of
 another row beside the right one. `passages`: questions on made-up passages. `obeyed`: the prompts of DATA with an
-instruction on the form of the answer, which is made to follow it, or with a plea to explain where it is long. Rows are
+instruction on the form of the answer, which is made to follow it, or with a plea to explain where it is long. `keyed`:
+the same prompts, answered as JSON with two keys that they name, half of them as JSON mode asks. Rows are
 `{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
 """
 
@@ -30,6 +32,7 @@ import typer
 from metrics import goes_in_circles
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, FinishReason, Message, SamplingParams, demo_members
+from specfuse_shared.text.schemas import schema_request
 from specfuse_shared.text.tool_calls import call_text
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
@@ -305,10 +308,30 @@ def read(chance: random.Random) -> Row:
 def obeyed(data: Path, out: Path, rows: int = 300, seed: int = 4) -> None:
     """Answers that follow an instruction on their form, or a plea to explain."""
     chance = random.Random(seed)
-    pairs = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
-    able = [pair for pair in pairs if OBEYED[0] <= len(pair[1]) <= OBEYED[1]]
-    told = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(able, rows))
+    told = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(_able(data), rows))
     write(out, (_row([_user(prompt)], [], answer) for prompt, answer in told))
+
+
+@app.command()
+def keyed(data: Path, out: Path, rows: int = 150, seed: int = 5) -> None:
+    """Answers as JSON with the keys that were asked for."""
+    chance = random.Random(seed)
+    asked = schema_request({"type": "object"})
+    assert asked is not None, "an object without fields is what JSON mode asks for"
+    mode = {"role": "system", "content": asked.content}
+
+    def row(prompt: str, answer: str) -> Row:
+        ways, value = teaching_forms.with_keys(chance, prompt, answer)
+        user = _user(prompt + chance.choice((" ", "\n")) + chance.choice(ways))
+        return _row([mode, user] if chance.random() < 0.5 else [user], [], value)
+
+    write(out, [row(*pair) for pair in chance.sample(_able(data), rows)])
+
+
+def _able(data: Path) -> list[tuple[str, str]]:
+    """Prompts without a passage, and answers long enough to be brought into a form."""
+    pairs = [(_question(row), str(row["references"][0]).strip()) for row in _read(data) if not _passage(row)]
+    return [pair for pair in pairs if OBEYED[0] <= len(pair[1]) <= OBEYED[1]]
 
 
 def call(chance: random.Random) -> Row:
