@@ -8,7 +8,7 @@
 3. first       last of a wave's first segments ÷ a lone request's
 4. prefix      first segment of a second turn behind a 1,000-token first turn, with ÷ without prefix reuse
 
-bf16, greedy, the default segments of 5 tokens, no exit, so that every member works in every round.
+bf16, greedy, the default segments, no exit, so that every member works in every round.
 """
 
 from __future__ import annotations

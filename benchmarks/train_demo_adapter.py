@@ -47,9 +47,12 @@ def main(
     epochs: int = 1,
     rank: int = 16,
     continued: Annotated[Path | None, typer.Option(help="folder of the adapter to go on from")] = None,
+    kept: Annotated[float, typer.Option(help="share of that adapter in what is written: their mean")] = 0.0,
     longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 512,
 ) -> None:
     """Train and store the adapter."""
+    if kept and continued is None:
+        raise typer.BadParameter("--kept is a share of the adapter that --continued names")
     torch.manual_seed(0)
     [config] = [m for m in demo_members() if m.name == member]
     out = out or ADAPTERS / member
@@ -67,16 +70,17 @@ def main(
     else:
         model = PeftModel.from_pretrained(base, continued, is_trainable=True, autocast_adapter_dtype=True)
     show(f"held-back loss before: {held_loss(model, held):.3f}")
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
     train(model, used, held, epochs)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = torch.lerp(parameter.data, before[name], kept).bfloat16()
     model.peft_config["default"].base_model_name_or_path = HUB[member]
     card = out / "README.md"
-    kept = card.read_text(encoding="utf-8") if card.is_file() else None
+    written = card.read_text(encoding="utf-8") if card.is_file() else None
     model.save_pretrained(out)
-    if kept is not None:  # the library writes a card of its own
-        card.write_text(kept, encoding="utf-8")
+    if written is not None:  # the library writes a card of its own
+        card.write_text(written, encoding="utf-8")
     show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
 
 

@@ -51,6 +51,7 @@ VARIANTS: dict[str, Variant] = {
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
     PUBLISHED.label: Variant("a member alone, as published: without its adapter", members=lambda: [PUBLISHED]),
     "default": Variant("the measured default"),
+    "fast": Variant("first words sooner, and members leave", preset="fast"),
     "specfuse": Variant("the paper: mean probability, exit", preset="specfuse"),
     "specem": Variant("the paper: mean probability, online feedback", preset="specem"),
 }
@@ -157,9 +158,12 @@ _add(
     stretch_one_round={**STRETCH, "segment_tokens": 160},
     stretch_5_10={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 10},
     stretch_5_20={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 20},
-    stretch_20_5={**STRETCH, "first_segment_tokens": 20, "segment_tokens": 5},
-    stretch_20_10={**STRETCH, "first_segment_tokens": 20, "segment_tokens": 10},
-    **{f"stretch_{n}": {**STRETCH, "segment_tokens": n} for n in (2, 3, 8, 10, 16, 20, 32)},
+    stretch_10_20={**STRETCH, "first_segment_tokens": 10, "segment_tokens": 20},
+    **{f"stretch_20_{n}": {**STRETCH, "first_segment_tokens": 20, "segment_tokens": n} for n in (2, 3, 8, 10)},
+    **{
+        f"stretch_{n}": {**STRETCH, "first_segment_tokens": n, "segment_tokens": n}
+        for n in (2, 3, 5, 8, 10, 16, 20, 32)
+    },
 )
 for _weight in (1.5, 2.0):
     VARIANTS[f"default-smol-{_weight:g}"] = Variant(

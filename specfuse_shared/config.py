@@ -44,7 +44,7 @@ SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
-        "fast": {"exit": "entropy", "exit_threshold": 0.5},
+        "fast": {"first_segment_tokens": 5, "exit": "entropy", "exit_threshold": 0.5},
         "specfuse": {
             "segment_tokens": 10,
             "first_segment_tokens": None,
@@ -82,8 +82,9 @@ class EnsembleConfig(Settings):
     """Who answers: `MemberConfig`s, or hub ids, folders and GGUF files."""
     segment_tokens: int = 5
     """Most tokens (of its own) that a member drafts a round (papers: 10)."""
-    first_segment_tokens: int | None = None
-    """The same in the first round, so that the first words come sooner or later; `segment_tokens` if unset."""
+    first_segment_tokens: int | None = 20
+    """The same in the first round; `segment_tokens` if None. So many tokens are sent at once: a short answer is chosen
+    as a whole, and the first words come later than with fewer."""
     score: str | ScorePolicy = "stretch"
     """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
     cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""

@@ -35,7 +35,9 @@ class Electorate:
 
         `drafters[i]`: the verifiers that wrote candidate i. The highest vote wins. Candidates that are the same to
         every verifier, as far as they were compared with the others, are compared among themselves; if that tells no
-        more, the shortest gives way to what goes on from it. Else the first of equals wins.
+        more, the shortest gives way to what goes on from it. Else the first of equals wins. A winner that ends the
+        turn, and does not stand for equals that go on, is compared once more with the others that end, as if nothing
+        else had been said.
         """
         scores = [self._scores(row) for row in table]
         votes = self.aggregate(scores, self.weights, drafters)
@@ -44,10 +46,17 @@ class Electorate:
         left = _same(scores, votes, first)
         if len(left) == len(votes):
             left = _without_beginning(table[0], left)
-        if len(left) in (1, len(votes)):
-            return Election(scores, votes, left[0])
-        rest = self.elect([[row[i] for i in left] for row in table], [drafters[i] for i in left], [False] * len(left))
-        return Election(scores, votes, left[rest.winner])
+        ending = [i for i, candidate in enumerate(table[0]) if candidate.ends and not barred[i]]
+        again = ending if len(left) == 1 and left[0] in ending else left
+        winner = self._among(again, table, drafters) if 1 < len(again) < len(votes) else left[0]
+        return Election(scores, votes, winner)
+
+    def _among(
+        self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
+    ) -> int:
+        """Which of these candidates wins if there are no others."""
+        rows, own = [[row[i] for i in some] for row in table], [drafters[i] for i in some]
+        return some[self.elect(rows, own, [False] * len(some)).winner]
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
         """A verifier to which a candidate is invisible has no opinion on it."""

@@ -57,10 +57,11 @@ class Stretch:
     B: bytes of the `least` that is compared, the "shortest" candidate or, if candidates that end the turn are shorter,
     at least a "word" of those that go on. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
     one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
+    Where all candidates end the turn, nothing of them is unknown, and B is the longest: an answer counts whole.
 
     The end of the turn is an event of its own. A candidate that ends within the stretch adds log p(end of turn), and
     one that goes on right behind the text of one that ends is compared up to there and adds log(1 − p(end of turn)):
-    "end here" against "go on", whatever the length of what follows.
+    "end here" against "go on", whatever the length of what follows, and whether it ends too or not.
 
     With whole tokens, the scores of candidates that differ within the stretch are probabilities of events that exclude
     each other (Σ ≤ 1). So under a weighted mean, a draft whose whole text has half of the weighted probability wins
@@ -80,7 +81,9 @@ class Stretch:
         """B in bytes."""
         shortest = min(c.size for c in candidates)
         going_on = [c for c in candidates if not c.ends]
-        if self.least == "shortest" or not going_on:
+        if not going_on:
+            return max(c.size for c in candidates)
+        if self.least == "shortest":
             return shortest
         word = max(len(_FIRST_WORD.match(c.text)[0].encode()) for c in going_on)  # type: ignore[index]
         return max(shortest, min(word, *(c.size for c in going_on)))

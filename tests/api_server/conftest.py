@@ -24,7 +24,7 @@ def tiny_members(tmp_path_factory: pytest.TempPathFactory) -> list[MemberConfig]
 
 @pytest.fixture(scope="session")
 def tiny(tiny_members: list[MemberConfig]) -> Iterator[EnsembleEngine]:
-    with EnsembleEngine(EnsembleConfig(tiny_members, when_busy="raise")) as engine:
+    with EnsembleEngine(EnsembleConfig(tiny_members, when_busy="raise", first_segment_tokens=5)) as engine:
         yield engine.load()
 
 

@@ -86,9 +86,10 @@ def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
 
 
 def _stretch(judged: Judged, whole: bool, word: bool) -> dict[Draft, float]:
-    """Up to where all have text (but for short ends: a word), and never past a point where some candidate ends."""
+    """Up to where all have text (but for short ends: a word; and whole answers whole), and what goes on from the text
+    of one that ends never past that point."""
     size = {d: len(d[0].encode()) for d in judged}
-    border = min(size.values())
+    border = (max if all(ends for _, ends in judged) else min)(size.values())
     if word and (going := [d for d in judged if not d[1]]):
         first = max(len(re.findall(r"^\s*\S*", text)[0].encode()) for text, _ in going)
         border = max(border, min(first, *(size[d] for d in going)))
@@ -156,7 +157,8 @@ def _elect(
     circling: set[Draft],
     config: EnsembleConfig,
 ) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
-    """The winner, each verifier's scores, the votes. What nobody tells apart is compared again, among itself."""
+    """The winner, each verifier's scores, the votes. What nobody tells apart is compared again, among itself; so is
+    what ends, where that wins."""
     scores = {name: _scores(row, config) for name, row in judged.items()}
     total = {d: _vote([(s[d], weight[j], own == [j]) for j, s in scores.items()], config) for d, own in authors.items()}
     total |= dict.fromkeys(circling, 0.0)
@@ -167,10 +169,15 @@ def _elect(
         least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
         begun = not least[1] and any(d[0].startswith(least[0]) and d[0] != least[0] for d in same)
         same = [d for d in same if d != least or not begun]
-    if 1 < len(same) < len(authors):
-        again = {name: {d: row[d] for d in same} for name, row in judged.items()}
-        return _elect(again, weight, {d: authors[d] for d in same}, set(), config)[0], scores, total
-    return (same or [best])[0], scores, total
+
+    def among(some: list[Draft]) -> Draft:
+        again = {name: {d: row[d] for d in some} for name, row in judged.items()}
+        return _elect(again, weight, {d: authors[d] for d in some}, set(), config)[0]
+
+    first = (same or [best])[0]
+    ending = [d for d in authors if d[1] and d not in circling]
+    some = same if len(same) > 1 else ending if first in ending else [first]
+    return among(some) if 1 < len(some) < len(authors) else first, scores, total
 
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:

@@ -25,7 +25,9 @@ def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: Path, tmp_path: Path) -> None:
     save_model(kind, byte_level_tokenizer(), tmp_path)
     members = [MemberConfig(str(tmp_path), name=kind, dtype="float32"), MemberConfig(str(partner), dtype="float32")]
-    config = EnsembleConfig(members=members, segment_tokens=6, exit="never", execution=execution)
+    config = EnsembleConfig(
+        members=members, segment_tokens=6, first_segment_tokens=None, exit="never", execution=execution
+    )
     with EnsembleEngine(config) as engine:
         report = engine.describe()[0]
         assert report.verification == ("rows" if kind in ROW_BY_ROW else "packed")

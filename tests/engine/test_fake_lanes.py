@@ -27,7 +27,7 @@ class FakeEngine(EnsembleEngine):
 
     def __init__(self, *lanes: FakeLane, **settings: object) -> None:
         names = [info.name for lane in lanes for info in lane.members]
-        super().__init__(EnsembleConfig(names, segment_tokens=3, exit="never", **settings))  # type: ignore[arg-type]
+        super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))  # type: ignore[arg-type]
         self.lanes = lanes
 
     def _assemble(self, on_progress: OnProgress | None) -> Assembly:

@@ -166,7 +166,12 @@ def test_when_nobody_is_left_the_error_names_the_member_and_carries_the_text(
     tiny_engine: EnsembleEngine, kind: str
 ) -> None:
     base = tiny_engine.config.member_configs[1]
-    config = EnsembleConfig(members=[replace(base, name=n) for n in ("one", "two")], segment_tokens=5, exit="never")
+    config = EnsembleConfig(
+        members=[replace(base, name=n) for n in ("one", "two")],
+        segment_tokens=5,
+        first_segment_tokens=None,
+        exit="never",
+    )
     with EnsembleEngine(config) as engine:
         calls = {m.name: iter(range(10_000)) for m in local_members(engine)}
         for m in local_members(engine):

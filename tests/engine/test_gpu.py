@@ -33,7 +33,7 @@ GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300,
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
     pair = save_pair(tmp_path_factory).values()
     members = [MemberConfig(str(folder), dtype="float32", device="cuda") for folder in pair]
-    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6)) as made:
+    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, first_segment_tokens=None)) as made:
         yield made.load()
 
 
@@ -44,7 +44,9 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, tmp_path: 
     partner = save_model("llama", metaspace_tokenizer(), tmp_path / "partner", seed=1)
     save_model(kind, byte_level_tokenizer(), tmp_path / kind)
     members = [MemberConfig(str(path), dtype="float32", device="cuda") for path in (tmp_path / kind, partner)]
-    config = EnsembleConfig(members=members, segment_tokens=6, exit="never", execution=execution)
+    config = EnsembleConfig(
+        members=members, segment_tokens=6, first_segment_tokens=None, exit="never", execution=execution
+    )
     with EnsembleEngine(config) as engine:
         for params in (GREEDY, SAMPLED, replace(SAMPLED, repetition_penalty=1.2)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)

@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def config(folders: list[Path]) -> EnsembleConfig:
     ends = tuple(range(300, 420))
     members = [MemberConfig(str(f), name=f.name, stop_token_ids=ends, dtype="float32") for f in folders]
-    return EnsembleConfig(members, segment_tokens=6, exit="never")
+    return EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, exit="never")
 
 
 @pytest.fixture(scope="module", params=["dynamic", "static"])

@@ -161,7 +161,7 @@ def test_the_number_format_goes_by_what_the_device_has(
 
 def test_one_80_gb_card_takes_three_members_whole_and_two_in_8_bit() -> None:
     plan = on("80GB", five(quantizations=ANY_PRECISION))
-    eight = {"llama-3-8b": "8bit", "qwen2.5-7b": "8bit", "mistral-7b": None, "gemma-2-9b": None, "glm-4-9b": None}
+    eight = {"llama-3-8b": "8bit", "qwen2.5-7b": None, "mistral-7b": "8bit", "gemma-2-9b": None, "glm-4-9b": None}
     assert precisions(plan) == eight
     assert set(places(plan).values()) == {"cuda:0"}
 

@@ -204,7 +204,8 @@ def test_the_entropy_exit_lets_a_weaker_member_go_once_it_was_weaker_for_long() 
     assert [decide([t * mean for mean in means], t).leavers for t in (1, 4, 16, 64)] == [(), (), (1,), (1,)]
 
 
-def test_the_fast_preset_is_the_default_with_exit() -> None:
+def test_the_fast_preset_is_the_default_with_exit_and_a_short_first_segment() -> None:
     default, fast = (EnsembleConfig.preset(name, ["a/a", "b/b"]) for name in ("default", "fast"))
     assert (default.exit, fast.exit) == ("never", "entropy")
-    assert replace(fast, exit="never") == default
+    assert (default.first_segment_tokens, fast.first_segment_tokens) == (20, 5)
+    assert replace(fast, exit="never", first_segment_tokens=20) == default

@@ -119,7 +119,7 @@ def test_a_stop_string_that_max_tokens_cuts_off_is_none(tiny_engine: EnsembleEng
 
 
 def test_a_stop_string_cuts_a_lone_members_answer_exactly(tiny_engine: EnsembleEngine) -> None:
-    alone = EnsembleConfig(members=[tiny_engine.config.members[0]], segment_tokens=4)
+    alone = EnsembleConfig(members=[tiny_engine.config.members[0]], segment_tokens=4, first_segment_tokens=None)
     members = local_members(tiny_engine)[:1]
 
     def answer(params: SamplingParams) -> OpenAnswer:
@@ -158,7 +158,7 @@ def test_too_long_a_prompt_is_refused_before_any_work(tiny_engine: EnsembleEngin
 
 def test_equal_members_agree_and_nothing_is_verified(tiny_engine: EnsembleEngine) -> None:
     chat = tiny_engine.config.member_configs[0]
-    twins = EnsembleConfig(members=[chat, replace(chat, name="twin")], segment_tokens=6)
+    twins = EnsembleConfig(members=[chat, replace(chat, name="twin")], segment_tokens=6, first_segment_tokens=None)
     with EnsembleEngine(twins) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=40))
     assert not any(r.verified for r in result.rounds)
@@ -171,7 +171,7 @@ def test_a_member_whose_context_is_full_leaves_and_the_answer_goes_on(tiny_engin
     chat, base = tiny_engine.config.member_configs
     prompts = [len(m.encode_prompt(QUESTION)) for m in local_members(tiny_engine)]
     small = replace(base, max_context=prompts[1] + 70)
-    config = EnsembleConfig(members=[chat, small], segment_tokens=6, exit="never")
+    config = EnsembleConfig(members=[chat, small], segment_tokens=6, first_segment_tokens=None, exit="never")
     with EnsembleEngine(config) as engine:
         events = list(engine.stream(QUESTION, SamplingParams(max_tokens=120)))
     exits = [e.exit for e in events if isinstance(e, ExitEvent)]
@@ -185,7 +185,9 @@ def test_a_member_whose_context_is_full_leaves_and_the_answer_goes_on(tiny_engin
 def test_an_answer_ends_by_length_when_no_context_is_left(tiny_engine: EnsembleEngine) -> None:
     chat = tiny_engine.config.member_configs[0]
     room = len(local_members(tiny_engine)[0].encode_prompt(QUESTION)) + 30
-    with EnsembleEngine(EnsembleConfig(members=[replace(chat, max_context=room)], segment_tokens=6)) as engine:
+    with EnsembleEngine(
+        EnsembleConfig(members=[replace(chat, max_context=room)], segment_tokens=6, first_segment_tokens=None)
+    ) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=500))
     assert result.finish_reason is FinishReason.LENGTH
     assert 20 <= result.usage.completion_tokens <= 30
@@ -245,7 +247,7 @@ def test_a_candidate_that_goes_in_circles_loses(tiny_engine: EnsembleEngine, tmp
     model.save_pretrained(folder)
     members = [MemberConfig(str(folder), name="chat"), tiny_engine.config.member_configs[1]]
     params = SamplingParams(max_tokens=100)
-    with EnsembleEngine(EnsembleConfig(members, segment_tokens=6, exit="never")) as engine:
+    with EnsembleEngine(EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, exit="never")) as engine:
         free = result_of(engine, params, aggregate=_for_chat, repetition_guard=False)
         guarded = result_of(engine, params, aggregate=_for_chat, repetition_guard=True)
     assert any(repeats(free.text[: r.start], r.text) for r in free.rounds)
@@ -267,14 +269,14 @@ def test_the_first_segment_has_its_own_length(tiny_engine: EnsembleEngine) -> No
 
 def test_own_weights_start_the_vote(tiny_engine: EnsembleEngine) -> None:
     chat, base = tiny_engine.config.member_configs
-    config = EnsembleConfig(members=[replace(chat, weight=3.0), base], segment_tokens=6)
+    config = EnsembleConfig(members=[replace(chat, weight=3.0), base], segment_tokens=6, first_segment_tokens=None)
     with EnsembleEngine(config) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=10))
     assert result.rounds[0].weights == {"chat": 0.75, "base": 0.25}
 
 
 def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_engine: EnsembleEngine) -> None:
-    alone = EnsembleConfig(members=[tiny_engine.config.members[1]], segment_tokens=6)
+    alone = EnsembleConfig(members=[tiny_engine.config.members[1]], segment_tokens=6, first_segment_tokens=None)
     with EnsembleEngine(alone) as engine:
         member, steps = local_members(engine)[0], iter(range(100))
 

@@ -56,7 +56,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
         if noise:
             _disturb(folder, noise)
         members.append(MemberConfig(str(folder), name=name, dtype="float32"))
-    with EnsembleEngine(EnsembleConfig(members=members)) as engine:
+    with EnsembleEngine(EnsembleConfig(members, first_segment_tokens=5)) as engine:
         yield engine.load()
 
 
@@ -138,7 +138,7 @@ def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> Ense
         "five": save_model("gpt2", byte_level_tokenizer(), tmp_path_factory.mktemp("five"), seed=4),
     }
     more = [MemberConfig(str(folder), name=name, dtype="float32") for name, folder in others.items()]
-    return EnsembleConfig([*trio.config.member_configs, *more])
+    return replace(trio.config, members=[*trio.config.member_configs, *more])
 
 
 @pytest.mark.slow
@@ -205,7 +205,9 @@ def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatc
     """Two of one model, without looking anything up: the follower finds the leader's draft by one forward."""
     monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
     one = demo_members(dtype="float32")[0]
-    config = EnsembleConfig([replace(one, name="one"), replace(one, name="again")], segment_tokens=8)
+    config = EnsembleConfig(
+        [replace(one, name="one"), replace(one, name="again")], segment_tokens=8, first_segment_tokens=None
+    )
     asked = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     forwards = {}
     for speculation in ("off", "auto"):

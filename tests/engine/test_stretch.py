@@ -98,6 +98,37 @@ def test_the_end_of_a_candidate_beyond_the_stretch_is_not_asked_about() -> None:
     assert Stretch()(pair) == pytest.approx([0.2, 0.5])
 
 
+def test_answers_that_all_end_are_compared_whole() -> None:
+    tart = candidate((" A", 0.5), (" tart", 0.5), end=0.8)
+    fox = candidate((" A", 0.5), (" red", 0.6), (" fox", 0.1), end=0.9)
+    assert Stretch()([tart, fox]) == pytest.approx([0.2, 0.027])
+    assert Stretch("byte")([tart, fox]) == pytest.approx([0.2, 0.027])
+    assert elect([tart, fox]).winner == 0
+    unfinished = candidate((" A", 0.5), (" red", 0.6), (" fox", 0.1))
+    assert Stretch("byte")([tart, unfinished]) == pytest.approx([0.2, 0.3 * 0.1 ** (1 / 4)]), "one may go on: not whole"
+
+
+def test_a_rival_that_goes_on_does_not_hide_how_answers_end() -> None:
+    tart = candidate((" A", 0.5), (" tart", 0.5), end=0.8)
+    fox = candidate((" The", 0.9), (" red", 0.9), (" fox", 0.1), end=0.9)
+    row = [tart, fox, candidate((" Or", 0.1), (" a", 0.1))]
+    assert Stretch()(row) == pytest.approx([0.25, 0.81, 0.01]), "only what all three cover"
+    assert elect(row).winner == 0
+    assert elect(row, barred=[0]).winner == 1, "what goes in circles stays out"
+    likelier = candidate((" Or", 0.95), (" a", 0.99))
+    assert elect([tart, fox, likelier]).winner == 2
+
+
+def test_a_whole_answer_that_goes_on_from_another_one_does_not_lose_by_its_length() -> None:
+    tart = candidate((" The", 0.5), (" tart", 0.5), end=0.3)
+    told = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
+    assert Stretch()([tart, told]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
+    longer = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sour", 0.3), end=0.9)
+    row = [tart, told, longer]
+    assert Stretch()(row) == pytest.approx([0.075, 0.175, 0.175])
+    assert row[elect(row).winner] is longer, "those that go on are then compared among themselves, whole"
+
+
 def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None:
     stops, one, other = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
     assert Stretch()([stops, one, other]) == pytest.approx([0.4, 0.6, 0.6])
@@ -248,11 +279,17 @@ def test_scores_of_candidates_that_differ_within_the_stretch_are_probabilities_o
 
 
 def _distinct_within(drafts: Sequence[Draft]) -> list[Draft]:
-    """As many of the drafts as differ within the stretch that these cover: in text, or in whether they end."""
-    border = min(len(text) for text, _ in drafts)
+    """As many of the drafts as differ within the stretch that these cover: in text, or in whether they end.
+
+    Where all end, whole texts are covered, but for what goes on from the text of a shorter one.
+    """
+    cut = max if all(ends for _, ends in drafts) else min
+    border = cut(len(text) for text, _ in drafts)
     seen: dict[Draft, Draft] = {}
     for text, ends in sorted(drafts, key=lambda d: len(d[0])):
-        seen.setdefault((text[:border], ends and len(text) <= border), (text, ends))
+        ended = next((t for (t, e) in seen if e and text.startswith(t) and (text, ends) != (t, e)), None)
+        key = (text[:border], ends and len(text) <= border) if ended is None else (ended, False)
+        seen.setdefault(key, (text, ends))
     return list(seen.values())
 
 

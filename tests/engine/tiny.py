@@ -126,7 +126,7 @@ def save_pair(folders: pytest.TempPathFactory, **shape: Any) -> dict[str, Path]:
 def pair_config(pair: Mapping[str, Path]) -> EnsembleConfig:
     """The ensemble of a pair."""
     members = [MemberConfig(str(folder), name=name) for name, folder in pair.items()]
-    return EnsembleConfig(members, segment_tokens=6, exit="never")
+    return EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, exit="never")
 
 
 def _common_characters(texts: list[str]) -> list[str]:

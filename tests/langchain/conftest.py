@@ -16,7 +16,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
     """Two members with random weights."""
     pair = save_pair(tmp_path_factory, max_position_embeddings=2048)
     members = [MemberConfig(str(folder), name=name) for name, folder in pair.items()]
-    with EnsembleEngine(EnsembleConfig(members=members, max_concurrent=4)) as engine:
+    with EnsembleEngine(EnsembleConfig(members=members, max_concurrent=4, first_segment_tokens=5)) as engine:
         yield engine.load()
 
 

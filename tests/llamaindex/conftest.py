@@ -30,7 +30,7 @@ def tiny_members(tmp_path_factory: pytest.TempPathFactory) -> list[MemberConfig]
 
 @pytest.fixture(scope="session")
 def tiny_llm(tiny_members: list[MemberConfig]) -> Iterator[SpecFuseLLM]:
-    with EnsembleEngine(EnsembleConfig(members=tiny_members)) as engine:
+    with EnsembleEngine(EnsembleConfig(members=tiny_members, first_segment_tokens=5)) as engine:
         yield SpecFuseLLM(engine=engine.load(), max_tokens=200)
 
 
