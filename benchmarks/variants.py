@@ -77,6 +77,7 @@ _add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "un
 START = {
     "score": "mean_logprob",
     "segment_tokens": 10,
+    "first_segment_tokens": None,
     "per": "token",
     "aggregate": "weighted_mean",
     "feedback": "uniform",
@@ -155,7 +156,7 @@ _add(
     stretch_late_exit={**STRETCH, "exit": "entropy", "exit_threshold": 0.25},
     stretch_fixed={**STRETCH, "exit": "fixed"},
     stretch_no_guard={**STRETCH, "repetition_guard": False},
-    stretch_one_round={**STRETCH, "segment_tokens": 160},
+    stretch_one_round={**STRETCH, "segment_tokens": 160, "first_segment_tokens": None},
     stretch_5_10={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 10},
     stretch_5_20={**STRETCH, "first_segment_tokens": 5, "segment_tokens": 20},
     stretch_10_20={**STRETCH, "first_segment_tokens": 10, "segment_tokens": 20},
