@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
@@ -19,6 +19,7 @@ from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared.errors import SpecFuseError
 
 SYNC_ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
+PACKAGES = ("llama_index", "llamaindex_specfuse", "specfuse_shared")
 ENDPOINTS = (*SYNC_ENDPOINTS, *(f"a{name}" for name in SYNC_ENDPOINTS))
 
 
@@ -54,12 +55,13 @@ class Failures(NullSpanHandler):
 
 @contextmanager
 def readable_or_refused() -> Iterator[None]:
-    """What small members write LlamaIndex reads, or its reading ends with an error of its own."""
+    """What small members write LlamaIndex reads, or its reading (with libraries of its own) ends with an error."""
     try:
         yield
     except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, SpecFuseError) or f"{os.sep}llama_index{os.sep}" not in last.filename:
+        files = (Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+        inside = [part for file in files for part in file.parts if part in PACKAGES]
+        if isinstance(error, SpecFuseError) or inside[-1:] != ["llama_index"]:
             raise
 
 
