@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,17 @@ from rouge_score.rouge_scorer import RougeScorer
 from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, SamplingParams, demo_members
+from specfuse_shared.config import PRESETS
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
 """(demo member, noise) of the three degraded members."""
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES: dict[str, Mapping[str, Any]] = {
     "never": {"exit": "never"},
     "entropy-0.7": {"exit": "entropy", "exit_threshold": 0.7},
     "entropy-0.5": {"exit": "entropy", "exit_threshold": 0.5},
+    "entropy-0.25": {"exit": "entropy", "exit_threshold": 0.25},
     "fixed-0.5": {"exit": "fixed", "exit_threshold": 0.5},
+    "fast": PRESETS["fast"],
 }
 
 

@@ -15,7 +15,7 @@ from playwright.sync_api import sync_playwright
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
 
-QUESTION = "Why is sleep important?"
+QUESTION = "Why is exercise good for you?"
 WHOLE, ROUND = (Path(__file__).with_name(name) for name in ("report.png", "round.png"))
 WIDTH, HEIGHT, SCALE, MARGIN, COLOURS = 1120, 1200, 2, 16, 96
 
