@@ -158,9 +158,13 @@ def with_keys(chance: random.Random, prompt: str, answer: str) -> Obeyed:
     one, other = chance.choice(PAIRS)
     first, *rest = [*_sentences(answer), ""]
     subject = " ".join(re.findall(r"[A-Za-z]+", prompt)[-4:])
-    values = (first, " ".join(rest[:2]).strip() or subject) if chance.random() < 0.6 else (subject, first)
-    if one in ("question", "problem", "topic", "subject"):
-        values = (prompt if one == "question" else subject, first)
+    parted = chance.random() < 0.6
+    if one == "question":
+        values = prompt, first
+    elif one in ("problem", "topic", "subject") or not parted:
+        values = subject, first
+    else:
+        values = first, " ".join(rest[:2]).strip() or subject
     said = (
         f"Return the result as a JSON with '{one}' and '{other}' keys.",
         f'Answer with a JSON object that has the keys "{one}" and "{other}".',
@@ -168,7 +172,7 @@ def with_keys(chance: random.Random, prompt: str, answer: str) -> Obeyed:
         f"The output must be JSON with two keys, {one} and {other}, and nothing else.",
         f'Use this form: {{"{one}": "...", "{other}": "..."}}',
     )
-    return said, json.dumps(dict(zip((one, other), values, strict=True)), ensure_ascii=False)
+    return said, json.dumps({one: values[0], other: values[1]}, ensure_ascii=False)
 
 
 def _highlighted(chance: random.Random, prompt: str, answer: str) -> Obeyed:

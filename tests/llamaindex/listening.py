@@ -19,8 +19,9 @@ from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared.errors import SpecFuseError
 
 SYNC_ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
-PACKAGES = ("llama_index", "llamaindex_specfuse", "specfuse_shared")
 ENDPOINTS = (*SYNC_ENDPOINTS, *(f"a{name}" for name in SYNC_ENDPOINTS))
+PACKAGES = ("llama_index", "llamaindex_specfuse", "specfuse_shared")
+"""Where an error of a call may come from; the innermost of their frames tells whose it is."""
 
 
 class Listener(BaseEventHandler):
