@@ -31,6 +31,7 @@ COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
 """(demo member, noise) of the three degraded members."""
 POLICIES: dict[str, Mapping[str, Any]] = {
     "never": {"exit": "never"},
+    "entropy-two": {"exit": "entropy", "exit_threshold": 0.5, "min_active": 2},
     "entropy-0.7": {"exit": "entropy", "exit_threshold": 0.7},
     "entropy-0.5": {"exit": "entropy", "exit_threshold": 0.5},
     "entropy-0.25": {"exit": "entropy", "exit_threshold": 0.25},
@@ -40,7 +41,7 @@ POLICIES: dict[str, Mapping[str, Any]] = {
 
 
 def members(folder: Path) -> list[MemberConfig]:
-    real = demo_members(dtype="bfloat16")
+    real = demo_members()
     return [*real, *(noisy(real[i], noise, folder) for i, noise in COPIES)]
 
 

@@ -7,8 +7,8 @@
 
 DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`). Rows alternate
 between the half on which settings are chosen and the half that confirms them. Answers are appended to
-`results/quality/VARIANT.jsonl` and never made twice, so that a run may be stopped and go on. Greedy, bf16, as many
-answers at a time as `--together`.
+`results/quality/VARIANT.jsonl` and never made twice, so that a run may be stopped and go on. Greedy, in bf16 where the
+processor has it, as many answers at a time as `--together`.
 
 `table` scores what is there: open questions by ROUGE-L and by the cosine of sentence embeddings (the better of two
 references), passages by F1 and by whether the answer holds a reference (asked for a few words and for a sentence),

@@ -13,7 +13,7 @@ from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.loading.gguf import cache_folder
 
 WEAKENED = cache_folder() / "weakened"
-SMOL, GEMMA = demo_members(dtype="bfloat16")
+SMOL, GEMMA = demo_members()
 PUBLISHED = replace(SMOL, name="smollm2-published", adapter=None)
 
 Members = Callable[[], Sequence[MemberConfig]]
@@ -135,6 +135,7 @@ _add(
     "one change from the default",
     default_whole={"score": "mean_logprob", "per": "text"},
     default_exit={"exit": "entropy"},
+    default_exit_two={"exit": "entropy", "min_active": 2},
     default_share={"aggregate": "share_mean"},
     default_sqrt_decay={"feedback": "sqrt_decay"},
 )

@@ -44,7 +44,7 @@ SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "default": {},
-        "fast": {"first_segment_tokens": 5, "exit": "entropy", "exit_threshold": 0.5},
+        "fast": {"first_segment_tokens": 5, "exit": "entropy"},
         "specfuse": {
             "segment_tokens": 10,
             "first_segment_tokens": None,
@@ -107,6 +107,9 @@ class EnsembleConfig(Settings):
     """Who leaves an answer: "never" anybody, or by retention with the temperature "entropy" (SpecFuse) or "fixed"."""
     exit_threshold: float = 0.5
     """A member leaves when its retention falls below this share of 1/n."""
+    min_active: int = 1
+    """So many members, the best ones, never leave by `exit`: 1 as in SpecFuse, where the last one goes on alone; with 2
+    an answer of three or more stays one of several."""
     repetition_guard: bool = True
     """A candidate that goes in circles loses against one that does not, and an answer of several members that can only
     say the same for the third time is over (`FinishReason.REPETITION`)."""
@@ -156,6 +159,7 @@ class EnsembleConfig(Settings):
             0 < self.exit_threshold <= 1,
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
         )
+        check(self.min_active >= 1, f"EnsembleConfig.min_active must be ≥ 1, not {self.min_active!r}")
         check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
         check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
         check_choice("EnsembleConfig.runtime", self.runtime, RUNTIMES)
@@ -243,9 +247,9 @@ class EnsembleConfig(Settings):
     def exit_policy(self) -> ExitPolicy:
         if not isinstance(self.exit, str):
             return self.exit
-        if self.exit == "never":
+        if self.exit == "never" or len(self.members) <= self.min_active:
             return policies.never
-        return policies.RetentionExit(self.exit, self.exit_threshold)  # type: ignore[arg-type]
+        return policies.RetentionExit(self.exit, self.exit_threshold, self.min_active)  # type: ignore[arg-type]
 
 
 def _as_member(member: MemberConfig | str | Path) -> MemberConfig:

@@ -36,6 +36,8 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _PROMPT, _FIRST, _SECOND = 21, 4, 5
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
 """Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
+_COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
+"""The same where no way does better: a processor without bfloat16 of its own rounds at every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,19 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
     tried: list[Attempt] = []
     with _small_windows(config) as shrunk:
         for group in (ways, [Attempt(None)], [Attempt(None, one_by_one=True)]):
-            tried = [_attempt(model, way, shrunk, problems) for way in group]
+            tried += [_attempt(model, way, shrunk, problems) for way in group]
             best = min(tried, key=lambda way: way.error, default=None)
             if best is not None and best.error <= tolerance:
                 logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
                 return _executed(model, best, shrunk, member, execution)
+        best = min(tried, key=lambda way: way.error)
+        if best.error <= _COARSE.get(model.dtype, tolerance):
+            dtype = str(model.dtype).removeprefix("torch.")
+            logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
+            return _executed(model, best, shrunk, member, execution)
     raise UnsupportedModelError(
         f"member {member!r} ({type(model).__name__}): neither packed nor row-by-row verification reproduces the "
-        f"model's own probabilities within {tolerance:g} nats (rows: {tried[0].error:.3g}); use another model, or "
+        f"model's own probabilities within {tolerance:g} nats (off by {best.error:.3g}); use another model, or "
         f"dtype='float32' if the numbers are close. {'; '.join(problems)}"
     )
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specfuse_shared.policies.aggregates import SECOND
 from specfuse_shared.policies.protocols import AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
 
 _EQUAL = 1e-6
@@ -31,32 +32,42 @@ class Electorate:
     def elect(
         self, table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]], barred: Sequence[bool]
     ) -> Election:
-        """Compare the candidates of `table[j]`, the same for each verifier j; those that are `barred` get no vote.
+        """Compare the candidates of `table[j]`, the same for each verifier j.
 
-        `drafters[i]`: the verifiers that wrote candidate i. The highest vote wins. Candidates that are the same to
-        every verifier, as far as they were compared with the others, are compared among themselves; if that tells no
-        more, the shortest gives way to what goes on from it. Else the first of equals wins. A winner that ends the
-        turn, and does not stand for equals that go on, is compared once more with the others that end, as if nothing
-        else had been said.
+        `drafters[i]`: the verifiers that wrote candidate i. The one with the lowest vote leaves, and the others are
+        compared anew as if it had not been said, until one is left: so nobody loses because a third one was short.
+        `scores` and `votes` are those of all of them, the first time; those that are `barred` get no vote, and lose
+        against any other one that is thinkable, where three or more vote.
         """
-        scores = [self._scores(row) for row in table]
-        votes = self.aggregate(scores, self.weights, drafters)
-        votes = [0.0 if out else vote for vote, out in zip(votes, barred, strict=True)]
-        first = votes.index(max(votes))
-        left = _same(scores, votes, first)
-        if len(left) == len(votes):
-            left = _without_beginning(table[0], left)
-        ending = [i for i, candidate in enumerate(table[0]) if candidate.ends and not barred[i]]
-        again = ending if len(left) == 1 and left[0] in ending else left
-        winner = self._among(again, table, drafters) if 1 < len(again) < len(votes) else left[0]
-        return Election(scores, votes, winner)
+        scores, votes = self._compare(table, drafters)
+        least = max(votes) / SECOND if len(table) > 2 else 0.0
+        left = [i for i, out in enumerate(barred) if not out and votes[i] >= least] if any(barred) else []
+        left = left or list(range(len(votes)))
+        while len(left) > 1:
+            left.remove(self._last(left, table, drafters))
+        return Election(scores, [0.0 if out else vote for vote, out in zip(votes, barred, strict=True)], left[0])
 
-    def _among(
+    def _last(
         self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
     ) -> int:
-        """Which of these candidates wins if there are no others."""
-        rows, own = [[row[i] for i in some] for row in table], [drafters[i] for i in some]
-        return some[self.elect(rows, own, [False] * len(some)).winner]
+        """Which of these candidates leaves: the one with the lowest vote, the last of equals.
+
+        Candidates that are the same to every verifier, as far as they were compared with the others, are compared among
+        themselves; if that tells no more, the shortest gives way to what goes on from it.
+        """
+        scores, votes = self._compare([[row[i] for i in some] for row in table], [drafters[i] for i in some])
+        lowest = max(range(len(some)), key=lambda n: (-votes[n], n))
+        same = [some[n] for n in _same([*scores, votes], lowest)]
+        if 1 < len(same) < len(some):
+            return self._last(same, table, drafters)
+        beginning = _beginning(table[0], same)
+        return some[lowest] if beginning is None else beginning
+
+    def _compare(
+        self, table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
+    ) -> tuple[Matrix, list[float]]:
+        scores = [self._scores(row) for row in table]
+        return scores, self.aggregate(scores, self.weights, drafters)
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
         """A verifier to which a candidate is invisible has no opinion on it."""
@@ -65,17 +76,13 @@ class Electorate:
         return [next(found) if candidate.logprobs else 0.0 for candidate in row]
 
 
-def _same(scores: Matrix, votes: Sequence[float], first: int) -> list[int]:
-    """The candidates that no verifier tells from the `first`, which has the highest vote; itself among them."""
-    if votes[first] <= 0:
-        return [first]
-    rows = [*scores, votes]
-    return [i for i in range(len(votes)) if all(math.isclose(row[i], row[first], rel_tol=_EQUAL) for row in rows)]
+def _same(rows: Matrix, one: int) -> list[int]:
+    """The candidates that no verifier tells from this one; itself among them."""
+    return [i for i in range(len(rows[0])) if all(math.isclose(row[i], row[one], rel_tol=_EQUAL) for row in rows)]
 
 
-def _without_beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> list[int]:
-    """All but the shortest candidate, if it goes on and another one begins with its text."""
+def _beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> int | None:
+    """The shortest candidate, if it goes on and another one begins with its text."""
     i = min(numbers, key=lambda n: (row[n].size, row[n].ends))
-    others = [n for n in numbers if n != i]
-    begins = not row[i].ends and any(row[n].text.startswith(row[i].text) and row[n].size > row[i].size for n in others)
-    return others if begins else list(numbers)
+    longer = [n for n in numbers if row[n].size > row[i].size and row[n].text.startswith(row[i].text)]
+    return i if longer and not row[i].ends else None

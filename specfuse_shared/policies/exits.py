@@ -28,6 +28,7 @@ class RetentionExit:
 
     temperature: Literal["entropy", "fixed"] = "entropy"
     threshold: float = 0.5
+    min_active: int = 1
 
     def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
         n, top = len(totals), max(totals)
@@ -38,8 +39,8 @@ class RetentionExit:
         else:
             unit = tau = 1.0
         retention = normalised([math.exp((q - top) / unit / max(tau, 1e-9)) for q in totals])
-        best = retention.index(max(retention))
-        leavers = tuple(i for i, p in enumerate(retention) if p < self.threshold / n and i != best)
+        best = sorted(range(n), key=lambda i: -totals[i])[: self.min_active]
+        leavers = tuple(i for i, p in enumerate(retention) if p < self.threshold / n and i not in best)
         return ExitDecision(tuple(retention), leavers)
 
 

@@ -144,7 +144,7 @@ def naive_rounds(
         for i in names:
             quality[i] += total.get(drafts[i], 0.0)
         if config.exit == "entropy":
-            gone = _leavers({i: quality[i] for i in names}, verified, config.exit_threshold)
+            gone = _leavers({i: quality[i] for i in names}, verified, config)
             active = [m for m in active if m.name not in gone]
             mass = sum(weight[m.name] for m in active)
             weight = {m.name: weight[m.name] / mass for m in active}
@@ -157,27 +157,43 @@ def _elect(
     circling: set[Draft],
     config: EnsembleConfig,
 ) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
-    """The winner, each verifier's scores, the votes. What nobody tells apart is compared again, among itself; so is
-    what ends, where that wins."""
-    scores = {name: _scores(row, config) for name, row in judged.items()}
-    total = {d: _vote([(s[d], weight[j], own == [j]) for j, s in scores.items()], config) for d, own in authors.items()}
-    total |= dict.fromkeys(circling, 0.0)
-    best = max(total, key=lambda d: total[d])
+    """The winner, each verifier's scores, the votes. The lowest leaves, and the others are compared anew."""
+    scores, total = _votes(list(authors), judged, weight, authors, config)
+    least = max(total.values()) / 1000 if circling and len(judged) > 2 else 0.0
+    left = [d for d in authors if d not in circling and total[d] >= least] or list(authors)
+    while len(left) > 1:
+        left.remove(_last(left, judged, weight, authors, config))
+    return left[0], scores, total | dict.fromkeys(circling, 0.0)
+
+
+def _votes(
+    some: list[Draft],
+    judged: dict[str, Judged],
+    weight: dict[str, float],
+    authors: dict[Draft, list[str]],
+    config: EnsembleConfig,
+) -> tuple[dict[str, dict[Draft, float]], dict[Draft, float]]:
+    scores = {name: _scores({d: row[d] for d in some}, config) for name, row in judged.items()}
+    return scores, {d: _vote([(s[d], weight[j], authors[d] == [j]) for j, s in scores.items()], config) for d in some}
+
+
+def _last(
+    some: list[Draft],
+    judged: dict[str, Judged],
+    weight: dict[str, float],
+    authors: dict[Draft, list[str]],
+    config: EnsembleConfig,
+) -> Draft:
+    """The one that leaves: of what nobody tells apart, what is worst among itself, or what another goes on from."""
+    scores, total = _votes(some, judged, weight, authors, config)
+    lowest = min(reversed(some), key=lambda d: total[d])
     rows = [*scores.values(), total]
-    same = [d for d in authors if total[best] > 0 and all(math.isclose(r[d], r[best], rel_tol=1e-4) for r in rows)]
-    if len(same) == len(authors):
-        least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
-        begun = not least[1] and any(d[0].startswith(least[0]) and d[0] != least[0] for d in same)
-        same = [d for d in same if d != least or not begun]
-
-    def among(some: list[Draft]) -> Draft:
-        again = {name: {d: row[d] for d in some} for name, row in judged.items()}
-        return _elect(again, weight, {d: authors[d] for d in some}, set(), config)[0]
-
-    first = (same or [best])[0]
-    ending = [d for d in authors if d[1] and d not in circling]
-    some = same if len(same) > 1 else ending if first in ending else [first]
-    return among(some) if 1 < len(some) < len(authors) else first, scores, total
+    same = [d for d in some if all(math.isclose(r[d], r[lowest], rel_tol=1e-4) for r in rows)]
+    if 1 < len(same) < len(some):
+        return _last(same, judged, weight, authors, config)
+    least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
+    begun = not least[1] and any(d[0].startswith(least[0]) and d[0] != least[0] for d in same)
+    return least if begun else lowest
 
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:
@@ -208,10 +224,10 @@ def _feedback(
     return {i: w / sum(grown.values()) for i, w in grown.items()}
 
 
-def _leavers(quality: dict[str, float], t: int, threshold: float) -> list[str]:
+def _leavers(quality: dict[str, float], t: int, config: EnsembleConfig) -> list[str]:
     share = [q / sum(quality.values()) for q in quality.values()]
     heat = -sum(s * math.log(s) for s in share) / math.log(len(share)) / math.sqrt(t)
-    grown = {i: math.exp(len(share) * s / heat) for i, s in zip(quality, share, strict=True)}
+    grown = {i: math.exp(len(share) * (s - max(share)) / heat) for i, s in zip(quality, share, strict=True)}
     keep = {i: g / sum(grown.values()) for i, g in grown.items()}
-    best = max(keep, key=lambda i: keep[i])
-    return [i for i, p in keep.items() if p < threshold / len(keep) and i != best]
+    best = sorted(keep, key=lambda i: -quality[i])[: config.min_active]
+    return [i for i, p in keep.items() if p < config.exit_threshold / len(keep) and i not in best]

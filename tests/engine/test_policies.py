@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -172,18 +173,29 @@ def test_schedules() -> None:
     assert OnlineFeedback("paper", 0.6).eta(4, 3) == pytest.approx(0.1)
 
 
-@given(st.lists(st.floats(0, 50), min_size=1, max_size=6), st.integers(1, 40), st.sampled_from(["entropy", "fixed"]))
-def test_the_best_member_never_leaves(totals: list[float], t: int, temperature: str) -> None:
-    decision = RetentionExit(temperature)(totals, t)  # type: ignore[arg-type]
+@given(
+    st.lists(st.floats(0, 50), min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.sampled_from(["entropy", "fixed"]),
+    st.integers(1, 4),
+)
+def test_the_best_members_never_leave(totals: list[float], t: int, temperature: str, min_active: int) -> None:
+    decision = RetentionExit(temperature, min_active=min_active)(totals, t)  # type: ignore[arg-type]
     assert sum(decision.retention) == pytest.approx(1)
-    assert totals.index(max(totals)) not in decision.leavers
-    assert len(decision.leavers) < len(totals)
+    stay = [q for i, q in enumerate(totals) if i not in decision.leavers]
+    assert len(stay) >= min(min_active, len(totals))
+    assert all(totals[i] <= min(stay) for i in decision.leavers)
+    one = RetentionExit(temperature)(totals, t)  # type: ignore[arg-type]
+    assert set(decision.leavers) <= set(one.leavers)
+    assert decision.retention == one.retention
 
 
 def test_a_hopeless_member_leaves_and_a_close_one_stays() -> None:
     decision = RetentionExit()([5.0, 4.8, 0.1], 8)
     assert decision.leavers == (2,)
     assert policies.never([5.0, 0.1], 8).leavers == ()
+    assert RetentionExit(min_active=2)([0.2, 4.8, 0.1], 8).leavers == (2,), "of two that fall behind the better stays"
+    assert RetentionExit()([0.2, 4.8, 0.1], 8).leavers == (0, 2)
 
 
 def test_clear_races_sharpen_the_entropy_temperature() -> None:
@@ -209,3 +221,20 @@ def test_the_fast_preset_is_the_default_with_exit_and_a_short_first_segment() ->
     assert (default.exit, fast.exit) == ("never", "entropy")
     assert (default.first_segment_tokens, fast.first_segment_tokens) == (20, 5)
     assert replace(fast, exit="never", first_segment_tokens=20) == default
+
+
+@pytest.mark.parametrize(
+    ("settings", "stay"),
+    [
+        ({}, 3),
+        ({"exit": "entropy"}, 1),
+        ({"exit": "entropy", "min_active": 2}, 2),
+        ({"exit": "entropy", "min_active": 3}, 3),
+        ({"exit": "entropy", "exit_threshold": 1e-30}, 3),
+        ({"exit": "fixed"}, 1),
+        ({"exit": "fixed", "min_active": 2}, 2),
+    ],
+)
+def test_as_many_members_stay_as_was_said(settings: dict[str, Any], stay: int) -> None:
+    decide = EnsembleConfig(["a/a", "b/b", "c/c"], **settings).exit_policy()
+    assert 3 - len(decide([9.0, 1.0, 0.1], 20).leavers) == stay

@@ -129,6 +129,18 @@ def test_a_whole_answer_that_goes_on_from_another_one_does_not_lose_by_its_lengt
     assert row[elect(row).winner] is longer, "those that go on are then compared among themselves, whole"
 
 
+def test_nobody_loses_because_a_third_one_was_short() -> None:
+    tart, fox = (
+        candidate((" A", 0.4), (" tart", 0.5), (" is", 0.9)),
+        candidate((" The", 0.5), (" red", 0.1), (" fox", 0.1)),
+    )
+    short = candidate((" I", 0.1))
+    assert Stretch()([tart, fox, short]) == pytest.approx([0.4, 0.5, 0.1]), "no more than all three cover"
+    assert elect([tart, fox]).winner == elect([tart, fox, short]).winner == elect([short, fox, tart][::-1]).winner == 0
+    assert elect([tart, fox, candidate((" I", 0.6))]).winner == 2
+    assert elect([tart, fox, short]).votes == pytest.approx([0.4, 0.5, 0.1]), "votes are told as all were compared"
+
+
 def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None:
     stops, one, other = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
     assert Stretch()([stops, one, other]) == pytest.approx([0.4, 0.6, 0.6])
@@ -143,7 +155,7 @@ def test_at_least_a_word_is_compared_of_those_that_go_on() -> None:
     row = [full_stop, which, and_so]
     assert Stretch(least="shortest")(row) == pytest.approx([0.27, 0.5, 0.4])
     assert Stretch(least="word")(row) == pytest.approx([0.27, 0.1, 0.36])
-    assert (elect(row).winner, elect(row, score=Stretch(least="word")).winner) == (1, 2)
+    assert (elect(row[:2]).winner, elect(row[:2], score=Stretch(least="word")).winner) == (1, 0)
     behind = candidate((".", 0.3), (" It", 1e-4))
     assert Stretch(least="word")([full_stop, behind, which])[1] == pytest.approx(0.3 * 0.1), "no word against an end"
     assert Stretch(least="word")([full_stop, candidate((".", 0.3), (".", 0.5), end=0.9)])[1] == pytest.approx(0.03)
@@ -189,6 +201,18 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
     rows = [row(0.3, 1e-9), row(0.2, 1e-9), row(1e-6, 0.99)]
     assert elect(*rows).winner == 2
     assert elect(*rows, aggregate=policies.seconded_mean).winner == 0
+
+
+def test_nonsense_is_no_way_out_of_a_circle() -> None:
+    def row(circle: float, sense: float, nonsense: float) -> list[CandidateLogprobs]:
+        return [candidate((" again", circle)), candidate((" and", sense)), candidate((" zq", nonsense))]
+
+    rows = [row(0.9, 0.02, 1e-9), row(0.8, 0.05, 1e-9), row(1e-6, 1e-6, 0.99)]
+    seconded = policies.seconded_mean
+    assert elect(*rows, barred=[0], aggregate=seconded).winner == 1
+    assert elect(*rows, barred=[0, 1], aggregate=seconded).winner == 0, "else what goes in circles goes on, and ends"
+    pair = [[row[0], row[2]] for row in rows[:2]]
+    assert elect(*pair, barred=[0], aggregate=seconded).winner == 1, "of two, each is the other's only way out"
 
 
 def test_a_verifier_to_which_a_candidate_is_invisible_has_no_opinion_on_it() -> None:
