@@ -1,8 +1,8 @@
 """How good are the ensemble's answers? Each member alone and every variant, on the same rows with the same budget.
 
-    python benchmarks/quality.py run --data DIR [--half choose|confirm|all] [--variants NAME …] [--rows N]
-    python benchmarks/quality.py table --data DIR [--half …] [--variants NAME …] [--against best]
-    python benchmarks/quality.py beside --data DIR OUT.md [--half …] [--rows 10] [--variants NAME …]
+    python benchmarks/quality.py run --data DIR [--half choose|confirm|all] [--rows N] [--variants NAME]…
+    python benchmarks/quality.py table --data DIR [--half …] [--against best] [--variants NAME]…
+    python benchmarks/quality.py beside --data DIR OUT.md [--half …] [--rows 10] [--variants NAME]…
     python benchmarks/quality.py variants
 
 DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`). Rows alternate

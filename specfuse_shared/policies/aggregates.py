@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specfuse_shared.policies.protocols import Matrix
 
@@ -31,21 +32,40 @@ SECOND = 1000.0
 """A candidate is unthinkable to a verifier that finds it less than 1/`SECOND` as likely as another one."""
 
 
-def seconded_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class SecondedMean:
     """The weighted mean, in which, where three or more vote, a candidate of one member needs a second.
 
     Its author's vote counts at most `SECOND` times the highest other one: a member that is sure of its own nonsense
-    cannot carry it, and votes for what anybody else finds thinkable stay as they are. So a member that finds nothing
-    likely but its own adds nothing and takes nothing: the others are ranked as without it.
+    cannot carry it, and votes for what anybody else finds thinkable stay as they are. `outsiders` neither stand nor
+    vote, so that the others are compared as without them.
     """
 
-    def counted(j: int, i: int) -> float:
-        if len(scores) < 3 or list(drafters[i]) != [j]:
-            return scores[j][i]
-        second = max(row[i] for k, row in enumerate(scores) if k != j)
-        return min(scores[j][i], SECOND * second)
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        def counted(j: int, i: int) -> float:
+            if len(scores) < 3 or list(drafters[i]) != [j]:
+                return scores[j][i]
+            second = max(row[i] for k, row in enumerate(scores) if k != j)
+            return min(scores[j][i], SECOND * second)
 
-    return weighted_mean([[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters)
+        return weighted_mean(
+            [[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters
+        )
+
+    def outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
+        """Verifiers that find nothing thinkable but what they alone wrote, which nobody else does; none if all do."""
+        heard = [
+            (j, i) for j, row in enumerate(scores) for i, own in enumerate(drafters) if self._hears(row, i, j, own)
+        ]
+        insiders = {j for j, _ in heard} | {drafters[i][0] for _, i in heard if len(drafters[i]) == 1}
+        return [j for j in range(len(scores)) if j not in insiders] if insiders else []
+
+    def _hears(self, row: Sequence[float], i: int, j: int, authors: Sequence[int]) -> bool:
+        """Whether verifier j finds this candidate thinkable, and did not write it alone."""
+        return SECOND * row[i] >= max(row) and list(authors) != [j]
+
+
+seconded_mean = SecondedMean()
 
 
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:

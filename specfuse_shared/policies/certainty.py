@@ -34,7 +34,7 @@ def may_be_certain(
     depend on scores.
     """
     exclusive = isinstance(score, Stretch) and score.per == "token" and score.least == "shortest"
-    linear = aggregate is weighted_mean or (aggregate is seconded_mean and members < 3)
+    linear = aggregate is weighted_mean or (aggregate == seconded_mean and members < 3)
     return all(
         known or _says_so(policy)
         for known, policy in (

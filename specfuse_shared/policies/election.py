@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specfuse_shared.policies.aggregates import SECOND
 from specfuse_shared.policies.protocols import AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
@@ -36,38 +36,83 @@ class Electorate:
 
         `drafters[i]`: the verifiers that wrote candidate i. The one with the lowest vote leaves, and the others are
         compared anew as if it had not been said, until one is left: so nobody loses because a third one was short.
-        `scores` and `votes` are those of all of them, the first time; those that are `barred` get no vote, and lose
-        against any other one that is thinkable, where three or more vote.
+        `scores` and `votes` are those of all of them, the first time. Those that are `barred` get no vote, and lose
+        against any other one that is thinkable, where three or more vote. Verifiers that the aggregate calls
+        `outsiders` neither stand nor vote.
         """
-        scores, votes = self._compare(table, drafters)
+        scores, votes = compared = self._compare(range(len(barred)), table, drafters)
+        if outsiders := self._outsiders(scores, drafters):
+            return replace(self._without(outsiders, table, drafters, barred), scores=scores)
+        winner = self._left(compared, table, drafters, barred)
+        return Election(scores, [0.0 if out else vote for vote, out in zip(votes, barred, strict=True)], winner)
+
+    def _left(
+        self,
+        compared: tuple[Matrix, list[float]],
+        table: Sequence[Sequence[CandidateLogprobs]],
+        drafters: Sequence[Sequence[int]],
+        barred: Sequence[bool],
+    ) -> int:
+        """Which candidate is left when one after another has gone."""
+        votes = compared[1]
         least = max(votes) / SECOND if len(table) > 2 else 0.0
         left = [i for i, out in enumerate(barred) if not out and votes[i] >= least] if any(barred) else []
         left = left or list(range(len(votes)))
         while len(left) > 1:
-            left.remove(self._last(left, table, drafters))
-        return Election(scores, [0.0 if out else vote for vote, out in zip(votes, barred, strict=True)], left[0])
+            if len(left) < len(votes):
+                compared = self._compare(left, table, drafters)
+            left.remove(self._last(left, compared, table, drafters))
+        return left[0]
+
+    def _outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
+        """Verifiers that the aggregate lets neither stand nor vote, if it knows any."""
+        find = getattr(self.aggregate, "outsiders", None)
+        return find(scores, drafters) if find is not None and len(scores) > 2 else []
+
+    def _without(
+        self,
+        outsiders: Sequence[int],
+        table: Sequence[Sequence[CandidateLogprobs]],
+        drafters: Sequence[Sequence[int]],
+        barred: Sequence[bool],
+    ) -> Election:
+        """The election without these verifiers, and without what they alone wrote, which gets no vote."""
+        voters = [j for j in range(len(table)) if j not in outsiders]
+        some = [i for i, authors in enumerate(drafters) if not authors or set(authors) - set(outsiders)]
+        mass = math.fsum(self.weights[j] for j in voters)
+        electorate = replace(self, weights=[self.weights[j] / mass for j in voters])
+        rows = [[table[j][i] for i in some] for j in voters]
+        authors = [[voters.index(j) for j in drafters[i] if j in voters] for i in some]
+        found = electorate.elect(rows, authors, [barred[i] for i in some])
+        votes = dict(zip(some, found.votes, strict=True))
+        return Election(found.scores, [votes.get(i, 0.0) for i in range(len(drafters))], some[found.winner])
 
     def _last(
-        self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
+        self,
+        some: Sequence[int],
+        compared: tuple[Matrix, list[float]],
+        table: Sequence[Sequence[CandidateLogprobs]],
+        drafters: Sequence[Sequence[int]],
     ) -> int:
         """Which of these candidates leaves: the one with the lowest vote, the last of equals.
 
         Candidates that are the same to every verifier, as far as they were compared with the others, are compared among
         themselves; if that tells no more, the shortest gives way to what goes on from it.
         """
-        scores, votes = self._compare([[row[i] for i in some] for row in table], [drafters[i] for i in some])
+        scores, votes = compared
         lowest = max(range(len(some)), key=lambda n: (-votes[n], n))
         same = [some[n] for n in _same([*scores, votes], lowest)]
         if 1 < len(same) < len(some):
-            return self._last(same, table, drafters)
+            return self._last(same, self._compare(same, table, drafters), table, drafters)
         beginning = _beginning(table[0], same)
         return some[lowest] if beginning is None else beginning
 
     def _compare(
-        self, table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
+        self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
     ) -> tuple[Matrix, list[float]]:
-        scores = [self._scores(row) for row in table]
-        return scores, self.aggregate(scores, self.weights, drafters)
+        """Scores and votes of these candidates, as if there were no others."""
+        scores = [self._scores([row[i] for i in some]) for row in table]
+        return scores, self.aggregate(scores, self.weights, [drafters[i] for i in some])
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
         """A verifier to which a candidate is invisible has no opinion on it."""

@@ -34,7 +34,10 @@ class ScorePolicy(Protocol):
     """Turns one verifier's log-probabilities of all candidates of a round into a score in [0, 1] for each."""
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
-        """At least one candidate, each with a token or more, no two of equal text and end."""
+        """At least one candidate, each with a token or more, no two of equal text and end.
+
+        Asked again in the same round for those that are left, as long as there are two.
+        """
         ...
 
 
@@ -42,9 +45,10 @@ class AggregatePolicy(Protocol):
     """Turns all verifiers' scores into one score per candidate."""
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the largest S_i wins (`elect` has the rule for equals).
+        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (`elect` has the rule for equals).
 
-        `drafters[i]`: the verifiers that wrote candidate i themselves.
+        `drafters[i]`: the verifiers that wrote candidate i themselves. One that has a method `outsiders(scores,
+        drafters)` names verifiers that, among three or more, neither stand nor vote in this round.
         """
         ...
 

@@ -159,11 +159,24 @@ def _elect(
 ) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
     """The winner, each verifier's scores, the votes. The lowest leaves, and the others are compared anew."""
     scores, total = _votes(list(authors), judged, weight, authors, config)
+    gone = _outsiders(scores, authors) if config.aggregate == "seconded_mean" and len(judged) > 2 else set()
+    if gone and gone != set(judged):
+        rest = {d: [j for j in own if j not in gone] for d, own in authors.items() if set(own) - gone}
+        heard = {j: {d: row[d] for d in rest} for j, row in judged.items() if j not in gone}
+        winner, _, total = _elect(heard, weight, rest, circling & set(rest), config)
+        return winner, scores, {d: total.get(d, 0.0) / sum(weight[j] for j in heard) for d in authors}
     least = max(total.values()) / 1000 if circling and len(judged) > 2 else 0.0
     left = [d for d in authors if d not in circling and total[d] >= least] or list(authors)
     while len(left) > 1:
         left.remove(_last(left, judged, weight, authors, config))
     return left[0], scores, total | dict.fromkeys(circling, 0.0)
+
+
+def _outsiders(scores: dict[str, dict[Draft, float]], authors: dict[Draft, list[str]]) -> set[str]:
+    """Who finds a thousandth of its likeliest in nothing but its own, in which nobody else does."""
+    liked = {(j, d) for j, row in scores.items() for d in row if 1000 * row[d] >= max(row.values())}
+    met = {(j, d) for j, d in liked if authors[d] != [j]}
+    return set(scores) - {j for j, _ in met} - {own for _, d in met for own in authors[d] if len(authors[d]) == 1}
 
 
 def _votes(
@@ -226,7 +239,7 @@ def _feedback(
 
 def _leavers(quality: dict[str, float], t: int, config: EnsembleConfig) -> list[str]:
     share = [q / sum(quality.values()) for q in quality.values()]
-    heat = -sum(s * math.log(s) for s in share) / math.log(len(share)) / math.sqrt(t)
+    heat = -sum(s * math.log(s) for s in share if s) / math.log(len(share)) / math.sqrt(t)
     grown = {i: math.exp(len(share) * (s - max(share)) / heat) for i, s in zip(quality, share, strict=True)}
     keep = {i: g / sum(grown.values()) for i, g in grown.items()}
     best = sorted(keep, key=lambda i: -quality[i])[: config.min_active]

@@ -203,6 +203,27 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
     assert elect(*rows, aggregate=policies.seconded_mean).winner == 0
 
 
+def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing() -> None:
+    """Of two that disagree, the one with the higher mean wins, with or without a member that babbles beside them."""
+    war = [candidate((" 1756", 0.06), end=0.9), candidate((" six", 0.002), (" years", 0.9), end=0.9)]
+    years = [candidate((" 1756", 1e-8), end=0.9), candidate((" six", 0.05), (" years", 0.9), end=0.9)]
+    babbler = [candidate((" 1756", 1e-9), end=0.1), candidate((" six", 1e-9), (" years", 0.9), end=0.1)]
+    nonsense = [candidate((" zq", p), (" d", 0.5)) for p in (1e-9, 1e-9, 0.9)]
+    pair = elect(war, years)
+    three = [[*row, zq] for row, zq in zip((war, years, babbler), nonsense, strict=True)]
+    found = elect(*three, aggregate=policies.seconded_mean)
+    assert found.winner == pair.winner == 0
+    assert found.votes == pytest.approx([*pair.votes, 0.0])
+    assert len(found.scores) == 3, "what it thinks is told all the same"
+    uneven = elect(*three, aggregate=policies.seconded_mean, weights=[0.1, 0.5, 0.4])
+    assert uneven.winner == elect(war, years, weights=[1 / 6, 5 / 6]).winner == 1
+    heard = candidate((" six", 1e-3), (" years", 0.9), end=0.9)
+    understood = [*three[:2], [babbler[0], heard, nonsense[2]]]
+    assert elect(*understood, aggregate=policies.seconded_mean).winner == 1, "a candidate of one member needs a second"
+    strangers = [[candidate((" a", p)), candidate((" b", q))] for p, q in ((0.9, 1e-9), (1e-9, 0.8))]
+    assert elect(*strangers, aggregate=policies.seconded_mean).winner == 0, "who are all the insiders there are"
+
+
 def test_nonsense_is_no_way_out_of_a_circle() -> None:
     def row(circle: float, sense: float, nonsense: float) -> list[CandidateLogprobs]:
         return [candidate((" again", circle)), candidate((" and", sense)), candidate((" zq", nonsense))]
