@@ -28,7 +28,7 @@ PER: dict[str, tuple[str, ...]] = {
 STRETCHES = ("shortest", "word")
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
-    "seconded_mean": policies.seconded_mean,
+    "seconded_mean": policies.SecondedMean(),
     "trimmed_mean": policies.trimmed_mean,
     "geometric_mean": policies.geometric_mean,
     "others_mean": policies.others_mean,

@@ -8,10 +8,10 @@ a reconstruction: the papers' exact ones could not be read.
 """
 
 from specfuse_shared.policies.aggregates import (
+    SecondedMean,
     geometric_mean,
     others_mean,
     rank_mean,
-    seconded_mean,
     share_mean,
     trimmed_mean,
     weighted_mean,
@@ -46,6 +46,7 @@ __all__ = [
     "OnlineFeedback",
     "RetentionExit",
     "ScorePolicy",
+    "SecondedMean",
     "Stretch",
     "entropy",
     "geometric_mean",
@@ -55,7 +56,6 @@ __all__ = [
     "others_mean",
     "rank_mean",
     "rewards",
-    "seconded_mean",
     "settles",
     "share_mean",
     "trimmed_mean",

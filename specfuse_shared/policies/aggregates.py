@@ -65,9 +65,6 @@ class SecondedMean:
         return SECOND * row[i] >= max(row) and list(authors) != [j]
 
 
-seconded_mean = SecondedMean()
-
-
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
     """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from specfuse_shared.policies.aggregates import seconded_mean, weighted_mean
+from specfuse_shared.policies.aggregates import SecondedMean, weighted_mean
 from specfuse_shared.policies.exits import never
 from specfuse_shared.policies.feedback import uniform
 from specfuse_shared.policies.protocols import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
@@ -34,7 +34,7 @@ def may_be_certain(
     depend on scores.
     """
     exclusive = isinstance(score, Stretch) and score.per == "token" and score.least == "shortest"
-    linear = aggregate is weighted_mean or (aggregate == seconded_mean and members < 3)
+    linear = aggregate is weighted_mean or (isinstance(aggregate, SecondedMean) and members < 3)
     return all(
         known or _says_so(policy)
         for known, policy in (

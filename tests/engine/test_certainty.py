@@ -150,8 +150,8 @@ def test_what_is_known_of_rivals_decides(draft: str, beginnings: list[str], expe
 def test_only_policies_under_which_half_decides_may_be_certain() -> None:
     stretch, uniform, never = Stretch(), policies.uniform, policies.never
     assert may_be_certain(stretch, policies.weighted_mean, uniform, never, 5)
-    assert may_be_certain(stretch, policies.seconded_mean, uniform, never, 2)
-    assert not may_be_certain(stretch, policies.seconded_mean, uniform, never, 3)
+    assert may_be_certain(stretch, policies.SecondedMean(), uniform, never, 2)
+    assert not may_be_certain(stretch, policies.SecondedMean(), uniform, never, 3)
     assert not may_be_certain(Stretch(per="byte"), policies.weighted_mean, uniform, never, 2)
     assert not may_be_certain(policies.MeanLogprob(per="text"), policies.weighted_mean, uniform, never, 2)
     assert not may_be_certain(stretch, policies.weighted_mean, policies.OnlineFeedback(), never, 2)

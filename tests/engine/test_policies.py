@@ -93,10 +93,10 @@ def test_weighted_mean() -> None:
 def test_seconded_mean_needs_a_second_for_a_candidate() -> None:
     babbled = [[0.3, 0.0, 0.0], [0.001, 0.2, 0.0], [0.0, 0.0, 0.9]]
     alone = [row[:2] for row in babbled[:2]]
-    means = policies.seconded_mean(babbled, [1 / 3] * 3, [[0], [1], [2]])
+    means = policies.SecondedMean()(babbled, [1 / 3] * 3, [[0], [1], [2]])
     assert means == pytest.approx([0.301 / 3, 0.0, 0.0])  # nobody else finds the second and the third thinkable
-    assert policies.seconded_mean(alone, [0.5, 0.5], OWN) == policies.weighted_mean(alone, [0.5, 0.5], OWN)
-    shared = policies.seconded_mean([[0.9], [0.9], [0.0]], [1 / 3] * 3, [[0, 1]])
+    assert policies.SecondedMean()(alone, [0.5, 0.5], OWN) == policies.weighted_mean(alone, [0.5, 0.5], OWN)
+    shared = policies.SecondedMean()([[0.9], [0.9], [0.0]], [1 / 3] * 3, [[0, 1]])
     assert shared == pytest.approx([0.6])  # two authors second each other
 
 

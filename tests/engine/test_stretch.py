@@ -200,7 +200,7 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
 
     rows = [row(0.3, 1e-9), row(0.2, 1e-9), row(1e-6, 0.99)]
     assert elect(*rows).winner == 2
-    assert elect(*rows, aggregate=policies.seconded_mean).winner == 0
+    assert elect(*rows, aggregate=policies.SecondedMean()).winner == 0
 
 
 def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing() -> None:
@@ -211,17 +211,17 @@ def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing(
     nonsense = [candidate((" zq", p), (" d", 0.5)) for p in (1e-9, 1e-9, 0.9)]
     pair = elect(war, years)
     three = [[*row, zq] for row, zq in zip((war, years, babbler), nonsense, strict=True)]
-    found = elect(*three, aggregate=policies.seconded_mean)
+    found = elect(*three, aggregate=policies.SecondedMean())
     assert found.winner == pair.winner == 0
     assert found.votes == pytest.approx([*pair.votes, 0.0])
     assert len(found.scores) == 3, "what it thinks is told all the same"
-    uneven = elect(*three, aggregate=policies.seconded_mean, weights=[0.1, 0.5, 0.4])
+    uneven = elect(*three, aggregate=policies.SecondedMean(), weights=[0.1, 0.5, 0.4])
     assert uneven.winner == elect(war, years, weights=[1 / 6, 5 / 6]).winner == 1
     heard = candidate((" six", 1e-3), (" years", 0.9), end=0.9)
     understood = [*three[:2], [babbler[0], heard, nonsense[2]]]
-    assert elect(*understood, aggregate=policies.seconded_mean).winner == 1, "a candidate of one member needs a second"
+    assert elect(*understood, aggregate=policies.SecondedMean()).winner == 1, "a candidate of one member needs a second"
     strangers = [[candidate((" a", p)), candidate((" b", q))] for p, q in ((0.9, 1e-9), (1e-9, 0.8))]
-    assert elect(*strangers, aggregate=policies.seconded_mean).winner == 0, "who are all the insiders there are"
+    assert elect(*strangers, aggregate=policies.SecondedMean()).winner == 0, "who are all the insiders there are"
 
 
 def test_nonsense_is_no_way_out_of_a_circle() -> None:
@@ -229,7 +229,7 @@ def test_nonsense_is_no_way_out_of_a_circle() -> None:
         return [candidate((" again", circle)), candidate((" and", sense)), candidate((" zq", nonsense))]
 
     rows = [row(0.9, 0.02, 1e-9), row(0.8, 0.05, 1e-9), row(1e-6, 1e-6, 0.99)]
-    seconded = policies.seconded_mean
+    seconded = policies.SecondedMean()
     assert elect(*rows, barred=[0], aggregate=seconded).winner == 1
     assert elect(*rows, barred=[0, 1], aggregate=seconded).winner == 0, "else what goes in circles goes on, and ends"
     pair = [[row[0], row[2]] for row in rows[:2]]
