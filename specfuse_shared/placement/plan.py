@@ -113,8 +113,9 @@ class MemberSpec:
         number_format, sizes = self.number_format(device), self.sizes
         limits = [n for n in (self.max_context or workload.context, sizes.context) if n]
         cached = workload.answers * min(limits) * sizes.kv_values
-        # an output layer is packed for the processor, and the embedding is not
-        twice = sizes.tied if (device.kind, number_format, quantization) == ("cpu", "bfloat16", None) else 0
+        # an output layer is packed for a processor that calculates in bfloat16, and the embedding is not
+        packed = device.bf16 and (device.kind, number_format, quantization) == ("cpu", "bfloat16", None)
+        twice = sizes.tied if packed else 0
         return MemoryNeed(
             weights=sizes.weights(number_format, quantization) + twice * VALUE_BYTES[number_format],
             caches=cached * VALUE_BYTES[number_format],

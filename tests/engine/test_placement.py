@@ -353,8 +353,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("llama", byte_level_tokenizer(), tmp_path_factory.mktemp("tiny"), **WIDE)
 
 
-def planned(config: MemberConfig, room: float = 1e12) -> Plan:
-    device = replace(find_devices()[0], free=int(room))
+def planned(config: MemberConfig, room: float = 1e12, **facts: bool) -> Plan:
+    """On this machine's processor, of which `facts` are otherwise."""
+    device = replace(find_devices()[0], free=int(room), **facts)  # type: ignore[arg-type]
     return plan_ensemble(EnsembleConfig([config]), [device], context=64)
 
 
@@ -439,10 +440,13 @@ def test_the_plan_of_a_gguf_file_is_read_from_its_header(tmp_path: Path) -> None
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    [assignment] = planned(MemberConfig(str(tmp_path / "small.gguf"))).assignments
+    [assignment] = planned(MemberConfig(str(tmp_path / "small.gguf")), bf16=True).assignments
     assert assignment.need.weights == pytest.approx(2 * (81_000 + 300 * 64), rel=0.01)  # the embedding twice
     assert assignment.need.caches == 64 * 2 * 2 * 2 * 16 * 2
-    assert assignment.number_format in ("bfloat16", "float32")
+    assert assignment.number_format == "bfloat16"
+    [assignment] = planned(MemberConfig(str(tmp_path / "small.gguf")), bf16=False).assignments
+    assert assignment.need.weights == pytest.approx(4 * 81_000, rel=0.01)
+    assert assignment.number_format == "float32"
     with pytest.raises(MemberLoadError, match=r"hf download somebody/model x.gguf"):
         planned(MemberConfig("somebody/model", gguf_file="x.gguf"))
 
