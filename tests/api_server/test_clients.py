@@ -40,7 +40,8 @@ from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from tests.api_server.serving import QUESTION, serving, until
 
 TURNS = [Message("system", "Be brief. <|end|>"), Message("user", "Why is the sea salty?")]
-TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds")
+TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds", "leader")
+"""Seconds, and who leads, which hangs on them."""
 
 
 class Digit(BaseModel):
