@@ -27,14 +27,22 @@ Every one of them survives pickling.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 
 class SpecFuseError(Exception):
     """Base class of everything this package raises on purpose.
 
     Every error survives pickling: pools of processes lose the worker, and wait for ever, over one that does not.
+    `shared` names the attributes, and `public` is the message, that a server tells its clients.
     """
+
+    shared: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def public(self) -> str:
+        """The message without what may name files, addresses or the code of this process."""
+        return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remade, (type(self), self.args, self.__dict__)
@@ -61,6 +69,10 @@ class MissingExtraError(ConfigError, ImportError):
 
 class MemberLoadError(SpecFuseError):
     """A member could not be loaded; the message names it and says what to do."""
+
+    @property
+    def public(self) -> str:
+        return "a member cannot be used: the server's log says why"
 
 
 class PlacementError(MemberLoadError):
@@ -101,13 +113,15 @@ class RequestError(SpecFuseError):
 class PromptTooLongError(RequestError):
     """The prompt leaves a member no room for one segment.
 
-    Attributes: `member` (name), `limit` and `count` (tokens of that member).
+    Attributes: `member` (name), `limit` and `count` (tokens of that member, or the least that it can have).
     """
 
-    def __init__(self, member: str, limit: int, count: int, room: int) -> None:
+    shared = ("member", "limit", "count")
+
+    def __init__(self, member: str, limit: int, count: int, room: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {count} tokens for member {member!r}, whose context holds {limit} "
-            f"and needs {room} of them for the first segment: shorten the prompt by "
+            f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}, whose context "
+            f"holds {limit} and needs {room} of them for the first segment: shorten the prompt by "
             f"{count + room - limit} tokens or leave this member out"
         )
         self.member, self.limit, self.count = member, limit, count
@@ -118,11 +132,20 @@ class ValueTooLongError(RequestError, ValueError):
 
 
 class GenerationError(SpecFuseError):
-    """A running answer failed. `text` holds what was generated before; `member` failed, if it was one."""
+    """A running answer failed. `text` holds what was generated before; `member` failed, if it was one.
 
-    def __init__(self, message: str, *, member: str | None, text: str) -> None:
+    `public`: the message for others than this process, where `message` repeats an error that is not this package's.
+    """
+
+    shared = ("member", "text")
+
+    def __init__(self, message: str, *, member: str | None, text: str, public: str | None = None) -> None:
         super().__init__(message)
-        self.member, self.text = member, text
+        self.member, self.text, self._public = member, text, message if public is None else public
+
+    @property
+    def public(self) -> str:
+        return self._public
 
 
 class UnfinishedValueError(GenerationError, ValueError):
@@ -148,9 +171,17 @@ class EngineBusyError(SpecFuseError):
 class EngineClosedError(SpecFuseError):
     """The engine was used after `close()`, or closed while it answered; `text` is the answer so far."""
 
-    def __init__(self, message: str = "this engine was closed: make a new one", *, text: str = "") -> None:
+    shared = ("text",)
+
+    def __init__(
+        self, message: str = "this engine was closed: make a new one", *, text: str = "", public: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.text = text
+        self.text, self._public = text, message if public is None else public
+
+    @property
+    def public(self) -> str:
+        return self._public
 
 
 def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, Any]) -> SpecFuseError:

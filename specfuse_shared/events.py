@@ -48,11 +48,12 @@ class ExitEvent:
 
 @dataclass(frozen=True, slots=True)
 class WarningEvent:
-    """A member failed in a stage and left this answer, which goes on with the others."""
+    """A member failed in a stage and left this answer, which goes on with the others. Fields are `MemberFault`'s."""
 
     member: str
     stage: StageName
     message: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from specfuse_shared.errors import RequestError
+from specfuse_shared.validation import is_whole_text, parsed_json
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
@@ -85,11 +86,11 @@ def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]
     if isinstance(arguments, Mapping):
         return arguments
     try:
-        parsed = json.loads(arguments or "{}")
-    except (TypeError, json.JSONDecodeError):
+        parsed = parsed_json(arguments or "{}")
+    except (TypeError, ValueError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise RequestError(f"the arguments of a tool call are no JSON object: {arguments!r}")
+        raise RequestError(f"the arguments of a tool call are no JSON object: {str(arguments)[:80]!r}")
     return parsed
 
 
@@ -113,6 +114,8 @@ class Message:
             raise RequestError(
                 f"message content must be text, not {type(self.content).__name__}: this engine reads text only"
             )
+        if not is_whole_text(self.content):
+            raise RequestError("a message holds half a character (a lone surrogate): replace it before you send it")
 
     @classmethod
     def from_dict(cls, message: Mapping[str, Any]) -> Self:

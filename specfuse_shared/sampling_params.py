@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
 from specfuse_shared.validation import Settings, check
 
 SMALLEST_TEMPERATURE = 1e-4
@@ -52,6 +53,11 @@ class SamplingParams(Settings):
         check(
             all(isinstance(s, str) and s for s in stops),
             "SamplingParams.stop must hold non-empty strings",
+        )
+        check(
+            len(stops) <= MOST_STOPS and all(len(s) <= LONGEST_STOP for s in stops),
+            f"SamplingParams.stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each: "
+            f"it has {len(stops)}, the longest of {max(map(len, stops), default=0)}",
         )
         for name, low, high in (
             ("max_tokens", 1, math.inf),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 StageName = Literal["prefill", "think", "draft", "verify", "commit", "score"]
 
@@ -85,11 +85,20 @@ class MemberExit:
 
 @dataclass(frozen=True, slots=True)
 class MemberFault:
-    """A member failed in a stage and left the answer, which went on with the others."""
+    """A member failed in a stage and left the answer, which went on with the others. `kind`: the error's class.
+
+    `message` holds the error's own words, which may name files and addresses: a server keeps those to itself.
+    """
 
     member: str
     stage: StageName
     message: str
+    kind: str = ""
+
+    @classmethod
+    def public(cls, member: str, stage: StageName, kind: str) -> Self:
+        """The fault as a client may know it."""
+        return cls(member, stage, f"member {member!r} failed in {stage} ({kind})", kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
@@ -39,6 +40,34 @@ def check(condition: bool, message: str) -> None:
     """Raises `ConfigError` with `message` unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def parsed_json(text: str) -> Any:
+    """The value of a JSON text from outside. Raises `ValueError` for whatever is wrong with it.
+
+    That is also what `json.loads` lets through (NaN, halves of surrogate pairs), or answers with other errors
+    (nesting, numbers of thousands of digits).
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if not is_whole_text(json.dumps(value, ensure_ascii=False)):
+            raise ValueError("it holds half a character (a lone surrogate)")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def is_whole_text(text: str) -> bool:
+    """Whether the text can be encoded: no half of a surrogate pair stands in it by itself."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _hint(value: str, known: Sequence[str], otherwise: str) -> str:

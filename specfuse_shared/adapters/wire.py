@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specfuse_shared import errors
-from specfuse_shared.errors import ConfigError, SpecFuseError
+from specfuse_shared.errors import ConfigError, EngineClosedError, GenerationError, SpecFuseError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.messages import Message
 from specfuse_shared.sampling_params import SamplingParams
@@ -40,9 +40,10 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
 
 
 def error_to_json(error: SpecFuseError) -> dict[str, Any]:
-    """Kind, message and attributes of an error of the engine."""
+    """Kind, message and attributes of an error of the engine, as far as others may know them."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
-    return {"kind": kind, "message": str(error), "attributes": dict(vars(error))}
+    attributes = {name: getattr(error, name) for name in error.shared}
+    return {"kind": kind, "message": error.public, "attributes": attributes}
 
 
 def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
@@ -51,7 +52,11 @@ def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
     if not (isinstance(kind, type) and issubclass(kind, SpecFuseError)):
         kind = SpecFuseError
     remake, _ = SpecFuseError().__reduce__()[:2]
-    made: SpecFuseError = remake(kind, (str(data.get("message")),), dict(data.get("attributes") or {}))
+    message, given = str(data.get("message")), data.get("attributes") or {}
+    attributes = {name: given.get(name) for name in kind.shared}
+    if issubclass(kind, (GenerationError, EngineClosedError)):
+        attributes["_public"] = message
+    made: SpecFuseError = remake(kind, (message,), attributes)
     return made
 
 

@@ -21,6 +21,7 @@ from specfuse_shared.adapters import (
 from specfuse_shared.adapters.wire import error_to_json, event_to_json
 from specfuse_shared.api_server.bodies import Extension
 from specfuse_shared.api_server.calls import Call
+from specfuse_shared.api_server.failures import public
 from specfuse_shared.api_server.growing import GrowingAnswer
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent
@@ -59,15 +60,24 @@ class Answer:
         """A piece for every event that has something to tell."""
         try:
             async for event in events:
-                piece = self._piece(event)
-                if self._extension.report and self._growing.observe(event):
-                    piece.specfuse |= await asyncio.to_thread(self._growing.report)
-                if piece != Piece():
+                piece = self._piece(public(event))
+                if piece != Piece() or self._extension.report:
                     yield piece
         except UnfinishedValueError as error:
             yield self._cut(error)
 
+    async def report(self) -> dict[str, str]:
+        """The report of the answer as it is now; nothing where none is wanted, or the last one is fresh.
+
+        Asked for by whoever sends pieces, so that an answer that is not read draws none.
+        """
+        if not (self._extension.report and self._growing.is_due):
+            return {}
+        return await asyncio.to_thread(self._growing.report)
+
     def _piece(self, event: Event) -> Piece:
+        if self._extension.report:
+            self._growing.observe(event)
         piece = Piece(begins=isinstance(event, StartEvent))
         if isinstance(event, StartEvent):
             self._count(event.prompt_tokens, 0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from specfuse_shared.api_server import page
 from specfuse_shared.api_server.answers import Answer
 from specfuse_shared.api_server.bodies import Asked, BodyError, ChatBody, CompletionBody, TokenizeBody, read_body
 from specfuse_shared.api_server.calls import Call, Reader
+from specfuse_shared.api_server.clients import Clients
 from specfuse_shared.api_server.failures import HttpError, error_body, error_headers, status_of
 from specfuse_shared.api_server.formats import ChatFormat, CompletionFormat, Format
 from specfuse_shared.api_server.guard import GONE, Guard, Traffic
@@ -29,6 +31,11 @@ from specfuse_shared.api_server.streaming import EventStreamResponse, Stream, fo
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.prometheus import prometheus_collector
+
+READERS = 4
+"""Threads that read bodies."""
+T = TypeVar("T")
+A = TypeVar("A", bound=Asked)
 
 DRAINED_BODIES = 16
 """A body too long is read to its end, unless it is so many times too long, so that its sender hears why."""
@@ -43,6 +50,7 @@ class Service:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     began: int = field(default_factory=lambda: int(time.time()))
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "specfuse-http"))
 
     def __post_init__(self) -> None:
         self.registry.register(prometheus_collector(self.models.engines))
@@ -54,18 +62,19 @@ class Service:
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
 
     async def chat(self, request: Request) -> Response:
-        body = read_body(ChatBody, await self._raw(request))
-        return await self._answer(request, body, self.reader.chat, ChatFormat)
+        return await self._answer(request, ChatBody, self.reader.chat, ChatFormat)
 
     async def completions(self, request: Request) -> Response:
-        body = read_body(CompletionBody, await self._raw(request))
-        return await self._answer(request, body, self.reader.completion, CompletionFormat)
+        return await self._answer(request, CompletionBody, self.reader.completion, CompletionFormat)
 
-    async def _answer(self, request: Request, body: Any, read: Any, form: type[Format]) -> Response:
-        asked: Asked = body
+    async def _answer(self, request: Request, kind: type[A], read: Callable[[A], Call], form: type[Format]) -> Response:
+        def called(raw: bytes) -> tuple[A, Call]:
+            body = read_body(kind, raw)
+            self.models.find(body.model).engine.check_busy()
+            return body, read(body)
+
         try:
-            # grammars of large schemas take a while to check
-            call: Call = await unless_gone(request, asyncio.to_thread(read, body))
+            asked, call = await self._read(request, called)
             answers = [Answer(i, call, asked.extension) for i in range(len(call.choices))]
             request.state.told = {"model": call.model.id}
             pieces = run_choices(call, answers)
@@ -82,28 +91,44 @@ class Service:
             return Response(status_code=GONE)
 
     async def tokenize(self, request: Request) -> Response:
-        body = read_body(TokenizeBody, await self._raw(request))
-        model = self.models.find(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise BodyError("give a prompt or messages: the text, or the conversation, whose tokens are asked for")
-        told: dict[str, Any] = {"max_model_len": model.engine.context_limit}
-        if body.messages is None:
-            ids = await asyncio.to_thread(model.engine.tokenize, body.prompt or "", members=model.members)
-            return JSONResponse({**told, "count": len(ids), "tokens": ids})
-        turns, tools = self.reader.conversation(body.messages, body.tools)
-        count = await asyncio.to_thread(model.engine.count_tokens, turns, tools, members=model.members)
-        return JSONResponse({**told, "count": count})
+        def counted(raw: bytes) -> dict[str, Any]:
+            body = read_body(TokenizeBody, raw)
+            model = self.models.find(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise BodyError("give a prompt or messages: the text, or the conversation, whose tokens are asked for")
+            told: dict[str, Any] = {"max_model_len": model.engine.context_limit}
+            if body.messages is None:
+                ids = model.engine.tokenize(body.prompt or "", members=model.members)
+                return {**told, "count": len(ids), "tokens": ids}
+            turns, tools = self.reader.conversation(body.messages, body.tools)
+            return {**told, "count": model.engine.count_tokens(turns, tools, members=model.members)}
+
+        try:
+            return JSONResponse(await self._read(request, counted))
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+
+    async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
+        """What `read` makes of the body, in a thread: bodies, grammars and texts may take a while to check."""
+        raw = await self._raw(request)
+        reading = asyncio.get_running_loop().run_in_executor(self.threads, read, raw)
+        return await unless_gone(request, reading)
 
     async def _raw(self, request: Request) -> bytes:
-        """The body. Raises `HttpError` for one that is too long, or is not said to be JSON."""
+        """The body. Raises `HttpError` for one that is too long, too slow, or is not said to be JSON."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")
-        most, parts, size = self.settings.max_body_bytes, list[bytes](), 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most * DRAINED_BODIES:
-                break
-            parts.append(part) if size <= most else parts.clear()
+        most, seconds = self.settings.max_body_bytes, self.settings.connection_seconds
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most * DRAINED_BODIES:
+                        break
+                    parts.append(part) if size <= most else parts.clear()
+        except TimeoutError:
+            raise HttpError(408, f"the body did not come within {seconds:g} seconds", "body_too_slow") from None
         if size > most:
             raise HttpError(413, f"the body has more than {most} bytes: shorten the conversation", "body_too_long")
         return b"".join(parts)
@@ -134,8 +159,8 @@ class Service:
         return JSONResponse(error_body(failure), status_of(failure), headers)
 
 
-def build_app(service: Service, key: str | None = None) -> ASGIApp:
-    """The application as a server runs it. `key`: what clients must know; None lets everybody in."""
+def build_app(service: Service, clients: Clients | None = None) -> ASGIApp:
+    """The application as a server runs it. `clients`: who is let in; None is everybody."""
     routes = [
         Route("/v1/models", service.list_models, methods=["GET"]),
         Route("/v1/models/{id:path}", service.show_model, methods=["GET"]),
@@ -149,4 +174,5 @@ def build_app(service: Service, key: str | None = None) -> ASGIApp:
     handlers: Mapping[Any, Any] = dict.fromkeys((SpecFuseError, HTTPException, Exception), service.failed)
     paths = frozenset(route.path for route in routes if "{" not in route.path)
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(app, key, paths, Traffic(service.registry), service.settings.is_loopback)
+    clients = clients or Clients(service.settings, None)
+    return Guard(app, clients, paths, Traffic(service.registry), service.settings.is_loopback)

@@ -6,10 +6,20 @@ cannot be honoured is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from specfuse_shared.adapters import TRANSPORT_OPTIONS, Detail
@@ -45,6 +55,22 @@ _INSTEAD = {
 }
 
 B = TypeVar("B", bound="Body")
+T = TypeVar("T")
+
+
+class _FirstError(FailFast):
+    __hash__ = object.__hash__  # unions of types hash what they are annotated with
+
+
+Several = Annotated[list[T], _FirstError()]
+"""A list that is read up to its first wrong item: an error for each of a million takes seconds to make."""
+MOST_FIELDS = 64
+"""Of one object that is no free JSON."""
+MOST_VALUES = 100_000
+"""Objects, lists and scalars of a body; a thousand turns with a hundred tools have ten thousand."""
+_STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
+LONGEST_NAME = 80
+"""Characters of an unknown field's name that an error repeats."""
 
 
 class Body(BaseModel):
@@ -52,6 +78,13 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"has {len(given)} fields, and {MOST_FIELDS} is the most")
+        return given
 
 
 class StreamOptions(Body):
@@ -113,9 +146,9 @@ class MessageBody(Body):
     """A turn; thoughts and refusals of earlier answers are read by nobody."""
 
     role: str
-    content: str | list[dict[str, JsonValue]] | None = None
+    content: str | Several[dict[str, JsonValue]] | None = None
     name: str | None = None
-    tool_calls: list[CallBody] | None = None
+    tool_calls: Several[CallBody] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: JsonValue = None
@@ -147,7 +180,7 @@ class Asked(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: str | list[str] | None = None
+    stop: str | Several[str] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     grammar: GrammarBody | None = None
@@ -173,10 +206,10 @@ class Asked(Body):
 class ChatBody(Asked):
     """POST /v1/chat/completions."""
 
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: Several[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    tools: list[ToolBody] | None = None
+    tools: Several[ToolBody] | None = None
     tool_choice: str | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     response_format: FormatBody | None = None
@@ -185,7 +218,7 @@ class ChatBody(Asked):
 class CompletionBody(Asked):
     """POST /v1/completions. A prompt is one user turn."""
 
-    prompt: str | list[str]
+    prompt: str | Several[str]
     logprobs: int | bool | None = None
 
     @field_validator("prompt")
@@ -201,8 +234,8 @@ class TokenizeBody(Body):
 
     model: str
     prompt: str | None = None
-    messages: list[MessageBody] | None = Field(default=None, min_length=1)
-    tools: list[ToolBody] | None = None
+    messages: Several[MessageBody] | None = Field(default=None, min_length=1)
+    tools: Several[ToolBody] | None = None
 
 
 class BodyError(RequestError):
@@ -215,12 +248,17 @@ class BodyError(RequestError):
 
 def read_body(kind: type[B], raw: bytes) -> B:
     """The body as `kind`. Raises `BodyError` that names the first field that is wrong."""
+    bare = _STRING.sub(b"", raw)  # counted before it is parsed: a million empty lists take seconds
+    if sum(map(bare.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise BodyError(f"the body holds more than {MOST_VALUES} values: shorten the conversation, or its tools")
     try:
         given = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise BodyError(f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise BodyError("the body is no JSON object")
+    if len(given) > MOST_FIELDS:
+        raise BodyError(f"the body has {len(given)} fields, and {MOST_FIELDS} is the most")
     for name in sorted(set(given) - set(kind.model_fields)):
         if name in kind.ignored or given[name] is None or given[name] in _NEUTRAL.get(name, ()):
             del given[name]
@@ -229,7 +267,8 @@ def read_body(kind: type[B], raw: bytes) -> B:
             raise BodyError(f"{name} is not supported here: {hint}", name)
         else:
             known = [*kind.model_fields, *kind.ignored, *_NEUTRAL]
-            raise BodyError(str(unknown_setting("a request", name, known)), name)
+            shown = name[:LONGEST_NAME]
+            raise BodyError(str(unknown_setting("a request", shown, known)), shown)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -240,4 +279,5 @@ def _named(error: ValidationError) -> BodyError:
     """The deepest complaint: of a union, the branch that came furthest."""
     found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
     place = ".".join(str(part) for part in found["loc"] if not str(part).startswith(("list[", "function-", "dict[")))
-    return BodyError(f"{place}: {found['msg'][0].lower()}{found['msg'][1:]}", place)
+    message = found["msg"].removeprefix("Value error, ")
+    return BodyError(f"{place}: {message[0].lower()}{message[1:]}", place)

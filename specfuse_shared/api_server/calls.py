@@ -103,7 +103,9 @@ class Reader:
         if body.grammar is not None:
             raise BodyError("response_format and grammar both say what the answer is: give one of them", "grammar")
         self._check_size(len(repr(body.response_format)))
-        return value_of(*response_schema(body.response_format.model_dump(by_alias=True, exclude_none=True)))
+        grammar, told = value_of(*response_schema(body.response_format.model_dump(by_alias=True, exclude_none=True)))
+        self._check_size(sum(len(message.content) for message in told))
+        return grammar, told
 
     def _params(self, body: Asked, **given: Any) -> SamplingParams:
         """The server's defaults with what the body says on top."""

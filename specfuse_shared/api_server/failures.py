@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from specfuse_shared.adapters.wire import error_to_json
@@ -20,6 +21,8 @@ from specfuse_shared.errors import (
     UnfinishedValueError,
     UnknownModelError,
 )
+from specfuse_shared.events import Event, FinishEvent, WarningEvent
+from specfuse_shared.types import MemberFault
 
 _FAILURES: tuple[tuple[type[SpecFuseError], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
@@ -39,11 +42,11 @@ _FAILURES: tuple[tuple[type[SpecFuseError], int, str, str | None], ...] = (
 
 
 class HttpError(SpecFuseError):
-    """A request that is refused before the engine hears of it."""
+    """A request that is refused before the engine hears of it. `retry_seconds`: when it may be let in."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, retry_seconds: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.retry_seconds = status, code, retry_seconds
 
 
 def status_of(error: SpecFuseError) -> int:
@@ -52,12 +55,24 @@ def status_of(error: SpecFuseError) -> int:
 
 def error_body(error: SpecFuseError) -> dict[str, Any]:
     """OpenAI's error object; `specfuse` is the error as our own clients raise it."""
-    told = {"message": str(error), "param": getattr(error, "param", None), "specfuse": error_to_json(error)}
+    told = {"message": error.public, "param": getattr(error, "param", None), "specfuse": error_to_json(error)}
     if isinstance(error, HttpError):
-        return {"error": {**told, "type": "invalid_request_error", "code": error.code}}
+        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+        return {"error": {**told, "type": kind, "code": error.code}}
     _, _, kind, code = _found(error)
     param = "model" if isinstance(error, UnknownModelError) else told["param"]
     return {"error": {**told, "param": param, "type": kind, "code": code}}
+
+
+def public(event: Event) -> Event:
+    """The event as a client may know it: faults of members without the words of their errors."""
+    if isinstance(event, WarningEvent):
+        told = MemberFault.public(event.member, event.stage, event.kind)
+        return replace(event, message=told.message)
+    if isinstance(event, FinishEvent) and event.result.warnings:
+        warnings = tuple(MemberFault.public(f.member, f.stage, f.kind) for f in event.result.warnings)
+        return FinishEvent(replace(event.result, warnings=warnings))
+    return event
 
 
 def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
@@ -66,6 +81,8 @@ def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
         return {"Retry-After": str(retry_seconds)}
     if isinstance(error, HttpError) and error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, HttpError) and error.retry_seconds is not None:
+        return {"Retry-After": str(error.retry_seconds)}
     return {"x-should-retry": "false"} if isinstance(error, RequestTimeoutError) else {}
 
 
@@ -73,4 +90,4 @@ def _found(error: SpecFuseError) -> tuple[type[SpecFuseError], int, str, str | N
     return next(failure for failure in _FAILURES if isinstance(error, failure[0]))
 
 
-__all__ = ["BodyError", "HttpError", "error_body", "error_headers", "status_of"]
+__all__ = ["BodyError", "HttpError", "error_body", "error_headers", "public", "status_of"]

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from itertools import accumulate
 from typing import Any
 
 from specfuse_shared.api_server.answers import Answer, Folded, Piece
@@ -95,7 +96,7 @@ class CompletionFormat(Format):
         if logprobs is None:
             return None
         tokens = [entry["token"] for entry in logprobs["content"]]
-        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         each = [entry["logprob"] for entry in logprobs["content"]]
         return {"tokens": tokens, "token_logprobs": each, "top_logprobs": None, "text_offset": offsets}
 

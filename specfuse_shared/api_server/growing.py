@@ -24,22 +24,28 @@ class GrowingAnswer:
         self._title = title
         self._began, self._drawn = time.monotonic(), -math.inf
         self._record: AnswerRecord | None = None
-        self._over = False
+        self._over = self._told = False
 
-    def observe(self, event: Event) -> bool:
-        """Take an event; True if it is time for a new report."""
+    def observe(self, event: Event) -> None:
+        """Take an event."""
         if isinstance(event, StartEvent):
             self._record = self._started(event)
         elif isinstance(event, FinishEvent):
             self._record, self._over = event.result, True
         elif self._record is not None:
             self._record = self._grown(self._record, event)
-        return self._record is not None and (self._over or time.monotonic() - self._drawn >= PAUSE)
+
+    @property
+    def is_due(self) -> bool:
+        """It is time for a new report: some time after the last one, and once when the answer is over."""
+        if self._record is None or self._told:
+            return False
+        return self._over or time.monotonic() - self._drawn >= PAUSE
 
     def report(self) -> dict[str, str]:
         """The report of the answer so far, as an element; once it is over, also as a file."""
         assert self._record is not None, "the answer has not begun"
-        self._drawn = time.monotonic()
+        self._drawn, self._told = time.monotonic(), self._over
         told = {"report": fragment(self._record, running=not self._over)}
         return {**told, "document": document(self._record, self._title)} if self._over else told
 
@@ -63,7 +69,7 @@ class GrowingAnswer:
             thoughts = record.thinking.get(event.member, "") + event.text
             return replace(record, thinking={**record.thinking, event.member: thoughts})
         if isinstance(event, WarningEvent):
-            fault = MemberFault(event.member, event.stage, event.message)
+            fault = MemberFault(event.member, event.stage, event.message, event.kind)
             return replace(record, warnings=(*record.warnings, fault))
         if isinstance(event, ExitEvent) and record.rounds:
             *rounds, last = record.rounds

@@ -6,7 +6,6 @@ value, a query or an unknown path, and of exceptions only their kind and the lin
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specfuse_shared.api_server.clients import Client, Clients
 from specfuse_shared.api_server.failures import HttpError, error_body, error_headers
 
 logger = logging.getLogger(__name__)
@@ -59,9 +60,8 @@ class _Seen:
 class Guard:
     """Wraps an application. `paths`: those that it knows; `loopback`: only this machine's own pages may ask."""
 
-    def __init__(self, app: ASGIApp, key: str | None, paths: frozenset[str], traffic: Traffic, loopback: bool) -> None:
-        self._app, self._paths, self._traffic, self._loopback = app, paths, traffic, loopback
-        self._key = None if key is None else key.encode()
+    def __init__(self, app: ASGIApp, clients: Clients, paths: frozenset[str], traffic: Traffic, loopback: bool) -> None:
+        self._app, self._clients, self._paths, self._traffic, self._loopback = app, clients, paths, traffic, loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,10 +80,11 @@ class Guard:
 
         with self._traffic.open.track_inprogress():
             try:
-                if (refusal := self._refusal(scope, headers)) is not None:
-                    await _refuse(answer, refusal)
-                else:
+                client = self._client(scope, headers)
+                with client.request() if scope["method"] == "POST" and client is not None else nullcontext():
                     await self._app(scope, receive, answer)
+            except HttpError as refusal:
+                await _refuse(answer, refusal)
             except ClientDisconnect:
                 seen.status = GONE
             except Exception as error:
@@ -92,19 +93,21 @@ class Guard:
             finally:
                 self._log(scope, seen)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
-        """Why this request is not let in: its key, or a web page of another site that reaches for this machine."""
+    def _client(self, scope: Scope, headers: Headers) -> Client | None:
+        """Who asks; None for an open path without a key.
+
+        Raises `HttpError` for a key that nobody has, and for a web page of another site that reaches for this machine.
+        """
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._loopback and not _LOOPBACK.fullmatch(host):
-            return HttpError(403, "this server answers as localhost only: ask it at 127.0.0.1", "host_refused")
+            raise HttpError(403, "this server answers as localhost only: ask it at 127.0.0.1", "host_refused")
         if origin is not None and origin.partition("://")[2] != host:
-            return HttpError(403, "a page of another site may not ask this server", "origin_refused")
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._key):
-            return None
-        return HttpError(401, "a key is needed: send the header Authorization: Bearer KEY", "invalid_api_key")
+            raise HttpError(403, "a page of another site may not ask this server", "origin_refused")
+        client = self._clients.find(headers.get("authorization", ""))
+        scope["state"]["known"] = client is not None
+        if client is None and scope["path"] not in OPEN_PATHS:
+            raise HttpError(401, "a key is needed: send the header Authorization: Bearer KEY", "invalid_api_key")
+        return client
 
     def _log(self, scope: Scope, seen: _Seen) -> None:
         status = GONE if seen.status is None else seen.status

@@ -15,6 +15,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from specfuse_shared.api_server.app import Service, build_app
+from specfuse_shared.api_server.clients import Clients
+from specfuse_shared.api_server.connections import protocol_of
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
 from specfuse_shared.errors import ConfigError
@@ -32,7 +34,8 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda addr
 
     Raises `ConfigError` for an address that cannot be listened at, and what loading the members raises.
     """
-    settings, key = config.server, config.server.api_key()
+    settings = config.server
+    clients = Clients(settings, config.api_key(), config.clients)
     with ExitStack() as stack:
         # a queue that is waited for would hold the threads that requests are read in
         ensembles = {name: replace(ensemble, when_busy="raise") for name, ensemble in config.ensembles.items()}
@@ -40,7 +43,7 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda addr
         listening = stack.enter_context(_listen(settings))
         on_listening(address_of(settings.host, listening.getsockname()[1]))
         models = Models(engines)
-        app = build_app(Service(models, settings, config.sampling), key)
+        app = build_app(Service(models, settings, config.sampling), clients)
         handlers = {number: signal.getsignal(number) for number in STOPS}
         try:
             asyncio.run(_run(http_server(app, settings), listening, models))
@@ -53,6 +56,8 @@ def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
     """uvicorn as this server runs it: the guard logs requests, so that it must not."""
     config = uvicorn.Config(
         app,
+        http=protocol_of(settings),
+        ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,

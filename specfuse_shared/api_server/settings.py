@@ -1,4 +1,7 @@
-"""What a user may set of the server, and the file (TOML) that says it: `[server]`, `[sampling]`, `[ensembles.NAME]`."""
+"""What a user may set of the server, and the file (TOML) that says it.
+
+Its tables are `[server]`, `[sampling]`, `[ensembles.NAME]` and `[clients.NAME]`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,11 @@ from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.validation import Settings, check, unknown_setting
 
 _SCALARS = (str, int, float, bool, NoneType)
+_TABLES = ("server", "sampling", "ensembles", "clients")
+_POSITIVE = (
+    *("max_body_bytes", "max_prompt_characters", "max_choices", "max_requests", "max_connections"),
+    *("connection_seconds", "stop_seconds"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +46,19 @@ class ServerSettings(Settings):
     """Longest conversation, tools and schema included."""
     max_choices: int = 8
     """Most answers to one request (`n`, and the prompts of a completion)."""
+    max_requests: int = 256
+    """Most requests that are answered at once; clients with keys of their own have their own limits."""
+    max_connections: int = 512
+    """Most open connections; more are closed at once."""
+    connection_seconds: float = 30.0
+    """How long a client may take for the head of a request, for its body, and to read what waits for it."""
     stop_seconds: float = 60.0
     """How long a server that was told to stop lets answers finish."""
 
     def __post_init__(self) -> None:
         check(bool(self.host.strip()), "ServerSettings.host is empty: give an address such as 127.0.0.1")
         check(0 <= self.port <= 65535, f"ServerSettings.port must be 0 to 65535, not {self.port!r}")
-        for name in ("max_body_bytes", "max_prompt_characters", "max_choices", "stop_seconds"):
+        for name in _POSITIVE:
             check(getattr(self, name) > 0, f"ServerSettings.{name} must be positive, not {getattr(self, name)!r}")
 
     @property
@@ -52,17 +66,44 @@ class ServerSettings(Settings):
         """Only this machine can reach it."""
         return is_loopback(self.host)
 
-    def api_key(self) -> str | None:
-        """The key from the environment. Raises `ConfigError` where one is needed, or named, and missing."""
+    def api_key(self, others: bool = False) -> str | None:
+        """The key from the environment. Raises `ConfigError` where one is needed, or named, and missing.
+
+        `others`: there are clients with keys of their own.
+        """
         key = os.environ.get(self.api_key_env, "").strip()
         named = self.api_key_env != KEY_ENV
         check(
-            bool(key) or (self.is_loopback and not named),
+            bool(key) or ((self.is_loopback or others) and not named),
             f"the environment variable {self.api_key_env} holds no key"
             + ("" if named else f", and other machines can reach {self.host}")
             + f": set it, such as {self.api_key_env}=$(openssl rand -hex 24), or listen at 127.0.0.1 without a key",
         )
         return key or None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings(Settings):
+    """A client with a key of its own, and how much it may ask for."""
+
+    api_key_env: str = ""
+    """Name of the environment variable that holds its key."""
+    max_requests: int = 64
+    """Most of its requests that are answered at once."""
+    requests_per_minute: int | None = None
+    """Most requests that it may begin in a minute; any number if unset."""
+
+    def __post_init__(self) -> None:
+        check(self.max_requests > 0, f"ClientSettings.max_requests must be positive, not {self.max_requests!r}")
+        rate = self.requests_per_minute
+        check(rate is None or rate > 0, f"ClientSettings.requests_per_minute must be positive, not {rate!r}")
+
+    def api_key(self, name: str) -> str:
+        """The key from the environment. Raises `ConfigError` where there is none."""
+        key = os.environ.get(self.api_key_env, "").strip()
+        where = f"the environment variable {self.api_key_env} holds no key" if self.api_key_env else "no api_key_env"
+        check(bool(key), f"[clients.{name}]: {where}: name the variable that holds the key of this client")
+        return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +113,13 @@ class ServeConfig:
     ensembles: Mapping[str, EnsembleConfig]
     server: ServerSettings = field(default_factory=ServerSettings)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    clients: Mapping[str, ClientSettings] = field(default_factory=dict)
+
+    def api_key(self) -> str | None:
+        """The server's own key. Raises `ConfigError` where one is needed, or named, and missing."""
+        for name, client in self.clients.items():
+            client.api_key(name)
+        return self.server.api_key(others=bool(self.clients))
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -90,9 +138,9 @@ def read_config(path: Path) -> ServeConfig:
 
 def _parsed(data: Mapping[str, Any]) -> ServeConfig:
     for name in data:
-        if name not in ("server", "sampling", "ensembles"):
-            raise unknown_setting("the file", name, ["server", "sampling", "ensembles"])
-    tables = {name: _table(name, data.get(name, {})) for name in ("server", "sampling", "ensembles")}
+        if name not in _TABLES:
+            raise unknown_setting("the file", name, _TABLES)
+    tables = {name: _table(name, data.get(name, {})) for name in _TABLES}
     check(bool(tables["ensembles"]), 'there is no ensemble: add [ensembles.demo] with members = "demo"')
     server = _typed(ServerSettings, tables["server"], "[server]")
     sampling = _typed(SamplingParams, tables["sampling"], "[sampling]")
@@ -100,7 +148,13 @@ def _parsed(data: Mapping[str, Any]) -> ServeConfig:
         ensembles={name: _ensemble(name, table) for name, table in tables["ensembles"].items()},
         server=ServerSettings.from_dict(server),
         sampling=SamplingParams.from_dict(sampling),
+        clients={name: _client(name, table) for name, table in tables["clients"].items()},
     )
+
+
+def _client(name: str, table: Any) -> ClientSettings:
+    where = f"clients.{name}"
+    return ClientSettings.from_dict(_typed(ClientSettings, _table(where, table), f"[{where}]"))
 
 
 def _ensemble(name: str, table: Any) -> EnsembleConfig:

@@ -48,6 +48,7 @@ async def run_choices(call: Call, answers: Sequence[Answer]) -> Pieces:
             if item is None:
                 running -= 1
             else:
+                item[1].specfuse |= await item[0].report()
                 yield item
     finally:
         for task in tasks:

@@ -47,7 +47,7 @@ def serve(
     given: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
     chosen = _chosen(member, config, preset)
     chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in given.items() if v is not None}))
-    chosen.server.api_key()
+    chosen.api_key()
     calm(verbose)
     _log(verbose)
     from specfuse_shared.api_server.run import serve as run

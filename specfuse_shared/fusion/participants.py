@@ -5,7 +5,7 @@ Members without room refuse a prompt before any model runs, and leave once their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,12 +42,22 @@ class Participants:
     """
 
     def __init__(
-        self, config: EnsembleConfig, members: Sequence[Member], messages: Sequence[Message], tools: Sequence[Tool]
+        self,
+        config: EnsembleConfig,
+        members: Sequence[Member],
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._segment = config.longest_segment
-        prompts = [tuple(member.encode_prompt(messages, tools)) for member in members]
-        for member, prompt in zip(members, prompts, strict=True):
-            self._check_room(member, len(prompt), len(members))
+        least = sum(1 for message in messages if message.content.strip())  # each takes a token or more
+        for member in members:
+            self._check_room(member, least, len(members), at_least=True)
+        prompts: list[tuple[int, ...]] = []
+        for member in members:
+            check()
+            prompts.append(tuple(member.encode_prompt(messages, tools)))
+            self._check_room(member, len(prompts[-1]), len(members))
         weights = normalised([member.info.weight for member in members])
         self.sides = {m.name: Participant(m, p, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
@@ -133,7 +143,7 @@ class Participants:
         """Free tokens that a round needs in every context."""
         return self._segment * (_ROOM_PER_TOKEN if members > 1 else 1)
 
-    def _check_room(self, member: Member, count: int, members: int) -> None:
+    def _check_room(self, member: Member, count: int, members: int, at_least: bool = False) -> None:
         room, limit = self._room(members), member.context_limit
         if limit is not None and count + room > limit:
-            raise PromptTooLongError(member.name, limit, count, room)
+            raise PromptTooLongError(member.name, limit, count, room, at_least=at_least)

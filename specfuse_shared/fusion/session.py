@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from specfuse_shared.config import EnsembleConfig
@@ -42,7 +42,8 @@ class AnswerSession:
     """One answer of the ensemble; `run` is the whole of it, `events` what it has to tell.
 
     A member whose stage fails leaves the answer, which goes on with the others. Raises `RequestError` on
-    construction, before any model runs, if the request cannot be served.
+    construction, before any model runs, if the request cannot be served. `check` is called between what construction
+    takes, and raises if it is no longer wanted.
     """
 
     def __init__(
@@ -53,16 +54,18 @@ class AnswerSession:
         params: SamplingParams,
         tools: ToolUse | None = None,
         traffic: Traffic | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         tools = tools or ToolUse()
         self._params = params = replace(params, grammar=tools.grammar(params.grammar))
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
-        self.participants = Participants(config, members, messages, tools.offered)
+        self.participants = Participants(config, members, messages, tools.offered, check)
         codec, constraint = self.participants.reference.member.codec, None
         if params.grammar is not None:
             constraint = AnswerConstraint(params.grammar, codec, params.max_tokens)
             for member in members:
-                member.text.prepare_grammars()
+                check()
+                member.text.prepare(params.grammar)
         self._answer = AnswerText(params, codec, constraint.is_value if constraint is not None else None)
         self._method = Method(config, params, constraint, traffic)
         self._rounds: list[RoundRecord] = []
@@ -157,18 +160,19 @@ class AnswerSession:
         return values
 
     def _lose(self, name: str, stage: StageName, fault: Fault) -> None:
-        message = f"member {name!r} failed in {stage} and left the answer: {fault.message}"
         if self._active == [name]:
-            text = f"{message.replace(' and left the answer', '')} (no member is left)"
-            error = GenerationError(text, member=name, text=self.text)
+            what, nobody = f"member {name!r} failed in {stage}", "no member is left"
+            public = f"{what} ({fault.kind}; {nobody})"
+            message = f"{what}: {fault.message} ({nobody})"
+            error = GenerationError(message, member=name, text=self.text, public=public)
             error.add_note(fault.details)
             raise error
         self.participants.drop([name], self._next, "fault")
-        self._warn(name, stage, message)
+        self._warn(name, stage, f"member {name!r} failed in {stage} and left the answer: {fault.message}", fault.kind)
 
-    def _warn(self, name: str, stage: StageName, message: str) -> None:
-        self._warnings.append(MemberFault(name, stage, message))
-        self.events.append(WarningEvent(name, stage, message))
+    def _warn(self, name: str, stage: StageName, message: str, kind: str) -> None:
+        self._warnings.append(MemberFault(name, stage, message, kind))
+        self.events.append(WarningEvent(name, stage, message, kind))
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,7 +208,8 @@ class AnswerSession:
         for op in (Open(side.prompt, replace(self._params, grammar=None), 0), Verify((Question(self.text, False),))):
             result = (yield {name: op})[name]
             if result.error is not None:
-                self._warn(name, "score", f"member {name!r} could not score the answer: {result.error.message}")
+                message = f"member {name!r} could not score the answer: {result.error.message}"
+                self._warn(name, "score", message, result.error.kind)
                 break
             found = result.value
         yield {name: Close()}

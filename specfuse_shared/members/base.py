@@ -14,6 +14,7 @@ from typing import Protocol
 from specfuse_shared.members.stages import Reply, StageRequest
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec
+from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.types import MemberReport
 
 OnForward = Callable[[str, int, float], None]
@@ -57,7 +58,7 @@ class TextSide(Protocol):
         """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
         ...
 
-    def prepare_grammars(self) -> None:
+    def prepare(self, grammar: Grammar) -> None:
         """Get ready for answers under a grammar. Raises `ConfigError` where the tokenizer cannot."""
         ...
 

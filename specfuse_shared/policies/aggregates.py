@@ -55,14 +55,13 @@ class SecondedMean:
     def outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
         """Verifiers that find nothing thinkable but what they alone wrote, which nobody else does; none if all do."""
         heard = [
-            (j, i) for j, row in enumerate(scores) for i, own in enumerate(drafters) if self._hears(row, i, j, own)
+            (j, i)
+            for j, row in enumerate(scores)
+            for i, score in enumerate(row)
+            if list(drafters[i]) != [j] and SECOND * score >= max(row)
         ]
         insiders = {j for j, _ in heard} | {drafters[i][0] for _, i in heard if len(drafters[i]) == 1}
         return [j for j in range(len(scores)) if j not in insiders] if insiders else []
-
-    def _hears(self, row: Sequence[float], i: int, j: int, authors: Sequence[int]) -> bool:
-        """Whether verifier j finds this candidate thinkable, and did not write it alone."""
-        return SECOND * row[i] >= max(row) and list(authors) != [j]
 
 
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:

@@ -34,7 +34,7 @@ class _Blocks:
 
 
 class Budget:
-    """Bytes that running answers may take on each device, and how many may run and wait.
+    """Bytes that running answers may take on each device, and how many may run.
 
     What an answer needs on a device: for each member the cache row that holds its prompt and longest answer, and the
     logits of a round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and those count
@@ -43,7 +43,6 @@ class Budget:
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
         self._config, self._members = config, tuple(members)
-        self.max_queue = config.max_queue
         self._sharing = Counter(device for m in members for device in m.devices)
         self.limits = {d: config.cache_bytes or free[d] for d in self._sharing}
         self._of = {m.name: m for m in self._members}

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.validation import unknown_setting
 
 Conversation = str | Sequence[Message | Mapping[str, Any]]
 
@@ -20,6 +21,13 @@ class CallOptions(TypedDict, total=False):
     parallel_tool_calls: bool
     timeout: float | None
     members: Sequence[str] | None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for an option that no call takes."""
+    for name in options:
+        if name not in CallOptions.__annotations__:
+            raise unknown_setting("a call of the engine", name, list(CallOptions.__annotations__))
 
 
 def conversation_of(messages: Conversation) -> list[Message]:

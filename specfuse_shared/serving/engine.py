@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,9 +13,8 @@ from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
 from specfuse_shared.config import EnsembleConfig, as_config
-from specfuse_shared.errors import EngineClosedError, RequestError
+from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.events import Event, FinishEvent
-from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.planning import stated_context
 from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.member_config import MemberConfig
@@ -29,9 +27,10 @@ from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import spare_forks
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
-from specfuse_shared.serving.scheduler import Deliver, Request, Scheduler
+from specfuse_shared.serving.opening import Opener, Opening
+from specfuse_shared.serving.places import Places
+from specfuse_shared.serving.scheduler import Scheduler
 from specfuse_shared.serving.streams import EventStream, result_of, results_of
-from specfuse_shared.serving.tracing import AnswerSpan
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
 
@@ -55,6 +54,7 @@ class EnsembleEngine:
         self.config = as_config(config, **settings)
         self._assembly = Assembly(())
         self._scheduler: Scheduler | None = None
+        self._opener: Opener | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
         self._closed = False
@@ -92,8 +92,10 @@ class EnsembleEngine:
                 budget = Budget(self.config, infos, free)
                 for lane in assembly.lanes:
                     lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
-                self._assembly, self._scheduler = assembly, Scheduler(assembly, budget, self._metrics)
-                weakref.finalize(self, self._scheduler.close)
+                scheduler = Scheduler(assembly, budget, Places(self.config), self._metrics)
+                self._opener = Opener(assembly.members, scheduler)
+                self._assembly, self._scheduler = assembly, scheduler
+                weakref.finalize(self, scheduler.close)
                 spare_forks()
         return self
 
@@ -150,8 +152,10 @@ class EnsembleEngine:
         forward pass and frees its caches.
         """
         items: SimpleQueue[Event | Exception] = SimpleQueue()
-        request = self._submit(messages, params, items.put, **options)
-        return EventStream(items, partial(self._cancel, request))
+        opening = Opening(self.config, messages, params, options)
+        opener = self._loaded()
+        request = opener.open(opening.start(), items.put)
+        return EventStream(items, partial(opener.cancel, request))
 
     def generate_batch(
         self,
@@ -192,14 +196,11 @@ class EnsembleEngine:
         def deliver(item: Event | Exception) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-        # loading, encoding and a full queue may take long, so they run in a thread; a task that is cancelled
-        # meanwhile cannot stop that thread, so what comes out of it is cancelled then
-        opening = asyncio.ensure_future(asyncio.to_thread(self._submit, messages, params, deliver, **options))
-        try:
-            request = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(self._cancel_late)
-            raise
+        opening = Opening(self.config, messages, params, options)
+        opener = self._opener
+        if opener is None:
+            opener = await asyncio.to_thread(self._loaded)
+        request = await opener.aopen(opening.start(), deliver)
         try:
             while True:
                 item = await items.get()
@@ -209,7 +210,12 @@ class EnsembleEngine:
                 if isinstance(item, FinishEvent):
                     return
         finally:
-            self._cancel(request)
+            opener.cancel(request)
+
+    def check_busy(self) -> None:
+        """Raises `EngineBusyError` if a request would be refused now; costs nothing and takes no place."""
+        if self._opener is not None:
+            self._opener.check()
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -218,8 +224,10 @@ class EnsembleEngine:
         with self._loading:
             self._closed = True
             scheduler, self._scheduler, self._assembly = self._scheduler, None, Assembly(())
-        if scheduler is not None:
+            opener, self._opener = self._opener, None
+        if scheduler is not None and opener is not None:
             scheduler.close()
+            opener.close()
 
     def __enter__(self) -> Self:
         return self
@@ -231,47 +239,12 @@ class EnsembleEngine:
         state = "closed" if self._closed else "loaded" if self._members else "not loaded"
         return f"EnsembleEngine({', '.join(self.config.names)}; {state})"
 
-    def _submit(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None,
-        deliver: Deliver,
-        *,
-        tools: Sequence[Tool | Mapping[str, Any]] = (),
-        tool_choice: str = "auto",
-        parallel_tool_calls: bool = False,
-        timeout: float | None = None,
-        members: Sequence[str] | None = None,
-    ) -> Request:
-        config = self.config.only(members)
-        conversation, offered = conversation_of(messages), ToolUse(tools_of(tools), tool_choice, parallel_tool_calls)
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    def _loaded(self) -> Opener:
         self.load()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        scheduler, taking_part = self._scheduler, [m for m in self._members if m.name in config.names]
-        if scheduler is None:
+        if (opener := self._opener) is None:
             self._check_open()
             raise EngineClosedError()
-        settings = params or SamplingParams()
-        session = AnswerSession(config, taking_part, conversation, settings, offered, scheduler.traffic)
-        span = AnswerSpan(config.names, settings)
-
-        def observed(item: Event | Exception) -> None:
-            span.observe(item)
-            deliver(item)
-
-        request = Request(session, observed, deadline)
-        scheduler.submit(request, wait=self.config.when_busy == "wait")
-        return request
-
-    def _cancel(self, request: Request) -> None:
-        if (scheduler := self._scheduler) is not None:
-            scheduler.cancel(request)
-
-    def _cancel_late(self, opening: asyncio.Future[Request]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            self._cancel(opening.result())
+        return opener
 
     @property
     def _members(self) -> tuple[Member, ...]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specfuse_shared.errors import (
-    EngineBusyError,
     EngineClosedError,
     GenerationError,
     RequestTimeoutError,
@@ -31,6 +30,7 @@ from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget, Need
 from specfuse_shared.serving.metrics import Metrics
+from specfuse_shared.serving.places import Places
 
 logger = logging.getLogger(__name__)
 
@@ -67,35 +67,25 @@ class Request:
 class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
-    def __init__(self, assembly: Assembly, budget: Budget, metrics: Metrics) -> None:
+    def __init__(self, assembly: Assembly, budget: Budget, places: Places, metrics: Metrics) -> None:
         self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
+        self.places = places
         lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
         self.traffic = Traffic(lane_of, lambda: len(self._running), metrics.step_seconds)
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
         self._queue, self._arrived = deque[Request](), deque[StageResult]()
         self._wanted: list[StageRequest] = []
-        self._closed: Exception | None = None
+        self._closed: EngineClosedError | None = None
         self._process, self._numbers = os.getpid(), itertools.count(1)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
 
-    def submit(self, request: Request, wait: bool) -> None:
-        """Queue a request. A full queue is waited for, or raises `EngineBusyError`."""
+    def submit(self, request: Request) -> None:
+        """Queue a request, which has a place (`places`) and gives it back when it is over."""
         request.needs = self._budget.needs(request.session)
         with self._changed:
             self._check_open()
-            limit = self._budget.max_queue
-            while len(self._queue) >= limit:
-                if not wait:
-                    raise EngineBusyError(
-                        f"{len(self._queue)} requests wait already (max_queue={limit}) and {len(self._running)} run: "
-                        f"try again later, or set when_busy='wait'"
-                    )
-                left = None if request.deadline is None else request.deadline - time.monotonic()
-                if not self._changed.wait(left):
-                    raise RequestTimeoutError("the timeout passed while the request waited for a place", text="")
-                self._check_open()
             request.number = next(self._numbers)
             self._queue.append(request)
             self._changed.notify_all()
@@ -114,6 +104,7 @@ class Scheduler:
             if self._closed is None:
                 self._closed = EngineClosedError()
             self._changed.notify_all()
+        self.places.close(self._closed)
         if threading.current_thread() is not self._worker:
             self._worker.join()
 
@@ -134,11 +125,14 @@ class Scheduler:
         except BaseException as error:
             logger.exception("the engine's worker stopped")
             with self._changed:
-                self._closed = EngineClosedError(f"the engine's worker stopped ({type(error).__name__}: {error})")
+                what = "the engine's worker stopped"
+                self._closed = EngineClosedError(f"{what} ({type(error).__name__}: {error})", public=what)
                 self._changed.notify_all()
+            self.places.close(self._closed)
+        why = self._closed or EngineClosedError()
         for request in [*self._running.values(), *self._queue]:
             if not request.over:
-                self._end(request, EngineClosedError(str(self._closed), text=request.session.text))
+                self._end(request, EngineClosedError(str(why), text=request.session.text, public=why.public))
         self._running.clear()
         self._queue.clear()
         for lane in self._assembly.lanes:
@@ -176,7 +170,6 @@ class Scheduler:
             self._running[request.number] = request
             admitted.append(request)
             self._metrics.started(time.monotonic() - request.submitted)
-            self._changed.notify_all()
         return admitted
 
     def _next_deadline(self) -> float:
@@ -232,8 +225,8 @@ class Scheduler:
         except SpecFuseError as error:
             self._fail(request, error)
         except Exception as error:
-            message = f"the answer failed: {type(error).__name__}: {error}"
-            cause = GenerationError(message, member=None, text=request.session.text)
+            what, text = f"the answer failed: {type(error).__name__}", request.session.text
+            cause = GenerationError(f"{what}: {error}", member=None, text=text, public=what)
             cause.__cause__ = error
             self._fail(request, cause)
         else:
@@ -270,7 +263,7 @@ class Scheduler:
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)
-                self._changed.notify_all()
+                self.places.leave()
         self._metrics.ended("cancelled" if error is None else "failed")
         self._remove_if_free(request)
         self._send(request, error or EngineClosedError("the request was cancelled"))
@@ -279,7 +272,7 @@ class Scheduler:
         with self._changed:
             if not request.held and self._running.pop(request.number, None) is not None:
                 self._budget.free(request.needs)
-                self._changed.notify_all()
+                self.places.leave()
 
     def _deliver(self, request: Request) -> None:
         events = request.session.events

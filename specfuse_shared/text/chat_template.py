@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from specfuse_shared.errors import MemberLoadError, RequestError
@@ -19,6 +19,7 @@ from specfuse_shared.text.roles import STEPS, Turn, marked, told
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.text.thinking import end_of_thoughts, find_markers
 from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, plain_description
+from specfuse_shared.text.turn_marks import TurnMarks
 
 PLAIN_TEMPLATE = """\
 {{- bos_token -}}
@@ -37,6 +38,12 @@ PLAIN_TEMPLATE = """\
 
 PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### Assistant:")
 """A base model ends its turn by opening the next one; its draft is cut there."""
+
+
+_MARK = re.compile(r"specfuse-\d+-(?:text|call-\d+-)")
+"""What `roles.marked` writes."""
+_APART = " . "
+"""Between texts that are looked at together; no control string has it."""
 
 
 class PromptEncoder:
@@ -72,6 +79,7 @@ class PromptEncoder:
         self._control = _alternation([str(added[i]) for i in self.control_ids if i in added])
         if self.kind != "plain":
             self._check_template()
+        self._marks = TurnMarks(self._borders(), self._has_control, self._around_control)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of the conversation, ready for the assistant's answer. Raises `RequestError`.
@@ -80,7 +88,8 @@ class PromptEncoder:
         """
         if not messages:
             raise RequestError("the conversation is empty: give at least one message")
-        guard = _Guard(self._has_control, self._control)
+        whole = _APART.join(_texts_of(messages, tools))
+        guard = _Guard(self._has_control, self._control, self._marks, clean=not self._has_control(whole))
         rendered = self._with_tools([guard.turn(m) for m in messages], [guard.tool(t) for t in tools])
         rendered = self.markers.opened(rendered) if self.markers else rendered
         ids: list[int] = []
@@ -166,11 +175,24 @@ class PromptEncoder:
     def _lost(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> Turn | None:
         """A turn whose text or calls the template leaves out, found by markers in their place."""
         probes = [marked(turn, f"specfuse-{number}-") for number, turn in enumerate(turns)]
-        rendered = self.render([turn for turn, _ in probes], tools)
-        return next((t for t, (_, marks) in zip(turns, probes, strict=True) for m in marks if m not in rendered), None)
+        shown = set(_MARK.findall(self.render([turn for turn, _ in probes], tools)))
+        return next((t for t, (_, marks) in zip(turns, probes, strict=True) for m in marks if m not in shown), None)
 
     def _parse(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def _borders(self) -> list[str]:
+        """What the template writes in front of the texts of a conversation, and in front of the answer."""
+        probe = "specfuse-probe"
+        for roles in (("system", "user", "assistant", "user", "assistant", "user"), ("user", "assistant"), ("user",)):
+            try:
+                return self._normalised([{"role": role, "content": probe} for role in roles]).split(probe)
+            except RequestError:  # a template may refuse, or drop, some of them
+                continue
+        return []
+
+    def _around_control(self, text: str) -> list[str]:
+        return self._control.split(text) if self._control else [text]
 
     def _has_control(self, text: str) -> bool:
         return any(i in self.control_ids for i in self._parse(text))
@@ -183,11 +205,16 @@ class PromptEncoder:
 
 
 class _Guard:
-    """Replaces control strings inside message text by sentinels before rendering, and restores them as text."""
+    """Replaces control strings inside message text by sentinels before rendering, and restores them as text.
 
-    def __init__(self, has_control: Callable[[str], bool], control: re.Pattern[str] | None) -> None:
+    `marks`: what turns look like, which is broken in every text. `clean`: no text holds a control string.
+    """
+
+    def __init__(
+        self, has_control: Callable[[str], bool], control: re.Pattern[str] | None, marks: TurnMarks, clean: bool
+    ) -> None:
         nonce = secrets.token_hex(4)
-        self._has_control, self._control = has_control, control
+        self._has_control, self._control, self._marks, self._clean = has_control, control, marks, clean
         self._mark = f"\ue000{nonce}:%d\ue001"
         self._pattern = re.compile(f"\ue000{nonce}:(\\d+)\ue001")
         self._texts: list[str] = []
@@ -215,7 +242,8 @@ class _Guard:
 
     def protect(self, text: str) -> str:
         """`text` with every control string replaced; all of it where the tokenizer still finds one."""
-        if not self._has_control(text):
+        text = self._marks.broken(text)
+        if self._clean or not self._has_control(text):
             return text
         replaced = self._control.sub(lambda m: self._sentinel(m.group()), text) if self._control else text
         return self._sentinel(text) if self._has_control(self._pattern.sub(" ", replaced)) else replaced
@@ -235,6 +263,28 @@ class _Guard:
         if isinstance(value, Mapping):
             return {self.protect(str(k)): self._protect_all(v) for k, v in value.items()}
         return [self._protect_all(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _texts_of(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
+    """Every text of a conversation that may reach a prompt."""
+    for message in messages:
+        yield from filter(None, (message.content, message.name, message.tool_call_id))
+        for call in message.tool_calls:
+            yield from (call.id or "", call.name, *_strings_in(call.arguments))
+    for tool in tools:
+        yield from _strings_in(tool.as_function())
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield str(key)
+            yield from _strings_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _strings_in(each)
 
 
 def control_ids(tokenizer: Any, template: str) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """What an answer may look like: a JSON schema, a regular expression, a choice of strings, or a Lark grammar.
 
 A `Grammar` is plain data, checked when it is made. `specfuse_shared.text.constraint` holds answers to it; the grammars
-themselves are llguidance's (https://github.com/guidance-ai/llguidance), which the "grammar" extra brings.
+themselves are llguidance's, which the "grammar" extra brings (`specfuse_shared.text.guidance`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Self
 
-from specfuse_shared.errors import GrammarError, MissingExtraError
+from specfuse_shared.errors import GrammarError
+from specfuse_shared.text.grammar_bounds import check_schema, check_source
+from specfuse_shared.text.guidance import guidance, problem_of
+from specfuse_shared.validation import parsed_json
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -44,7 +48,7 @@ class Grammar:
         """
         if not isinstance(schema, (str, Mapping)):
             raise GrammarError(f"a JSON schema is a mapping or JSON text, not {type(schema).__name__}")
-        return cls("json_schema", schema if isinstance(schema, str) else _dumps(schema), strict)
+        return cls("json_schema", schema if isinstance(schema, str) else _written(schema), strict)
 
     @classmethod
     def json(cls) -> Self:
@@ -67,21 +71,21 @@ class Grammar:
         return cls("lark", source)
 
     def __post_init__(self) -> None:
-        failed, messages = guidance().LLMatcher.validate_grammar_with_warnings(self.compiled)
-        if failed:
-            raise GrammarError(f"this {self.kind} grammar cannot be used: {messages[0].strip()}")
+        guidance()
+        check_source(self.kind, self.source)
+        if problem := problem_of(self.compiled):
+            raise GrammarError(f"this {self.kind} grammar cannot be used: {problem}")
 
     @property
     def compiled(self) -> str:
         """The grammar as llguidance takes it."""
-        return _dumps({"grammars": [self._part()]})
+        return _compiled(self)
 
     def _part(self) -> dict[str, Any]:
-        matcher = guidance().LLMatcher
         if self.kind == "json_schema":
             return {"json_schema": styled(self.source, self.strict)}
         if self.kind == "regex":
-            return dict(json.loads(matcher.grammar_from_regex(self.source))["grammars"][0])
+            return dict(json.loads(guidance().LLMatcher.grammar_from_regex(self.source))["grammars"][0])
         if self.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(_dumps(o) for o in self._options())}
         return {"lark_grammar": self.source}
@@ -89,8 +93,8 @@ class Grammar:
     def _options(self) -> list[str]:
         """The strings of a choice. Raises `GrammarError` for a source that is none."""
         try:
-            options = json.loads(self.source)
-        except json.JSONDecodeError:
+            options = parsed_json(self.source)
+        except ValueError:
             options = None
         return _checked_options(options if isinstance(options, list) else (), "a choice needs {}, as JSON")
 
@@ -105,6 +109,11 @@ class Grammar:
         raise GrammarError("a Lark grammar cannot be combined with tools: give a schema, a choice or an expression")
 
 
+@lru_cache(maxsize=32)
+def _compiled(grammar: Grammar) -> str:
+    return _dumps({"grammars": [grammar._part()]})
+
+
 def _checked_options(options: Sequence[str], complaint: str = "a choice needs {}") -> list[str]:
     if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
         raise GrammarError(complaint.format("a list of non-empty strings"))
@@ -114,22 +123,22 @@ def _checked_options(options: Sequence[str], complaint: str = "a choice needs {}
 def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:
     """The schema with closed objects and the one way in which its values are written."""
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
-    except json.JSONDecodeError as error:
+        parsed = parsed_json(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
         raise GrammarError(f"the schema is no JSON: {error}") from error
     if not isinstance(parsed, Mapping):
-        raise GrammarError(f"a JSON schema is an object, not {_dumps(parsed)[:40]}")
-    plain = dict(parsed) if '"allOf"' in _dumps(parsed) else _closed(parsed)
+        raise GrammarError(f"a JSON schema is an object, not {type(parsed).__name__}")
+    plain = dict(parsed) if '"allOf"' in _written(parsed) else _closed(parsed)
     return {**plain, "x-guidance": {**JSON_STYLE, "lenient": not strict, "coerce_one_of": not strict}}
 
 
-def guidance() -> Any:
-    """The grammar library. Raises `MissingExtraError` without the extra."""
+def _written(schema: Mapping[str, Any]) -> str:
+    """The schema as JSON. Raises `GrammarError` if it is too large, or holds what JSON cannot."""
+    check_schema(schema)
     try:
-        import llguidance
-    except ImportError as error:
-        raise MissingExtraError("A grammar, tool calls or structured output", "grammar") from error
-    return llguidance
+        return _dumps(schema)
+    except TypeError as error:
+        raise GrammarError(f"the schema cannot be written as JSON: {error}") from error
 
 
 def _closed(schema: Any) -> Any:

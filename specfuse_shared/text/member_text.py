@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS, PromptEncoder
-from specfuse_shared.text.constraint import token_vocabulary
+from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.text.guidance import Vocabulary, token_vocabulary
 
 
 class MemberText:
@@ -27,10 +27,10 @@ class MemberText:
         return self.prompts.encode(messages, tools)
 
     @cached_property
-    def vocabulary(self) -> Any:
+    def vocabulary(self) -> Vocabulary:
         """The tokens as the grammar library reads them; built when the first grammar comes."""
         return token_vocabulary(self.prompts.tokenizer, self._vocabulary_size, self._stop_ids)
 
-    def prepare_grammars(self) -> None:
-        """Build `vocabulary`, in the thread that asks. Raises `ConfigError` for tokenizers without a fast version."""
-        _ = self.vocabulary
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar, in the thread that asks, so that no lane has to. Raises `ConfigError` if it cannot be."""
+        self.vocabulary.matcher(grammar.compiled)

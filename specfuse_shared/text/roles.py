@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 from specfuse_shared.text.tool_calls import call_text
 
 Turn = dict[str, Any]
 """A message as chat templates read it."""
+
+
+_RESULT = re.compile(r"^([^\S\n]*R)(esult of .*:)", re.MULTILINE)
+"""A line of a user that looks like the head of a tool's result."""
 
 
 def as_given(turns: list[Turn]) -> list[Turn]:
@@ -27,12 +33,14 @@ def merge_system(turns: list[Turn]) -> list[Turn]:
 
 
 def tools_as_text(turns: list[Turn]) -> list[Turn]:
-    """Tool calls as text of the assistant, tool results as text of the user."""
+    """Tool calls as text of the assistant, tool results as quotes of the user, whose own texts cannot look like one."""
 
     def plain(turn: Turn) -> Turn:
         if turn["role"] == "tool":
-            name = turn.get("name") or "tool"
-            return {"role": "user", "content": f"Result of {name}:\n{turn['content']}"}
+            quoted = "\n".join(f"> {line}" for line in turn["content"].split("\n"))
+            return {"role": "user", "content": f"Result of {turn.get('name') or 'tool'}:\n{quoted}"}
+        if turn["role"] == "user":
+            return {**turn, "content": _RESULT.sub(r"\1\\\2", turn["content"])}
         calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in turn.get("tool_calls", ())]
         return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
 
@@ -41,12 +49,11 @@ def tools_as_text(turns: list[Turn]) -> list[Turn]:
 
 def alternate(turns: list[Turn]) -> list[Turn]:
     """Neighbours of one role as one message; a conversation that starts with the assistant gets an empty question."""
-    merged: list[Turn] = []
-    for turn in turns:
-        if merged and merged[-1]["role"] == turn["role"]:
-            merged[-1] = {"role": turn["role"], "content": f"{merged[-1]['content']}\n\n{turn['content']}"}
-        else:
-            merged.append(turn)
+    groups = (list(group) for _, group in itertools.groupby(turns, key=lambda turn: turn["role"]))
+    merged = [
+        group[0] if len(group) == 1 else {"role": group[0]["role"], "content": "\n\n".join(t["content"] for t in group)}
+        for group in groups
+    ]
     start = 1 if merged[0]["role"] == "system" else 0
     if len(merged) == start or merged[start]["role"] == "assistant":
         merged.insert(start, {"role": "user", "content": "(the conversation so far)" if len(merged) > start else ""})

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+MOST_STOPS = 64
+"""Stop strings of one answer."""
+LONGEST_STOP = 256
+"""Characters of one stop string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +23,12 @@ class StopMatch:
 
 
 def find_stops(text: str, addition: str, stops: Sequence[str]) -> list[StopMatch]:
-    """Stop strings in `text + addition` that `text` alone does not hold: the earliest first, the longest of equals."""
-    reach = max((len(s) for s in stops), default=1) - 1
-    offset = max(0, len(text) - reach)
-    window = text[offset:] + addition
-    found = (
-        StopMatch(offset + at, offset + at + len(stop), stop)
-        for stop in stops
-        for at in range(len(window))
-        if window.startswith(stop, at)
-    )
-    return sorted((m for m in found if m.end > len(text)), key=lambda m: (m.start, -m.end))
+    """Stop strings in `text + addition` that `text` alone does not hold, in order; at one place only the longest."""
+    pattern, longest = _search(tuple(stops))
+    offset = max(0, len(text) - longest + 1)
+    matches = pattern.finditer(text[offset:] + addition) if stops else ()
+    found = (StopMatch(offset + m.start(), offset + m.end(1), m[1]) for m in matches)
+    return [match for match in found if match.end > len(text)]
 
 
 def find_stop(text: str, addition: str, stops: Sequence[str]) -> StopMatch | None:
@@ -36,11 +38,22 @@ def find_stop(text: str, addition: str, stops: Sequence[str]) -> StopMatch | Non
 
 def partial_stop(text: str, stops: Sequence[str]) -> int:
     """Length of the longest suffix of `text` that a stop string could continue."""
-    longest = max((len(s) for s in stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(len(s) > size and s.startswith(text[-size:]) for s in stops):
-            return size
-    return 0
+    _, longest = _search(tuple(stops))
+    beginnings = _beginnings(tuple(stops))
+    sizes = range(min(longest - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text[-size:] in beginnings), 0)
+
+
+@lru_cache(maxsize=16)
+def _search(stops: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    """Finds the longest stop string at every place, those that overlap too; and the length of the longest."""
+    longest_first = sorted(stops, key=len, reverse=True)
+    return re.compile(f"(?=({'|'.join(map(re.escape, longest_first))}))"), max(map(len, stops), default=0)
+
+
+@lru_cache(maxsize=16)
+def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
 
 
 @dataclass(slots=True)

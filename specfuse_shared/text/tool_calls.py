@@ -17,7 +17,7 @@ from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.messages import Tool, ToolCall
 from specfuse_shared.text.grammar import Grammar, styled
 from specfuse_shared.text.stops import partial_stop
-from specfuse_shared.validation import check, check_choice
+from specfuse_shared.validation import check, check_choice, parsed_json
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
@@ -204,8 +204,8 @@ def read_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 def _parsed(arguments: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(arguments)
-    except json.JSONDecodeError:
+        value = parsed_json(arguments)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

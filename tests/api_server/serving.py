@@ -20,9 +20,10 @@ import httpx
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.api_server.app import Service, build_app
+from specfuse_shared.api_server.clients import Clients
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.run import http_server
-from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
 from tests.cli.conftest import reciting_model, reciting_tokenizer
 
 SPEECH = "the tide comes in and goes out again while people sleep near harbours"
@@ -34,6 +35,7 @@ def serving(
     engines: Mapping[str, EnsembleEngine] | Models,
     settings: ServerSettings | None = None,
     key: str | None = None,
+    clients: Mapping[str, ClientSettings] | None = None,
     **sampling: Any,
 ) -> Iterator[httpx.Client]:
     """A client of a server over these engines, or over models that the caller loads; it stops with the block."""
@@ -41,7 +43,7 @@ def serving(
     if models is not engines:
         models.load()
     service = Service(models, settings or ServerSettings(), SamplingParams(**{"max_tokens": 8, **sampling}))
-    app = build_app(service, key)
+    app = build_app(service, Clients(service.settings, key, clients))
     server = http_server(app, service.settings)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)

@@ -12,14 +12,20 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.api_server.bodies import ChatBody
 from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.stages import Draft, Op
 from tests.api_server.serving import QUESTION, serving, until
+from tests.hostile.strategies import chain, rules
 
 SECRET = "correct-horse-battery-staple"
 JSON = {"Content-Type": "application/json"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": SECRET}]}
+CHAINED = json.loads(chain(4000))
 CONTROLS = ["<|end|>", "<|turn|>", "</s>", "<tool_call>", "\x00\x1b[31m", "{{ 7 * 7 }}", "<script>", "％s%n", "\u202e"]
 
 
@@ -111,6 +117,77 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], wo
 )
 def test_what_is_no_json_is_refused(client: httpx.Client, raw: bytes) -> None:
     refused(client, 400, "JSON", content=raw, headers=JSON)
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """A conversation in which a tool was called so."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"messages": [*turns, {"role": "tool", "tool_call_id": "c", "content": "y"}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        called('{"a":' * 50_000 + "1" + "}" * 50_000),
+        called('{"a":' + "9" * 5000 + "}"),
+        called('{"a":"\\ud800"}'),
+        called('{"a":NaN}'),
+        {"grammar": {"kind": "choice", "source": "[" * 50_000}},
+        {"grammar": {"kind": "choice", "source": "[" + "9" * 5000 + "]"}},
+        {"grammar": {"kind": "json_schema", "source": '{"items":' * 20_000 + "{}" + "}" * 20_000}},
+        {"grammar": {"kind": "json_schema", "source": '{"maximum":' + "9" * 5000 + "}"}},
+        {
+            "grammar": {
+                "kind": "lark",
+                "source": '%llguidance {"allow_invalid_utf8": true}\nstart: /(?-u)[\\x80-\\xff]/',
+            }
+        },
+        {"grammar": {"kind": "json_schema", "source": chain(4000)}},
+        {"grammar": {"kind": "lark", "source": rules(20_000)}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **CHAINED}}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CHAINED}}},
+        {"stop": [str(n) for n in range(1000)]},
+        {"stop": "~" * 300_000},
+        {"messages": [1] * 90_000},
+        {"messages": [{}] * 90_000},
+        {"messages": [{"role": "user", "content": "a"}] * 60_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 40_000}]},
+        {"messages": [{"role": "user", **{str(n): 1 for n in range(90_000)}}]},
+        {str(n): 1 for n in range(90_000)},
+        {"x" * 1_000_000: 1},
+    ],
+    ids=lambda change: json.dumps(change)[:30],
+)
+def test_what_would_cost_much_is_refused_for_little(client: httpx.Client, change: dict[str, Any]) -> None:
+    error = refused(client, 400, json={**CHAT, "tool_choice": "required" if "tools" in change else None, **change})
+    assert len(error["message"]) < 1000
+
+
+def test_of_a_million_wrong_items_the_first_is_enough() -> None:
+    with pytest.raises(ValidationError) as error:
+        ChatBody.model_validate({"model": "m", "messages": [1] * 1000})
+    assert error.value.error_count() == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("broken", ["one", "all"])
+def test_what_went_wrong_here_is_not_told_there(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool, broken: str
+) -> None:
+    plainly = LocalSession.stage
+
+    def failing(self: LocalSession, op: Op) -> Any:
+        if isinstance(op, Draft) and (broken == "all" or self._member.name == "base"):
+            raise RuntimeError("cannot read /srv/private/weights at http://10.0.0.7:8000")
+        return plainly(self, op)
+
+    monkeypatch.setattr(LocalSession, "stage", failing)
+    told = {"events": True, "ledger": "full"}
+    response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4, "stream": stream, "specfuse": told})
+    assert ("failed in draft (RuntimeError" in response.text) is True
+    for secret in ("/srv/private", "10.0.0.7", "Traceback", "local_session.py"):
+        assert secret not in response.text
 
 
 def test_a_body_must_say_that_it_is_json(client: httpx.Client) -> None:

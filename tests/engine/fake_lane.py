@@ -27,6 +27,7 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Encoding
+from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.types import MemberReport
 
 Say = Callable[[str, int], str]
@@ -68,7 +69,7 @@ class WordText:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return [hash(word) for message in messages for word in message.content.split()]
 
-    def prepare_grammars(self) -> None:
+    def prepare(self, grammar: Grammar) -> None:
         raise AssertionError("no grammar is used with members of words")
 
 

@@ -14,13 +14,14 @@ from dataclasses import replace
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, Message, SamplingParams, Tool
 from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.policies import ExitDecision, never
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.leases import lease_engine
+from specfuse_shared.text.chat_template import PromptEncoder
 from tests.engine.comparing import answer_of, local_members, stalls_of_the_loop
 
 WORDS = ["the", "sea", "moon", "tide", "star", "ship", "wind", "night", "glass", "lens", "map", "door"]
@@ -232,6 +233,80 @@ def test_a_full_queue_refuses_or_waits_as_configured(tiny_engine: EnsembleEngine
         results = engine.generate_batch([f"Question {n}" for n in range(5)], params)
         assert all(isinstance(result, EnsembleResult) and result.text for result in results)
         assert all(isinstance(list(stream)[-1], FinishEvent) for stream in streams)
+
+
+def test_a_full_queue_refuses_before_anything_is_read(
+    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, read, plainly = threading.Event(), list[str](), PromptEncoder.encode
+
+    def held(totals: Sequence[float], round_index: int) -> ExitDecision:
+        assert gate.wait(60)
+        return never(totals, round_index)
+
+    def spied(self: PromptEncoder, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        read.append(messages[0].content)
+        return plainly(self, messages, tools)
+
+    monkeypatch.setattr(PromptEncoder, "encode", spied)
+    config = replace(tiny_engine.config, exit=held, max_concurrent=1, max_queue=1, when_busy="raise")
+    with EnsembleEngine(config) as engine:
+        streams = [engine.stream("First"), engine.stream("Second")]
+        read.clear()
+        with pytest.raises(EngineBusyError):
+            engine.check_busy()
+        with pytest.raises(EngineBusyError):
+            engine.generate("Third", SamplingParams(grammar=Grammar.regex("[a-c]{5}")))
+        assert not read
+        gate.set()
+        for stream in streams:
+            assert isinstance(list(stream)[-1], FinishEvent)
+        engine.check_busy()
+
+
+async def test_a_call_that_nobody_waits_for_any_more_reads_no_further(
+    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate, read, plainly = threading.Event(), threading.Event(), list[str](), PromptEncoder.encode
+
+    def slow(self: PromptEncoder, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        read.append(self._member)
+        begun.set()
+        assert gate.wait(60)
+        return plainly(self, messages, tools)
+
+    with EnsembleEngine(tiny_engine.config) as engine:
+        engine.load()
+        monkeypatch.setattr(PromptEncoder, "encode", slow)
+        task = asyncio.create_task(engine.agenerate("Why?", SamplingParams(max_tokens=5)))
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.set()
+        monkeypatch.setattr(PromptEncoder, "encode", plainly)
+        assert (await engine.agenerate("How?", SamplingParams(max_tokens=5))).text
+        assert len(read) == 1, "the second member's prompt is not read"
+        assert engine.metrics().running == engine.metrics().waiting == 0
+
+
+async def test_so_many_asynchronous_calls_may_wait_for_a_place(tiny_engine: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=5)
+    with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1, max_queue=1)) as engine:
+        engine.load()
+        answers = [engine.agenerate(f"Question {n}", params) for n in range(40)]
+        late = [engine.agenerate("Too late", params, timeout=0.001) for _ in range(5)]
+        found = await asyncio.gather(*answers, *late, return_exceptions=True)
+        assert all(isinstance(each, EnsembleResult) for each in found[:40])
+        assert all(isinstance(each, RequestTimeoutError) for each in found[40:])
+        waiting = asyncio.create_task(engine.agenerate("Given up", SamplingParams(max_tokens=400)))
+        more = asyncio.create_task(engine.agenerate("Too", SamplingParams(max_tokens=400)))
+        third = asyncio.create_task(engine.agenerate("This, too", params))
+        await asyncio.sleep(0.05)
+        for task in (third, more, waiting):
+            task.cancel()
+        await asyncio.gather(waiting, more, third, return_exceptions=True)
+        assert (await engine.agenerate("And then", params)).text
 
 
 def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:

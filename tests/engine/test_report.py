@@ -332,6 +332,7 @@ def test_the_file_needs_nothing_from_outside() -> None:
     assert not shown.attributes("src")
     assert not shown.attributes("href")
     assert shown.texts("title")[0] == "Why? · SpecFuse report"
+    assert "default-src 'none'" in html, "nor may anything from outside be loaded"
 
 
 def test_a_notebook_gets_one_element_whose_style_names_only_it() -> None:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from specfuse_shared.text.schemas import schema_request
+from specfuse_shared.errors import GrammarError
+from specfuse_shared.text.schemas import MOST_FIELDS, schema_request
 
 
 class Place(BaseModel):
@@ -82,3 +83,22 @@ def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_l
 )
 def test_any_schema_has_something_to_tell_or_nothing(schema: dict[str, Any], expected: str | None) -> None:
     assert told(schema) == expected
+
+
+def test_definitions_that_refer_to_each_other_are_opened_once_each() -> None:
+    names = [f"a{n}" for n in range(9)]
+    defs = {name: {"properties": {f"{name} to {to}": {"$ref": f"#/$defs/{to}"} for to in names}} for name in names}
+    asked = told({"$ref": "#/$defs/a0", "$defs": defs})
+    assert asked is not None
+    assert asked.count("\n") == len(names) ** 2
+
+
+def test_of_very_many_fields_the_members_are_told_the_first_ones() -> None:
+    asked = told({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
+    assert asked is not None
+    assert asked.count("\n") == MOST_FIELDS
+
+
+def test_a_schema_that_is_too_large_is_refused() -> None:
+    with pytest.raises(GrammarError, match="values"):
+        schema_request({"enum": [*range(100_000)]})

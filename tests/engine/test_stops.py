@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specfuse_shared.text.stops import StopHold, find_stop, partial_stop
+from specfuse_shared import ConfigError, SamplingParams
+from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS, StopHold, find_stop, find_stops, partial_stop
 
 
 @given(
@@ -47,3 +49,18 @@ def test_partial_stops_are_held() -> None:
     hold = StopHold(["\nObservation:"])
     assert hold.feed("answer\nObs") == "answer"
     assert hold.feed("cure") == "\nObscure"
+
+
+@given(text=st.text("ab", max_size=12), addition=st.text("ab", max_size=12), stops=st.lists(st.text("ab", min_size=1)))
+def test_every_stop_is_found_wherever_it_overlaps_others(text: str, addition: str, stops: list[str]) -> None:
+    whole, found = text + addition, find_stops(text, addition, stops)
+    for at in range(len(whole)):
+        here = [s for s in stops if whole.startswith(s, at) and at + len(s) > len(text)]
+        assert [m.stop for m in found if m.start == at] == ([max(here, key=len)] if here else [])
+
+
+@pytest.mark.parametrize("stop", [["x"] * (MOST_STOPS + 1), ["x" * (LONGEST_STOP + 1)]])
+def test_too_many_stops_and_too_long_ones_are_refused(stop: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters"):
+        SamplingParams(stop=stop)
+    assert SamplingParams(stop=["x" * LONGEST_STOP] * MOST_STOPS)

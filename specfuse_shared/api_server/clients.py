@@ -1,0 +1,75 @@
+"""Who asks: clients by their keys, and how much each of them may ask for at once and in a minute."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from specfuse_shared.api_server.failures import HttpError
+from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
+
+MINUTE = 60.0
+
+
+@dataclass(slots=True)
+class Client:
+    """A key, what its holder may do, and what it does now. `key` None: everybody who needs none."""
+
+    settings: ClientSettings
+    key: bytes | None
+    open: int = 0
+    _allowance: float = field(init=False)
+    _counted: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._allowance = float(self.settings.requests_per_minute or 0)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """One request, from its first byte to its last. Raises `HttpError` (429) beyond the client's limits."""
+        self._check()
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    def _check(self) -> None:
+        most, per_minute = self.settings.max_requests, self.settings.requests_per_minute
+        if self.open >= most:
+            message = f"{self.open} of your requests are being answered, and {most} is the most: wait for one of them"
+            raise HttpError(429, message, "too_many_requests", retry_seconds=1)
+        if per_minute is None:
+            return
+        now = time.monotonic()
+        self._allowance = min(per_minute, self._allowance + (now - self._counted) * per_minute / MINUTE)
+        self._counted = now
+        if self._allowance < 1:
+            seconds = math.ceil((1 - self._allowance) * MINUTE / per_minute)
+            raise HttpError(429, f"{per_minute} requests a minute is the most", "rate_limited", retry_seconds=seconds)
+        self._allowance -= 1
+
+
+class Clients:
+    """The clients of a server by their keys: who holds the server's own `key`, and those that the settings name.
+
+    Where there is no key at all, everybody is one client.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, key: str | None, named: Mapping[str, ClientSettings] | None = None
+    ) -> None:
+        own = Client(ClientSettings(max_requests=settings.max_requests), None if key is None else key.encode())
+        others = [Client(each, each.api_key(name).encode()) for name, each in (named or {}).items()]
+        self._clients = [*([] if others and key is None else [own]), *others]
+
+    def find(self, authorization: str) -> Client | None:
+        """Who sent this header; None if its key belongs to nobody. Takes as long for any key."""
+        kind, _, given = authorization.partition(" ")
+        key = given.strip().encode("utf-8", "replace") if kind.lower() == "bearer" else b""
+        known = [client for client in self._clients if client.key is None or hmac.compare_digest(key, client.key)]
+        return known[0] if known else None

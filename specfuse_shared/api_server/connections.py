@@ -1,0 +1,83 @@
+"""Connections that nobody can hold for nothing: slow heads, slow bodies, unread responses, and too many at once.
+
+uvicorn waits for a head, for a body and for a reader without end. Its parser here is always h11, which it brings itself
+and which bounds heads to 16 KiB, whether or not httptools is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specfuse_shared.api_server.settings import ServerSettings
+
+_OWED = {h11.IDLE: 0.0, h11.SEND_BODY: 5.0}
+"""States in which the client has to send something, and seconds more for it: a late body gets a response first."""
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 of one connection, whose client has so many `seconds` for each head, each body and each read."""
+
+    seconds: ClassVar[float]
+    most: ClassVar[int]
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._owed: Any = None
+        self._sending: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.abort()
+            return
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(self.seconds, self.transport.abort)  # what is unread keeps it open till then
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._sending, self._reading):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """The time for a head or a body runs from its beginning, however many pieces it comes in."""
+        state = self.conn.their_state
+        if state is self._owed:
+            return
+        if self._sending is not None:
+            self._sending.cancel()
+        self._owed = state
+        self._sending = None
+        if (more := _OWED.get(state)) is not None:
+            self._sending = self.loop.call_later(self.seconds + more, self.transport.abort)
+
+
+def protocol_of(settings: ServerSettings) -> type[H11Protocol]:
+    """The protocol of a server's connections, under its settings."""
+    bounds = {"seconds": settings.connection_seconds, "most": settings.max_connections}
+    return type("BoundedProtocol", (BoundedProtocol,), bounds)

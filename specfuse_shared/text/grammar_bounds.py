@@ -1,0 +1,74 @@
+"""How large a grammar may be. Checked in plain Python, before the grammar library or the members see anything of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specfuse_shared.errors import GrammarError
+from specfuse_shared.validation import is_whole_text
+
+MOST_CHARACTERS = 256 * 1024
+"""Of one grammar: a schema as JSON, an expression, a list of choices, or a Lark text."""
+MOST_RULES = 2_000
+"""Of a Lark grammar."""
+MOST_VALUES = 10_000
+"""Objects, lists and scalars of a schema."""
+DEEPEST_NESTING = 64
+"""Of objects and lists in a schema."""
+
+_RULE = re.compile(r"^[ \t]*[?!]*\w[^\n:]*:", re.MULTILINE)
+_ATTRIBUTES = re.compile(r"^\s*[?!]*\w+\s*\[(?!\s*lazy\s*\]\s*:)", re.MULTILINE)
+_RAW_BYTES = re.compile(r"^\s*%llguidance\s*\{[^}]*allow_invalid_utf8", re.MULTILINE)
+
+
+def check_source(kind: str, source: str) -> None:
+    """Raises `GrammarError` for a text that is too long, or that has too many rules."""
+    if len(source) > MOST_CHARACTERS:
+        raise GrammarError(f"this {kind} grammar has {len(source)} characters, and {MOST_CHARACTERS} is the most")
+    if not is_whole_text(source):
+        raise GrammarError(f"this {kind} grammar holds half a character (a lone surrogate): write it whole")
+    if kind != "lark":
+        return
+    rules = sum(1 for _ in _RULE.finditer(source))
+    if rules > MOST_RULES:
+        raise GrammarError(f"this Lark grammar has {rules} rules, and {MOST_RULES} is the most")
+    if _ATTRIBUTES.search(source):
+        raise GrammarError(
+            "of the attributes of a Lark rule only [lazy] is supported: others count tokens of one model"
+        )
+    if _RAW_BYTES.search(source):
+        raise GrammarError("allow_invalid_utf8 is not supported: an answer is text, so a grammar describes text")
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raises `GrammarError` for a schema with too many values or too deep a nesting.
+
+    References lead from one to the next at most as often as there are values, for which the compiler's stack is made.
+    """
+    for values, (_, depth) in enumerate(_walk(schema), 1):
+        if depth > DEEPEST_NESTING:
+            raise GrammarError(f"this schema is nested more than {DEEPEST_NESTING} levels deep: flatten it")
+        if values > MOST_VALUES:
+            raise GrammarError(f"this schema has more than {MOST_VALUES} values: ask for less at once")
+
+
+def target_of(reference: str, schema: Mapping[str, Any]) -> Any:
+    """What a reference within the schema names ("#/$defs/Person"); None if it names nothing."""
+    found: Any = schema
+    for key in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if reference.startswith("#") else None
+
+
+def _walk(value: Any) -> Iterator[tuple[Any, int]]:
+    """Every value inside of a value, with its depth; without recursion, which a deep one would exhaust."""
+    left = [(value, 0)]
+    while left:
+        value, depth = left.pop()
+        yield value, depth
+        if isinstance(value, Mapping):
+            left += ((each, depth + 1) for each in value.values())
+        elif isinstance(value, (list, tuple)):
+            left += ((each, depth + 1) for each in value)

@@ -1,0 +1,144 @@
+"""Connections that are held for nothing are closed: slow heads, slow bodies, unread answers, and too many at once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from specfuse_shared import EnsembleEngine
+from specfuse_shared.api_server.growing import GrowingAnswer
+from specfuse_shared.api_server.settings import ServerSettings
+from tests.api_server.serving import QUESTION, serving, until
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
+SECONDS = 0.6
+BOUNDED = ServerSettings(connection_seconds=SECONDS, max_connections=20)
+
+
+@pytest.fixture(scope="module")
+def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
+    with serving({"tiny": tiny}, BOUNDED) as found:
+        yield found
+
+
+def opened(client: httpx.Client, *sent: bytes) -> socket.socket:
+    """A connection that has sent these bytes and nothing more."""
+    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=5)
+    for data in sent:
+        connection.sendall(data)
+    return connection
+
+
+def received(connection: socket.socket) -> bytes | None:
+    """All that comes until the server closes; None if it does not."""
+    data = b""
+    try:
+        while part := connection.recv(65536):
+            data += part
+    except TimeoutError:
+        return None
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def head(client: httpx.Client, length: int) -> bytes:
+    lines = (
+        "POST /v1/chat/completions HTTP/1.1",
+        f"Host: {client.base_url.netloc.decode()}",
+        "Content-Type: application/json",
+    )
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+
+
+def test_silence_and_half_a_head_are_not_waited_for(client: httpx.Client) -> None:
+    for sent in ((), (b"POST /v1/chat",), (b"GET /health HTTP/1.1\r\n",)):
+        connection = opened(client, *sent)
+        assert received(connection) == b""
+
+
+def test_a_head_that_comes_a_byte_at_a_time_has_no_more_time_than_others(client: httpx.Client) -> None:
+    connection, sent = opened(client), 0
+    with suppress(ConnectionError):
+        while sent < 100:
+            sent += connection.send(b"G")
+            time.sleep(SECONDS / 10)
+    assert 5 < sent < 50
+
+
+def test_half_a_body_is_answered_so(client: httpx.Client) -> None:
+    answer = received(opened(client, head(client, 100), b"{"))
+    assert answer is not None
+    assert b" 408 " in answer.split(b"\r\n")[0]
+    assert b"did not come within 0.6 seconds" in answer
+
+
+def test_a_body_after_a_refusal_is_not_waited_for(tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}, BOUNDED, key="k") as client:
+        connection = opened(client, head(client, 10_000_000), b"{")
+        connection.settimeout(10 + SECONDS)
+        answer = received(connection)
+        assert answer is not None
+        assert b" 401 " in answer.split(b"\r\n")[0]
+
+
+def test_kept_connections_live_on_between_requests(client: httpx.Client) -> None:
+    for _ in range(3):
+        assert client.get("/health").status_code == 200
+        time.sleep(SECONDS / 2)
+    assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_an_answer_that_takes_longer_than_a_connection_may_be_silent_is_given(client: httpx.Client) -> None:
+    response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 900, "ignore_eos": True})
+    assert response.elapsed.total_seconds() > SECONDS
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_more_connections_than_may_be_are_closed_at_once(client: httpx.Client) -> None:
+    held = [opened(client) for _ in range(BOUNDED.max_connections)]
+    began = time.monotonic()
+    assert received(opened(client)) == b""
+    assert time.monotonic() < began + SECONDS
+    for connection in held:
+        connection.close()
+    until(lambda: _answers(lambda: client.get("/health")))
+
+
+def test_a_stream_that_is_not_read_stops_its_answer_and_draws_no_report(
+    tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    plainly = GrowingAnswer.report
+
+    def spied(self: GrowingAnswer) -> dict[str, str]:
+        drawn.append(1)
+        told = plainly(self)
+        return {**told, "padding": "x" * 200_000}  # so that what the system buffers is soon full
+
+    monkeypatch.setattr(GrowingAnswer, "report", spied)
+    asked = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True, "specfuse": {"report": True}}
+    raw = json.dumps(asked).encode()
+    with serving({"tiny": tiny}, BOUNDED) as client:
+        before = tiny.metrics().requests["cancelled"]
+        connection = opened(client)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(head(client, len(raw)) + raw)
+        until(lambda: tiny.metrics().running == 1)
+        until(lambda: tiny.metrics().running == 0, 60)
+        assert tiny.metrics().requests["cancelled"] == before + 1
+        assert len(drawn) < 40
+
+
+def _answers(work: Callable[[], httpx.Response]) -> bool:
+    try:
+        return work().status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,101 @@
+"""How much a client may ask for: at once, in a minute, with a key of its own."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specfuse_shared import ConfigError, EnsembleEngine
+from specfuse_shared.api_server.settings import ClientSettings, ServerSettings, read_config
+from tests.api_server.serving import QUESTION, serving, until
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
+LONG: dict[str, Any] = {**CHAT, "max_tokens": 3000, "ignore_eos": True}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> dict[str, ClientSettings]:
+    monkeypatch.setenv("ANNS_KEY", "ann's")
+    monkeypatch.setenv("BOBS_KEY", "bob's")
+    return {
+        "ann": ClientSettings(api_key_env="ANNS_KEY", max_requests=1),
+        "bob": ClientSettings(api_key_env="BOBS_KEY", requests_per_minute=3),
+    }
+
+
+def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: dict[str, ClientSettings]) -> None:
+    with serving({"tiny": tiny}, clients=clients) as client:
+
+        def ask(key: str, body: dict[str, Any] = CHAT) -> httpx.Response:
+            return client.post("/v1/chat/completions", json=body, headers=bearer(key))
+
+        assert ask("nobody's").status_code == 401
+        assert client.get("/v1/models").status_code == 401, "named clients leave no door open"
+        with client.stream(
+            "POST", "/v1/chat/completions", json={**LONG, "stream": True}, headers=bearer("ann's")
+        ) as own:
+            next(own.iter_lines())
+            refused = ask("ann's")
+            assert refused.status_code == 429
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert refused.headers["retry-after"] == "1"
+            assert client.get("/v1/models", headers=bearer("ann's")).status_code == 200, "questions cost nothing"
+            assert [ask("bob's").status_code for _ in range(4)] == [200, 200, 200, 429]
+            assert 1 <= int(ask("bob's").headers["retry-after"]) <= 20
+        until(lambda: tiny.metrics().running == 0)
+        assert ask("ann's").status_code == 200
+
+
+def test_so_many_requests_are_answered_at_once(tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}, ServerSettings(max_requests=2)) as client:
+        statuses: list[int] = []
+
+        def ask() -> None:
+            statuses.append(client.post("/v1/chat/completions", json={**LONG, "timeout": 2}).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until(lambda: tiny.metrics().running == 2)
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 429
+        for thread in threads:
+            thread.join()
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSettings]) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        '[ensembles.demo]\nmembers = "demo"\n'
+        '[clients.ann]\napi_key_env = "ANNS_KEY"\nmax_requests = 1\n'
+        '[clients.bob]\napi_key_env = "BOBS_KEY"\nrequests_per_minute = 3\n'
+    )
+    config = read_config(file)
+    assert config.clients == clients
+    assert config.api_key() is None, "their keys are enough"
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ('api_key_env = "NO_SUCH_KEY"', "NO_SUCH_KEY holds no key"),
+        ("max_requests = 5", "no api_key_env"),
+        ("max_requests = 0", "max_requests must be positive"),
+        ("requests_per_minute = -1", "requests_per_minute must be positive"),
+        ("speed = 1", "no setting 'speed'"),
+        ('max_requests = "many"', "must be of type int"),
+    ],
+)
+def test_a_client_that_cannot_be_is_named(tmp_path: Path, table: str, says: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(f'[ensembles.demo]\nmembers = "demo"\n[clients.ann]\n{table}\n')
+    with pytest.raises(ConfigError, match=says):
+        read_config(file).api_key()

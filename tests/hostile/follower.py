@@ -1,0 +1,90 @@
+"""A process that holds random answers to grammars from its standard input, and says what became of each."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+from specfuse_shared import Grammar
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.constraint import AnswerConstraint, MemberConstraint
+from specfuse_shared.text.guidance import token_vocabulary
+from specfuse_shared.text.schemas import schema_request
+from tests.engine.tiny import byte_level_tokenizer
+
+ROUNDS, TOKENS, MOST_TOKENS = 12, 6, 64
+
+
+class Follower:
+    """Follows grammars as an answer of one member does, with a member that says anything."""
+
+    def __init__(self) -> None:
+        tokenizer = byte_level_tokenizer()
+        self.codec = PromptEncoder(tokenizer, None, {}, "tiny").codec
+        self.stop_ids = [tokenizer.eos_token_id]
+        self.vocabulary = token_vocabulary(tokenizer, len(tokenizer), self.stop_ids)
+        self.slowest = 0.0
+
+    def follow(self, given: dict[str, Any], seed: int) -> str:
+        """What became of an answer under the grammar: how it ended, or the kind of the error."""
+        chance, self.slowest = random.Random(seed), 0.0
+        try:
+            grammar = Grammar(**given)
+            if grammar.kind == "json_schema":
+                schema_request(json.loads(grammar.source))
+            answer = AnswerConstraint(grammar, self.codec, MOST_TOKENS)
+            member = MemberConstraint(grammar, self.vocabulary, self.stop_ids)
+            return self._answer(answer, member, chance)
+        except SpecFuseError as error:
+            return type(error).__name__
+
+    def _answer(self, answer: AnswerConstraint, member: MemberConstraint, chance: random.Random) -> str:
+        for _ in range(ROUNDS):
+            began = time.thread_time()
+            text = answer.forced() or self._draft(member, chance)
+            admitted = answer.admit(text, ends=True)
+            answer.commit(admitted.text)
+            member.commit(admitted.text)
+            self.slowest = max(self.slowest, time.thread_time() - began)
+            if admitted.ends or admitted.reason:
+                break
+        return "an answer"
+
+    def _draft(self, member: MemberConstraint, chance: random.Random) -> str:
+        member.start()
+        ids: list[int] = []
+        for _ in range(TOKENS):
+            bits = member.allowed()
+            allowed = [i for i in range(len(bits) * 8) if bits[i >> 3] >> (i & 7) & 1]
+            if member.finished or not allowed or (token := chance.choice(allowed)) in self.stop_ids:
+                break
+            member.advance(token)
+            ids.append(token)
+        return self.codec.decode(ids).rstrip("\ufffd")
+
+
+def main() -> None:
+    """A grammar a line in; its outcome and the processor's seconds of its slowest round out."""
+    follower = Follower()
+    say("ready")
+    for line in sys.stdin:
+        given, seed = json.loads(line)
+        told = follower.follow(given, seed)
+        say([told, follower.slowest])
+
+
+def say(what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    threading.stack_size(512 * 1024)  # what a thread has on macOS
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()

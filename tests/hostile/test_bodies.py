@@ -1,0 +1,95 @@
+"""Request bodies at random, to a server in a process of its own: no end, no 5xx, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.api_server.serving import command, ready, until
+from tests.engine.tiny import byte_level_tokenizer, save_model
+from tests.hostile.strategies import bodies
+
+LONGEST_SECONDS = 2.0
+"""That anything else waits for a random body, in the event loop or for a lane."""
+
+
+class Served:
+    """A server, a client that sends it anything, and how long others wait meanwhile."""
+
+    def __init__(self, address: str) -> None:
+        self.client = httpx.Client(base_url=address, timeout=120)
+        self.statuses: Counter[int] = Counter()
+        self.waited = {"/health": 0.0, "/v1/chat/completions": 0.0}
+
+    def send(self, body: dict[str, Any]) -> None:
+        raw = json.dumps({"model": "tiny", "max_tokens": 4, "timeout": 20, **body}).encode()
+        response = self.client.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
+        assert response.status_code < 500, response.text
+        self.statuses[response.status_code] += 1
+
+    def watch(self, over: threading.Event) -> None:
+        """What a small request of another client takes, again and again, until it is over."""
+        small = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        with httpx.Client(base_url=self.client.base_url, timeout=120) as other:
+            while not over.is_set():
+                for path in self.waited:
+                    began = time.monotonic()
+                    response = other.post(path, json=small) if path.startswith("/v1") else other.get(path)
+                    assert response.status_code == 200
+                    self.waited[path] = max(self.waited[path], time.monotonic() - began)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("served")
+    save_model("qwen3", byte_level_tokenizer(), folder / "one", max_position_embeddings=4096)
+    save_model("llama", byte_level_tokenizer(), folder / "two", seed=1, max_position_embeddings=4096)
+    config = folder / "serve.toml"
+    members = ", ".join(f'{{model = "{folder / name}", dtype = "float32"}}' for name in ("one", "two"))
+    config.write_text(f"[ensembles.tiny]\nmembers = [{members}]\n")
+    with command("--config", str(config)) as (process, address):
+        assert process.stderr is not None
+        log = threading.Thread(target=process.stderr.read, daemon=True)  # unread, it would block the server
+        log.start()
+        until(lambda: ready(address), 120)
+        found = Served(address)
+        yield found
+        found.client.close()
+        sys.stdout.write(f"\nstatuses: {dict(found.statuses)}, others waited {found.waited}\n")
+        assert process.poll() is None, "it ended"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=bodies())
+def test_no_body_is_answered_with_a_failure(served: Served, body: dict[str, Any]) -> None:
+    served.send(body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_none_of_five_thousand_keeps_others_waiting(served: Served) -> None:
+    over = threading.Event()
+    watch = threading.Thread(target=served.watch, args=(over,))
+    watch.start()
+    try:
+
+        @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(body=bodies())
+        def send(body: dict[str, Any]) -> None:
+            served.send(body)
+
+        send()
+    finally:
+        over.set()
+        watch.join()
+    assert max(served.waited.values()) < LONGEST_SECONDS, served.waited
