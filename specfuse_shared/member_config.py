@@ -33,6 +33,8 @@ class MemberConfig(Settings):
     """A GGUF file inside the hub repository or folder that `model` names."""
     adapter: str | None = None
     """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters")."""
+    adapter_revision: str | None = None
+    """Branch, tag or commit of the adapter's hub repository."""
     tokenizer: str | None = None
     """Hub id or folder of the tokenizer, where it does not come with the model."""
     dtype: str = "auto"
@@ -87,6 +89,10 @@ class MemberConfig(Settings):
         if self.adapter is not None:
             object.__setattr__(self, "adapter", str(self.adapter))
             check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
+        check(
+            self.adapter_revision is None or self.adapter is not None,
+            "MemberConfig.adapter_revision goes with adapter=…, a hub id",
+        )
         check_choice("MemberConfig.dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)

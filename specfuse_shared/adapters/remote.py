@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import fields
 from typing import Any, Self, Unpack
 
 import httpx
 
-from specfuse_shared.adapters.remote_events import RemoteStream, events_of
+from specfuse_shared import bounded_http
+from specfuse_shared.adapters.remote_events import RemoteStream, events_of, understood
 from specfuse_shared.adapters.wire import error_from_json, request_to_json
-from specfuse_shared.addresses import server_address, trusted
+from specfuse_shared.addresses import is_private, server_address, trusted
+from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event
@@ -27,7 +29,9 @@ from specfuse_shared.serving.streams import result_of
 KEY_ENV = "SPECFUSE_API_KEY"
 CONNECT_SECONDS = 10.0
 GRACE_SECONDS = 30.0
-"""How long after the timeout of an answer its server may still be silent."""
+"""How long after the timeout of an answer its server may still send."""
+SILENT_SECONDS = 600.0
+"""How long a server may send nothing, where a call has no timeout of its own."""
 _MAX_CONCURRENT = next(f.default for f in fields(EnsembleConfig) if f.name == "max_concurrent")
 
 
@@ -37,14 +41,15 @@ class RemoteEngine:
     `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: what it
     was started with; that of the environment variable SPECFUSE_API_KEY, if None. Connects on first use.
 
-    Raises `EngineClosedError` where no server answers, `ConfigError` for a key or a model that it does not know, and
-    otherwise what the engine raises in its own process.
+    Raises `ConfigError` for a key that would cross a network without TLS. Calls raise `EngineClosedError` where no
+    server answers, `ConfigError` for a key or a model that it does not know, and otherwise what the engine raises in
+    its own process.
     """
 
     def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
         self.base_url = server_address("base_url", base_url)
         self._model = model
-        self._api_key = os.environ.get(KEY_ENV) if api_key is None else api_key
+        self._api_key = _key_for(self.base_url, api_key)
         self._described: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._client: httpx.Client | None = None
@@ -99,8 +104,9 @@ class RemoteEngine:
         if self._described is None:
             path = "/v1/models" if self._model is None else f"/v1/models/{self._model}"
             told = self._call("GET", path)
-            told = told["data"][0] if self._model is None else told
-            self._described = {"id": told["id"], **told["specfuse"]}
+            with understood(self.base_url):
+                told = told["data"][0] if self._model is None else told
+                self._described = {"id": told["id"], **told["specfuse"]}
         return self._described
 
     def load(self, on_progress: object = None) -> Self:
@@ -147,7 +153,7 @@ class RemoteEngine:
         if self._model is None:
             await asyncio.to_thread(self.describe)
         request = self._request(conversation_of(messages), params, options)
-        async with httpx.AsyncClient(**self._settings()) as client:
+        async with httpx.AsyncClient(**self._settings(bounded_http.abound)) as client:
             with self._reached():
                 response = await client.send(request, stream=True)
             async with aclosing(response):
@@ -169,28 +175,32 @@ class RemoteEngine:
         body = request_to_json(messages, params or SamplingParams(), options)
         body |= {"model": self.model, "stream": True, "specfuse": {"events": True}}
         seconds = options.get("timeout")
-        silent = None if seconds is None else seconds + GRACE_SECONDS
-        timeout = httpx.Timeout(CONNECT_SECONDS, read=silent)
-        return self._connected().build_request("POST", "/v1/chat/completions", json=body, timeout=timeout)
+        whole = None if seconds is None else seconds + GRACE_SECONDS
+        timeout = httpx.Timeout(CONNECT_SECONDS, read=SILENT_SECONDS if whole is None else whole)
+        bounds = {bounded_http.SECONDS: whole}
+        client = self._connected()
+        return client.build_request("POST", "/v1/chat/completions", json=body, timeout=timeout, extensions=bounds)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         with self._reached():
             response = self._connected().request(method, path, json=body)
         if response.is_error:
             raise _refusal(response)
-        return response.json()
+        with understood(self.base_url):
+            return response.json()
 
     def _connected(self) -> httpx.Client:
         with self._lock:
             if self._client is None or self._process != os.getpid():  # connections do not survive a fork
-                self._client, self._process = httpx.Client(**self._settings()), os.getpid()
+                self._client, self._process = httpx.Client(**self._settings(bounded_http.bound)), os.getpid()
             return self._client
 
-    def _settings(self) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+    def _settings(self, hook: Callable[[httpx.Response], Any]) -> dict[str, Any]:
+        key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         return {
             "base_url": self.base_url,
-            "headers": headers,
+            "headers": {**bounded_http.HEADERS, **key},
+            "event_hooks": {"response": [hook]},
             "verify": trusted(),
             "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
@@ -200,17 +210,32 @@ class RemoteEngine:
     def _reached(self) -> Iterator[None]:
         try:
             yield
+        except ResponseRefusedError as error:
+            raise SpecFuseError(f"the server at {self.base_url} is not believed: {error}") from error
         except httpx.TransportError as error:
             what = f"no server answers at {self.base_url} ({type(error).__name__})"
             raise EngineClosedError(f"{what}: start one with specfuse-llm serve, or correct base_url") from error
+
+
+def _key_for(base_url: str, given: str | None) -> str | None:
+    """The key that goes with every request. Raises `ConfigError` where others could read it on its way."""
+    key = os.environ.get(KEY_ENV) if given is None else given
+    if not key or is_private(base_url):
+        return key or None
+    whose = f"that {KEY_ENV} holds" if given is None else "of api_key=…"
+    raise ConfigError(
+        f"the key {whose} would go to {base_url} unencrypted: use an https:// address, or a tunnel to 127.0.0.1; "
+        'api_key="" sends no key'
+    )
 
 
 def _refusal(response: httpx.Response) -> SpecFuseError:
     """The error of a response, as the engine would have raised it."""
     try:
         error = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
+        refused = error_from_json(error.get("specfuse") or error)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return SpecFuseError(f"{response.url.host} answers {response.status_code}: it is no server of SpecFuse")
     if response.status_code == 401:
         return ConfigError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
-    return error_from_json(error.get("specfuse") or error)
+    return refused

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from httpx import Response, TransportError
 
 from specfuse_shared.adapters.wire import error_from_json, event_from_json
-from specfuse_shared.errors import EngineClosedError, SpecFuseError
+from specfuse_shared.bounded_http import ResponseRefusedError
+from specfuse_shared.errors import EngineClosedError, GenerationError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 
 _DATA, _DONE = "data: ", "[DONE]"
@@ -29,6 +31,9 @@ class RemoteStream(Iterator[Event]):
                     if isinstance(event, FinishEvent):
                         self.close()
                     return event
+        except ResponseRefusedError as error:
+            self.close()
+            raise self._read.refused(error) from error
         except TransportError as error:
             raise self._read.lost() from error
         except SpecFuseError:
@@ -56,9 +61,24 @@ async def events_of(response: Response) -> AsyncGenerator[Event, None]:
                 yield event
                 if isinstance(event, FinishEvent):
                     return
+    except ResponseRefusedError as error:
+        raise read.refused(error) from error
     except TransportError as error:
         raise read.lost() from error
     raise read.lost()
+
+
+@contextmanager
+def understood(server: str) -> Iterator[None]:
+    """Raises `SpecFuseError` where what a server sends has another form than SpecFuse's."""
+    try:
+        yield
+    except SpecFuseError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # pydantic's are ValueErrors
+        raise SpecFuseError(
+            f"{server} does not answer as a server of SpecFuse does ({type(error).__name__})"
+        ) from error
 
 
 class _Reading:
@@ -71,7 +91,10 @@ class _Reading:
         """The event of a line; None for lines that tell of none. Raises the error that a line holds."""
         if not line.startswith(_DATA) or line == _DATA + _DONE:
             return None
-        data = json.loads(line.removeprefix(_DATA))
+        with understood("the server"):
+            return self._event(json.loads(line.removeprefix(_DATA)))
+
+    def _event(self, data: Mapping[str, Any]) -> Event | None:
         if (error := data.get("error")) is not None:
             raise error_from_json(error.get("specfuse") or error)
         told: Mapping[str, Any] = data["choices"][0].get("specfuse", {}) if data["choices"] else {}
@@ -83,6 +106,9 @@ class _Reading:
         if (error := told.get("error")) is not None:
             raise error_from_json(error)
         return None
+
+    def refused(self, error: Exception) -> GenerationError:
+        return GenerationError(f"the server is not believed: {error}", member=None, text=self.text)
 
     def lost(self) -> EngineClosedError:
         return EngineClosedError("the server went away while it answered: try again", text=self.text)

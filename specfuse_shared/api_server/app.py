@@ -143,8 +143,14 @@ class Service:
         return JSONResponse(self.models.named(request.path_params["id"]).to_dict(self.began))
 
     async def health(self, request: Request) -> Response:
-        status, stage = self.models.status, self.models.stage
-        return JSONResponse({"status": status, "stage": stage}, 200 if status == "ok" else 503)
+        """Whether requests are answered. What is loaded or lost is told to those who have a key, or need none."""
+        status = self.models.status
+        told = {"status": status, "stage": self.models.stage} if request.state.known else {"status": status}
+        return JSONResponse(told, 200 if status in ("ok", "degraded") else 503)
+
+    async def live(self, request: Request) -> Response:
+        """Whether the process is worth keeping: it loads or answers. One whose engine broke has to be started again."""
+        return JSONResponse({"status": "failed" if self.models.broken else "ok"}, 503 if self.models.broken else 200)
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
@@ -167,6 +173,7 @@ def build_app(service: Service, clients: Clients | None = None) -> ASGIApp:
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/tokenize", service.tokenize, methods=["POST"]),
+        Route("/live", service.live, methods=["GET"]),
         Route("/health", service.health, methods=["GET"]),
         Route("/metrics", service.metrics, methods=["GET"]),
         *page.routes(),

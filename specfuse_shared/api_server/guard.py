@@ -27,7 +27,7 @@ from specfuse_shared.api_server.failures import HttpError, error_body, error_hea
 logger = logging.getLogger(__name__)
 
 GONE, BROKEN = 499, 500
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health"})
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/live"})
 """What is answered without a key: the page and whether the server is up; neither tells of any answer."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.ASCII)

@@ -14,7 +14,8 @@ from specfuse_shared.serving.engine import EnsembleEngine
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["loading", "ok", "failed"]
+Status = Literal["loading", "ok", "degraded", "failed"]
+"""`degraded`: some members are lost, and the others answer. `failed`: loading did not work, or an engine broke."""
 LONGEST_RETRY = 60
 """Seconds."""
 
@@ -65,12 +66,29 @@ class Models:
 
     @property
     def status(self) -> Status:
-        return self._status
+        """As of now: engines and their lanes are asked."""
+        if self._status != "ok":
+            return self._status
+        if self.broken:
+            return "failed"
+        return "degraded" if self.lost else "ok"
 
     @property
     def stage(self) -> str:
-        """What is being loaded, or why it failed."""
-        return self._stage
+        """What is being loaded, what is lost, or why it failed."""
+        if self.status == "failed" and self.broken:
+            return f"broken: {', '.join(self.broken)}"
+        return f"without {', '.join(self.lost)}" if self.status == "degraded" else self._stage
+
+    @property
+    def broken(self) -> list[str]:
+        """Ensembles whose engine broke."""
+        return [name for name, engine in self.engines.items() if engine.failure is not None]
+
+    @property
+    def lost(self) -> list[str]:
+        """Members that cannot be reached now."""
+        return [f"{name}/{member}" for name, engine in self.engines.items() for member in engine.lost_members]
 
     def load(self) -> None:
         """Load every engine, one after the other. Raises what the first that cannot be loaded raises."""
@@ -97,6 +115,8 @@ class Models:
             raise ModelsLoadingError(f"the models are being loaded ({self._stage}): try again in a while")
         if self._status == "failed":
             raise EngineClosedError("the models could not be loaded: the server's log says why")
+        if model.engine.failure is not None:
+            raise EngineClosedError("the engine of this model broke: the server's log says why")
         return model
 
     def all(self) -> list[Model]:

@@ -19,12 +19,14 @@ from specfuse_shared.api_server.clients import Clients
 from specfuse_shared.api_server.connections import protocol_of
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
-from specfuse_shared.errors import ConfigError
+from specfuse_shared.errors import ConfigError, EngineClosedError
 from specfuse_shared.serving.engine import EnsembleEngine
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+WATCH_SECONDS = 1.0
+"""Between two looks whether an engine broke."""
 INTERRUPTED = 130
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -32,7 +34,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda address: None) -> None:
     """Serve until SIGINT or SIGTERM; then answers finish within `stop_seconds`. A second signal does not wait.
 
-    Raises `ConfigError` for an address that cannot be listened at, and what loading the members raises.
+    Raises `ConfigError` for an address that cannot be listened at, what loading the members raises, and
+    `EngineClosedError` once an engine broke: then answers of other ensembles finish, and a supervisor starts anew.
     """
     settings = config.server
     clients = Clients(settings, config.api_key(), config.clients)
@@ -79,13 +82,23 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models)
             raise
         logger.info("ready: %s", ", ".join(model.id for model in models.all()))
 
+    async def watch() -> None:
+        while not models.broken:
+            await asyncio.sleep(WATCH_SECONDS)
+        logger.critical("the engine of %s broke: the server stops", ", ".join(models.broken))
+        server.should_exit = True
+
     loading = asyncio.create_task(load())
+    watching = asyncio.create_task(watch())
     for number in STOPS:  # uvicorn raises the signal that stopped it once more when all is done
         signal.signal(number, lambda *_: None)
     await server.serve(sockets=[listening])
     if models.status == "loading":
         os._exit(INTERRUPTED)  # what loads cannot be interrupted, and nobody has been answered
+    watching.cancel()
     await loading
+    for name in models.broken:
+        raise EngineClosedError(f"the engine of {name!r} broke, so the server has stopped: start it again")
 
 
 def address_of(host: str, port: int) -> str:

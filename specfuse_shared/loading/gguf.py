@@ -10,6 +10,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from os import SEEK_CUR
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,20 +121,35 @@ def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
 def gguf_context(gguf: Path) -> int | None:
     """Tokens of context that a file states; read from its head, without the tables behind it.
 
-    Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Raises `MemberLoadError` for a head that is none.
     """
-    with gguf.open("rb") as file:
-        _, _, _, count = struct.unpack("<4sIQQ", file.read(24))
-        for _ in range(count):
-            key, kind = _string(file), _number(file, "<I")
-            value = _value(file, kind)
-            if key.endswith(".context_length"):
-                return int(value)
-    return None
+    try:
+        with gguf.open("rb") as file:
+            return _context_in(file)
+    except (OSError, ValueError, OverflowError, struct.error) as error:
+        raise MemberLoadError(f"{gguf} is no GGUF file, or its head is broken ({error}): fetch it again") from error
 
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_MOST_ENTRIES = 65_536
+"""Of a head; real ones have some fifty."""
+_LONGEST_STRING = 4 * 2**20
+"""Bytes; chat templates have a hundred thousand at most."""
+
+
+def _context_in(file: BinaryIO) -> int | None:
+    magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
+    if magic != b"GGUF":
+        raise ValueError("it does not begin with GGUF")
+    if count > _MOST_ENTRIES:
+        raise ValueError(f"it claims {count} entries")
+    for _ in range(count):
+        key, kind = _string(file), _number(file, "<I")
+        value = _value(file, kind)
+        if key.endswith(".context_length"):
+            return int(value or 0) or None
+    return None
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
@@ -141,15 +157,27 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind == _STRING:
         return _string(file)
     if kind != _ARRAY:
-        return _number(file, _SCALARS[kind])
+        return _number(file, _layout(kind))
     inner, length = _number(file, "<I"), _number(file, "<Q")
-    for _ in range(length):
-        _value(file, inner)
+    if inner == _STRING:
+        for _ in range(length):  # a file that ends sooner ends this
+            _string(file)
+    else:
+        file.seek(length * struct.calcsize(_layout(inner)), SEEK_CUR)
     return None
 
 
+def _layout(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"it has a value of unknown kind {kind}")
+    return _SCALARS[kind]
+
+
 def _string(file: BinaryIO) -> str:
-    return file.read(_number(file, "<Q")).decode("utf-8", "replace")
+    size = _number(file, "<Q")
+    if size > _LONGEST_STRING:
+        raise ValueError(f"it claims a text of {size} bytes")
+    return file.read(size).decode("utf-8", "replace")
 
 
 def _number(file: BinaryIO, layout: str) -> Any:

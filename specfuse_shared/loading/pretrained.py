@@ -142,7 +142,7 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
 
     if not config.allow_pickle:
         try:
-            cached_file(adapter, "adapter_model.safetensors")
+            cached_file(adapter, "adapter_model.safetensors", revision=config.adapter_revision)
         except OSError as error:
             raise MemberLoadError(
                 f"member {config.label!r}: there is no adapter_model.safetensors in {adapter!r}: expected the hub id "
@@ -150,7 +150,8 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
             ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the two libraries' quarrels over each other's names
-        return PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+        adapted = PeftModel.from_pretrained(model, adapter, revision=config.adapter_revision)
+        return adapted.merge_and_unload(safe_merge=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specfuse_shared.members.stages import Reply, StageRequest
+from specfuse_shared.members.stages import Fault, Reply, StageRequest
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.grammar import Grammar
@@ -129,6 +129,11 @@ class Lane(Protocol):
 
     def cache_use(self) -> CacheUse:
         """Memory for answers now."""
+        ...
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why every stage fails now; None while stages run. A fatal one ends the engine."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from specfuse_shared.members.base import CacheUse, MemberInfo
 from specfuse_shared.members.lanes import devices_of
 from specfuse_shared.members.local_lane import LocalLane
-from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult
+from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
 
 
 class LaneThread:
@@ -41,10 +41,14 @@ class LaneThread:
                 self._lane.submit(requests, self._give)
                 self._changed.notify()
                 return
-        reply([StageResult(request.answer, request.member, error=self._fault) for request in requests])
+        reply([unanswered(request, self._fault) for request in requests])
 
     def cache_use(self) -> CacheUse:
         return self._lane.cache_use()
+
+    @property
+    def fault(self) -> Fault | None:
+        return self._fault
 
     def close(self) -> None:
         """Wait for the thread's end: one that is still on its way when Python ends would take the process with it."""

@@ -102,6 +102,11 @@ class LocalLane:
     def cache_use(self) -> CacheUse:
         return sum((member.cache_use() for member in self.local.values()), CacheUse())
 
+    @property
+    def fault(self) -> Fault | None:
+        """None: what breaks in it breaks the thread that steps it."""
+        return None
+
     def close(self) -> None:
         for tasks in self._waiting.values():
             tasks.clear()

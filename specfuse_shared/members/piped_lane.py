@@ -6,6 +6,7 @@ every stage, so that its members leave the answers, which go on with the others.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_lane import LocalLane
-from specfuse_shared.members.stages import Close, Closed, Fault, Reply, StageRequest, StageResult
+from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_TO_CLOSE = 10.0
 
@@ -102,13 +105,17 @@ class PipedLane:
             lost = self._lost
             if lost is None:
                 self._asked.update({(request.answer, request.member): (request, reply) for request in requests})
-        if lost is None:
-            self._send(tuple(requests))
-        else:
-            reply([_unanswered(request, lost) for request in requests])
+        if lost is None and (lost := self._send(tuple(requests))) is not None:
+            requests = self._withdrawn(requests)
+        if lost is not None:
+            reply([unanswered(request, lost) for request in requests])
 
     def cache_use(self) -> CacheUse:
         return self._use
+
+    @property
+    def fault(self) -> Fault | None:
+        return self._lost
 
     def close(self) -> None:
         self._closed = True
@@ -116,26 +123,36 @@ class PipedLane:
         self._reader.join(_SECONDS_TO_CLOSE)
         self._connection.close()
 
-    def _send(self, message: object) -> None:
+    def _send(self, message: object) -> Fault | None:
+        """Why the message could not be sent; None where it was, or the reader will find that the other end is gone."""
         try:
             with self._lock:
                 self._connection.send(message)
         except OSError:
-            return  # whoever reads finds that out too, and tells those who wait
+            return None
+        except Exception as error:
+            return Fault.of(error)
+        return None
 
     def _read(self) -> None:
+        """Whatever is met, those who wait get a fault: nobody may wait for a lane that is gone."""
         while True:
             try:
                 while True:
-                    answered: Answered = self._connection.recv()
-                    self._use = answered.use
-                    for forward in answered.forwards:
-                        self._on_forward(*forward)
-                    self._give(answered.results)
+                    self._take(self._connection.recv())
             except (EOFError, OSError):
                 self._lose(Fault("EOFError", f"the process of {self._name} is gone"))
+            except Exception as error:
+                logger.warning("the lane of %s broke: %s", self._name, type(error).__name__)
+                self._lose(Fault.of(error))
             if not self._is_back():
                 return
+
+    def _take(self, answered: Answered) -> None:
+        self._use = answered.use
+        for forward in answered.forwards:
+            self._on_forward(*forward)
+        self._give(answered.results)
 
     def _is_back(self) -> bool:
         """Wait until what was lost is there again; False where it will not be."""
@@ -143,7 +160,9 @@ class PipedLane:
             return False
         try:
             self._reopened()
-        except EOFError:
+        except Exception as error:
+            if not isinstance(error, EOFError):
+                logger.error("the lane of %s cannot be opened again: %s", self._name, type(error).__name__)
             return False
         with self._lock:
             self._lost = None
@@ -155,29 +174,30 @@ class PipedLane:
         with self._lock:
             for result in results:
                 key = result.answer, result.member
-                reply = (self._asked.pop(key) if isinstance(result.value, Closed) else self._asked[key])[1]
-                own.setdefault(reply, []).append(result)
+                asked = self._asked.pop(key, None) if isinstance(result.value, Closed) else self._asked.get(key)
+                if asked is None:
+                    logger.warning("the lane of %s answers what it was not asked", self._name)
+                else:
+                    own.setdefault(asked[1], []).append(result)
         for reply, some in own.items():
             reply(some)
+
+    def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
+        """Those of the requests that nobody has answered meanwhile; from now on nobody will."""
+        with self._lock:
+            return [r for r in requests if self._asked.pop((r.answer, r.member), None) is not None]
 
     def _lose(self, fault: Fault) -> None:
         with self._lock:
             self._lost, asked, self._asked, self._use = fault, self._asked, {}, CacheUse()
         for request, reply in asked.values():
-            reply([_unanswered(request, fault)])
+            reply([unanswered(request, fault)])
 
     def _named(self, info: MemberInfo) -> MemberInfo:
         return replace(info, devices={self._device(device): share for device, share in info.devices.items()})
 
     def _device(self, device: str) -> str:
         return f"{self._name}/{device}"
-
-
-def _unanswered(request: StageRequest, fault: Fault) -> StageResult:
-    """What becomes of a request to a lane that is gone: there is no cache left to close."""
-    if isinstance(request.op, Close):
-        return StageResult(request.answer, request.member, Closed())
-    return StageResult(request.answer, request.member, error=fault)
 
 
 def serve_members(

@@ -7,6 +7,7 @@ room for it, and then the member is back. No call is repeated, since what an act
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections import deque
@@ -81,7 +82,7 @@ class MemberActor:
             serve_members(self._end, [config], execution, cores)
             self._end.outbox.put(EOFError())
         except BaseException as error:
-            self._end.outbox.put(error)
+            self._end.outbox.put(_sendable(error))
 
 
 class ActorWire:
@@ -95,7 +96,7 @@ class ActorWire:
         kind = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups, **options)(MemberActor)
         self._actor: Any = kind.remote(config, execution, cores)
         self._arrived: deque[Any] = deque()
-        self._closed = False
+        self._closed = self._broken = False
 
     def wait_for_place(self, member: MemberConfig) -> None:
         """Raises `MemberLoadError` where no node has room for long."""
@@ -116,13 +117,24 @@ class ActorWire:
                 self._arrived.extend(ray.get(self._actor.take.options(concurrency_group="out").remote()))
             except RayActorError as error:
                 raise EOFError(str(error)) from error
+            except Exception:
+                self._broken = True
+                raise
         message = self._arrived.popleft()
         if isinstance(message, BaseException):
+            self._broken = True
             raise message
         return message
 
     def reopened(self) -> Any:
-        """The first message of the actor once it runs again. Raises `EOFError` when the wire is closed."""
+        """The first message of the actor once it runs again. Raises `EOFError` when the wire is closed.
+
+        An actor whose members broke lives on, and would load no others: it is ended, and Ray starts it again.
+        """
+        if self._broken and not self._closed:
+            self._broken = False
+            self._arrived.clear()
+            ray.kill(self._actor, no_restart=False)
         while not self._closed:
             try:
                 return self.recv()
@@ -134,6 +146,15 @@ class ActorWire:
         self._closed = True
         with suppress(RayError):  # it may be gone already
             ray.kill(self._actor)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error, or what can be told of one that cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def ray_lanes(

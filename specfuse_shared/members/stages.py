@@ -218,5 +218,12 @@ class StageResult:
     error: Fault | None = None
 
 
+def unanswered(request: StageRequest, fault: Fault) -> StageResult:
+    """What becomes of a request to a lane that is gone: there is no cache left to close."""
+    if isinstance(request.op, Close):
+        return StageResult(request.answer, request.member, Closed())
+    return StageResult(request.answer, request.member, error=fault)
+
+
 Reply = Callable[[Sequence[StageResult]], None]
 """Takes results, from any thread, in any order."""

@@ -10,6 +10,8 @@ from specfuse_shared.policies.aggregates import SECOND
 from specfuse_shared.policies.protocols import AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
 
 _EQUAL = 1e-6
+ROUNDING = 0.3
+"""Nats by which half precision may lift a log-probability above 0; what is higher, or not a number, is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,11 @@ class Electorate:
         return scores, self.aggregate(scores, self.weights, [drafters[i] for i in some])
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
-        """A verifier to which a candidate is invisible has no opinion on it."""
-        seen = [candidate for candidate in row if candidate.logprobs]
-        found = iter(self.score(seen) if seen else ())
-        return [next(found) if candidate.logprobs else 0.0 for candidate in row]
+        """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities."""
+        seen = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
+        known = [candidate for candidate, is_seen in zip(row, seen, strict=True) if is_seen]
+        found = iter(self.score(known) if known else ())
+        return [next(found) if is_seen else 0.0 for is_seen in seen]
 
 
 def _same(rows: Matrix, one: int) -> list[int]:

@@ -62,8 +62,18 @@ class EnsembleEngine:
 
     @property
     def closed(self) -> bool:
-        """It cannot answer any more: it was closed, or it belongs to the process that this one was forked from."""
-        return self._closed or not self.is_of_this_process
+        """It cannot answer any more: it was closed, it broke, or it belongs to the process that was forked."""
+        return self._closed or not self.is_of_this_process or self.failure is not None
+
+    @property
+    def failure(self) -> EngineClosedError | None:
+        """Why it cannot answer any more although nobody closed it; None while it can."""
+        return self._scheduler.failure if self._scheduler is not None else None
+
+    @property
+    def lost_members(self) -> tuple[str, ...]:
+        """Members that cannot be reached now; answers go on without them. Those that come back are in the next one."""
+        return self._scheduler.lost_members if self._scheduler is not None else ()
 
     @property
     def is_of_this_process(self) -> bool:

@@ -64,7 +64,10 @@ class _Registry:
 
     def lease(self, config: EnsembleConfig) -> EngineLease:
         with self._lock:
-            self._shared = [shared for shared in self._shared if not shared.engine.closed]
+            dead = [shared for shared in self._shared if shared.engine.closed]
+            self._shared = [shared for shared in self._shared if shared not in dead]
+            for shared in dead:
+                shared.engine.close()  # one that broke still holds its weights
             found = next((shared for shared in self._shared if shared.engine.config == config), None)
             if found is None:
                 found = _Shared(EnsembleEngine(config))

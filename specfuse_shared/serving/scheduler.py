@@ -77,6 +77,7 @@ class Scheduler:
         self._queue, self._arrived = deque[Request](), deque[StageResult]()
         self._wanted: list[StageRequest] = []
         self._closed: EngineClosedError | None = None
+        self._failure: EngineClosedError | None = None
         self._process, self._numbers = os.getpid(), itertools.count(1)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
@@ -109,6 +110,20 @@ class Scheduler:
             self._worker.join()
 
     @property
+    def failure(self) -> EngineClosedError | None:
+        """Why nothing is answered any more although nobody closed it: the worker or a lane broke."""
+        if self._failure is None:
+            faults = [fault for lane in self._assembly.lanes if (fault := lane.fault) and fault.is_fatal]
+            return _broken(faults[0].kind, faults[0].message) if faults else None
+        return self._failure
+
+    @property
+    def lost_members(self) -> tuple[str, ...]:
+        """Members whose lane is gone; answers go on without them."""
+        lost = [lane for lane in self._assembly.lanes if lane.fault is not None]
+        return tuple(info.name for lane in lost for info in lane.members)
+
+    @property
     def load(self) -> tuple[int, int]:
         """Requests that run and that wait."""
         with self._changed:
@@ -125,8 +140,7 @@ class Scheduler:
         except BaseException as error:
             logger.exception("the engine's worker stopped")
             with self._changed:
-                what = "the engine's worker stopped"
-                self._closed = EngineClosedError(f"{what} ({type(error).__name__}: {error})", public=what)
+                self._closed = self._failure = _broken(type(error).__name__, str(error))
                 self._changed.notify_all()
             self.places.close(self._closed)
         why = self._closed or EngineClosedError()
@@ -291,3 +305,8 @@ class Scheduler:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
+
+
+def _broken(kind: str, message: str) -> EngineClosedError:
+    what = "the engine's worker stopped"
+    return EngineClosedError(f"{what} ({kind}: {message})", public=what)

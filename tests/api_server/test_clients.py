@@ -260,7 +260,7 @@ def test_a_client_keeps_its_key_to_itself(client: httpx.Client) -> None:
         assert b"very-secret" not in pickle.dumps(model)
         assert pickle.loads(pickle.dumps(model)).base_url == model.base_url
         assert copy.deepcopy(model).api_key.get_secret_value() == "very-secret"
-    assert ChatSpecFuse(base_url="http://x", api_key="k")._remote()._api_key == "k"  # type: ignore[union-attr]
+    assert ChatSpecFuse(base_url="https://x", api_key="k")._remote()._api_key == "k"  # type: ignore[union-attr]
 
 
 def test_a_model_is_here_or_there(tiny: EnsembleEngine) -> None:

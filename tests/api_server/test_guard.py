@@ -11,10 +11,14 @@ import httpx
 import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError
+from specfuse_shared.api_server import run
 from specfuse_shared.api_server.app import Service, build_app
 from specfuse_shared.api_server.models import Models
-from specfuse_shared.api_server.settings import ServerSettings
-from tests.api_server.serving import QUESTION, serving
+from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
+from specfuse_shared.errors import EngineClosedError
+from specfuse_shared.members.stages import Fault
+from tests.api_server.serving import QUESTION, ready, serving, until
+from tests.engine.test_fake_lanes import FakeEngine, two
 
 KEY = "a key that nobody else knows"
 CHAT = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
@@ -28,7 +32,15 @@ def test_a_key_is_needed_where_there_is_one(tiny: EnsembleEngine) -> None:
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
-        open_to_all = {"/": 200, "/health": 200, "/page.js": 200, "/metrics": 401, "/v1/models": 401, "/nothing": 401}
+        open_to_all = {
+            "/": 200,
+            "/health": 200,
+            "/live": 200,
+            "/page.js": 200,
+            "/metrics": 401,
+            "/v1/models": 401,
+            "/nothing": 401,
+        }
         assert {p: client.get(p, headers={"Authorization": "x"}).status_code for p in open_to_all} == open_to_all
 
 
@@ -155,3 +167,58 @@ def test_elsewhere_a_key_must_be_set(host: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_key_that_was_named_must_be_there() -> None:
     with pytest.raises(ConfigError, match="NO_SUCH_KEY holds no key"):
         ServerSettings(api_key_env="NO_SUCH_KEY").api_key()
+
+
+def health(client: httpx.Client, path: str = "/health", **headers: str) -> tuple[int, dict[str, str]]:
+    answer = client.get(path, headers=headers)
+    return answer.status_code, answer.json()
+
+
+def test_health_follows_engines_and_lanes_and_live_only_what_a_restart_mends() -> None:
+    first, second = two()
+    with FakeEngine(first, second) as engine, serving({"pair": engine}) as client:
+        assert health(client) == (200, {"status": "ok", "stage": "ready"})
+        second.fault = Fault("EOFError", "gone")
+        assert health(client) == (200, {"status": "degraded", "stage": "without pair/b"})
+        assert health(client, "/live") == (200, {"status": "ok"})
+        second.fault = Fault("SystemExit", "killed", is_fatal=True)
+        assert health(client) == (503, {"status": "failed", "stage": "broken: pair"})
+        assert health(client, "/live") == (503, {"status": "failed"})
+        refused = client.post("/v1/chat/completions", json={**CHAT, "model": "pair"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "the engine of this model broke: the server's log says why"
+
+
+def test_without_a_key_health_names_nothing() -> None:
+    first, second = two()
+    second.fault = Fault("EOFError", "gone")
+    with FakeEngine(first, second) as engine, serving({"pair": engine}, key=KEY) as client:
+        assert health(client, Authorization="") == (200, {"status": "degraded"})
+        assert health(client, "/live", Authorization="") == (200, {"status": "ok"})
+        assert health(client)[1]["stage"] == "without pair/b"
+
+
+def test_while_models_load_the_process_lives_and_is_not_ready() -> None:
+    from starlette.testclient import TestClient
+
+    models = Models({"one": FakeEngine(*two())})
+    with TestClient(build_app(Service(models)), base_url="http://127.0.0.1") as client:
+        assert client.get("/live").status_code == 200
+        assert client.get("/health").status_code == 503
+
+
+def test_a_server_whose_engine_breaks_stops_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = two()
+    monkeypatch.setattr(run, "EnsembleEngine", lambda config: FakeEngine(*lanes))
+    monkeypatch.setattr(run, "WATCH_SECONDS", 0.05)
+
+    def destroy(address: str) -> None:
+        until(lambda: httpx.get(f"{address}/live").status_code == 200 and ready(address))
+        lanes[1].fault = Fault("SystemExit", "killed", is_fatal=True)
+
+    def listening(address: str) -> None:
+        threading.Thread(target=destroy, args=(address,), daemon=True).start()
+
+    config = ServeConfig({"pair": EnsembleConfig(["a", "b"])}, ServerSettings(port=0))
+    with pytest.raises(EngineClosedError, match="'pair' broke, so the server has stopped"):
+        run.serve(config, listening)

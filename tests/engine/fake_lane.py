@@ -91,6 +91,7 @@ class FakeLane:
     answers: dict[tuple[int, str], str] = field(default_factory=dict)
     computed: Counter[tuple[int, str]] = field(default_factory=Counter)
     closed: bool = False
+    fault: Fault | None = None
 
     @property
     def members(self) -> Sequence[MemberInfo]:

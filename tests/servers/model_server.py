@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ class Ways:
     running: int = 0
     left: int = 0
     keys: set[str | None] = field(default_factory=set)
+    lie: Callable[[Any], Any] | None = None
+    """Gives what is sent instead of the choices of a completion."""
 
     def bodies(self, path: str = "/v1/completions") -> list[dict[str, Any]]:
         return [body for asked, body in self.asked if asked == path]
@@ -154,6 +157,8 @@ class ModelServer:
         for asked in (named, body.get("allowed_token_ids"), map(int, body.get("logit_bias") or {})):
             self._check(all(0 <= token < self.size for token in asked or ()), "out-of-vocab token ids")
         choices = [self._choice(n, prompt, body, named) for n, prompt in enumerate(prompts)]
+        if self.ways.lie is not None:
+            return Response(json.dumps({"choices": self.ways.lie(choices)}), media_type="application/json")
         return JSONResponse({"model": self.name, "choices": choices})
 
     def _choice(self, index: int, prompt: list[int], body: dict[str, Any], named: list[int] | None) -> dict[str, Any]:

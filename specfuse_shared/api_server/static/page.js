@@ -201,14 +201,14 @@ async function models() {
 async function connect() {
   try {
     const { status: state, stage } = await (await fetch("/health")).json();
-    if (state === "failed") return say(`The models could not be loaded: the server's log says why`, "failed");
+    if (state === "failed") return say("The models failed: the server's log says why", "failed");
     if (state === "loading") {
-      say(`Loading: ${stage}`, "busy");
+      say(stage ? `Loading: ${stage}` : "Loading", "busy");
       return setTimeout(connect, 1000);
     }
     await models();
     ready = true;
-    say("Ready", "ok");
+    say(state === "degraded" ? `Ready, ${stage ?? "without some members"}` : "Ready", "ok");
     complain("");
   } catch (error) {
     if (!at("key-field").hidden) {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
 
+from specfuse_shared import bounded_http
 from specfuse_shared.addresses import trusted
+from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.errors import ServerError, ServerKeyError, ServerModelError, ServerUnreachableError
 
 CONNECT_SECONDS = 10.0
@@ -41,7 +44,8 @@ class ServerClient:
         self._key_name, self._timeout = key_name, timeout
         self._http = httpx.AsyncClient(
             base_url=address,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={**bounded_http.HEADERS, **({"Authorization": f"Bearer {key}"} if key else {})},
+            event_hooks={"response": [bounded_http.abound]},
             verify=trusted(),
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS),
@@ -73,8 +77,8 @@ class ServerClient:
         if response.is_error:
             raise self._refusal(response)
         try:
-            return response.json()
-        except ValueError as error:
+            return json.loads(response.content)
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.address}{response.url.path} answers no JSON: is a model served there?") from error
 
     async def close(self) -> None:
@@ -94,6 +98,8 @@ class ServerClient:
                 f"the server at {self.address} did not answer within {seconds:g} s: give it time with "
                 "MemberConfig(server_timeout=…), or look after it"
             ) from error
+        except ResponseRefusedError as error:
+            raise ServerError(f"the server at {self.address} is not believed: {error}") from error
         except httpx.TransportError as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ServerUnreachableError(

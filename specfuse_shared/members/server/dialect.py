@@ -7,18 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specfuse_shared.errors import ServerError
+from specfuse_shared.errors import ServerError, ServerSettingsError
 from specfuse_shared.sampling_params import SamplingParams
 
 BAN = -100.0
 """What is added to the logit of a token that must not come."""
+ROUNDING = 0.3
+"""Largest difference of log-probabilities, in nats, that is taken for the rounding of half precision; settings of a
+server that change them cost more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """At most `count` tokens behind `prompt`, sampled as `params` and `seed` say, until one of `stop_ids` comes.
 
-    Never one of `banned`; only ones of `allowed`, where those are given.
+    Never one of `banned`; only ones of `allowed`, where those are given. `vocabulary_size`: ids are below it.
     """
 
     prompt: tuple[int, ...]
@@ -28,6 +31,7 @@ class Continuation:
     stop_ids: tuple[int, ...]
     banned: tuple[int, ...] = ()
     allowed: tuple[int, ...] | None = None
+    vocabulary_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +90,40 @@ class Dialect(Protocol):
         ...
 
 
-def cut_at_stop(ids: Sequence[int], stop_ids: Iterable[int], stopped: bool) -> tuple[list[int], bool]:
-    """Ids before the first that ends the turn, and whether one did, or the server says that it `stopped`."""
-    ends = set(stop_ids)
+def cut_at_stop(ids: Sequence[int], wanted: Continuation, stopped: bool) -> tuple[list[int], bool]:
+    """Ids before the first that ends the turn, and whether one did, or the server says that it `stopped`.
+
+    Raises `ServerError` for ids that were not asked for.
+    """
+    _check_ids(ids, wanted)
+    ends = set(wanted.stop_ids)
     place = next((n for n, token in enumerate(ids) if token in ends), None)
     if place is not None:
         return list(ids[:place]), True
     if not (ids or stopped):
         raise ServerError("the server gave no token: is its context full?")
     return list(ids), stopped
+
+
+def _check_ids(ids: Sequence[int], wanted: Continuation) -> None:
+    if len(ids) > wanted.count + 1:  # a server may count the end of the turn or not
+        raise ServerError(f"the server gave {len(ids)} tokens where {wanted.count} were asked for")
+    most = math.inf if wanted.vocabulary_size is None else wanted.vocabulary_size
+    if not all(type(token) is int and 0 <= token < most for token in ids):
+        raise ServerError("the server gave tokens that its model does not have")
+    if wanted.allowed is not None and not set(ids) <= {*wanted.allowed, *wanted.stop_ids}:
+        raise ServerError("the server gave tokens that the grammar does not allow")
+
+
+def checked_logprob(value: object) -> float:
+    """A log-probability as a server gives it, at most 0. Raises `ServerSettingsError` for what is none."""
+    number = float(value) if isinstance(value, (int, float)) else math.nan
+    if not number <= ROUNDING:
+        raise ServerSettingsError(
+            f"the server gives logits or other numbers ({str(value)[:20]}) where log-probabilities were asked for: "
+            "start it with --logprobs-mode raw_logprobs"
+        )
+    return min(number, 0.0)
 
 
 def ban_of(banned: Sequence[int]) -> dict[str, float]:

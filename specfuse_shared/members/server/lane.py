@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
 from specfuse_shared.members.server.member import ServerMember
 from specfuse_shared.members.server.session import ServerSession, run_stage
-from specfuse_shared.members.stages import NOTHING_YET, Close, Closed, Fault, Open, Reply, StageRequest, StageResult
+from specfuse_shared.members.stages import (
+    NOTHING_YET,
+    Close,
+    Closed,
+    Fault,
+    Open,
+    Reply,
+    StageRequest,
+    StageResult,
+    unanswered,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +69,16 @@ class ServerLane:
     def cache_use(self) -> CacheUse:
         return CacheUse()
 
+    @property
+    def fault(self) -> Fault | None:
+        """A server that fails is no fault of the lane: its members are asked again in the next answer."""
+        return None if self._thread.is_alive() else Fault("EngineClosedError", "the lane of servers has ended")
+
     def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
-        self._loop.call_soon_threadsafe(self._start, requests, reply)
+        try:
+            self._loop.call_soon_threadsafe(self._start, requests, reply)
+        except RuntimeError as error:  # the loop is closed
+            reply([unanswered(request, Fault.of(error)) for request in requests])
 
     def close(self) -> None:
         if self._closed:

@@ -21,7 +21,7 @@ from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
-from specfuse_shared.members.server.dialect import Dialect, Line, ServerFacts
+from specfuse_shared.members.server.dialect import ROUNDING, Dialect, Line, ServerFacts
 from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.sglang import SglangDialect
 from specfuse_shared.members.server.vllm import VllmDialect
@@ -33,8 +33,6 @@ from specfuse_shared.types import MemberReport
 
 DIALECTS: dict[str, Callable[[ServerClient, str], Dialect]] = {"vllm": VllmDialect, "sglang": SglangDialect}
 
-_TOLERANCE = 0.3
-"""Largest mean |Δ log p| between two ways of scoring that is taken for the rounding of half precision."""
 _SAMPLE = (
     "The tide follows the moon: the sea rises when the moon is high, and the sea falls when the moon is low. "
     "Nobody at 12 harbour street, says the keeper, has ever seen the tide wait for a ship."
@@ -59,7 +57,7 @@ class ServerMember:
         prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name, config.thinking)
         self.stop_ids = stop_ids_of((generation, settings, tokenizer), prompts, config)
         self.special_ids = ids_without_text(tokenizer, size, self.stop_ids)
-        self.text, self._vocabulary_size = MemberText(prompts, self.stop_ids, size), size
+        self.text, self.vocabulary_size = MemberText(prompts, self.stop_ids, size), size
         self._is_doubtful, self._checking = False, asyncio.Lock()
         self._client: ServerClient | None = None
         self.dialect: Dialect
@@ -121,7 +119,7 @@ class ServerMember:
             thinks=self.text.prompts.thinks,
             bytes_per_token=0,
             smallest_row=1,
-            vocabulary_size=self._vocabulary_size,
+            vocabulary_size=self.vocabulary_size,
             drafts_under_grammar=self._config.drafts_under_grammar,
             report=self._report,
         )
@@ -190,10 +188,10 @@ class ServerMember:
 
     async def _check_scores(self) -> None:
         """Both ways of scoring agree, on ids from all of the vocabulary."""
-        ids, last = self._sample, self._vocabulary_size - 1
+        ids, last = self._sample, self.vocabulary_size - 1
         line = Line(tuple(ids[:-_JUDGED]), tuple(ids[-_JUDGED:]), (*self.stop_ids, last))
         self._error = await self.dialect.settle([line, Line(tuple(ids[:3]), (last,))])
-        if self._error > _TOLERANCE:
+        if self._error > ROUNDING:
             raise UnsupportedModelError(
                 f"member {self.name!r}: the server at {self._config.server} scores the same tokens in two ways that "
                 f"differ by {self._error:.2g} nats: neither can be trusted"

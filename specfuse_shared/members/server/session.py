@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from specfuse_shared.errors import ServerError, SpecFuseError
 from specfuse_shared.members.server.dialect import Continuation, Line
 from specfuse_shared.members.session import Session, Stage
 from specfuse_shared.members.token_tree import Branch
@@ -114,8 +115,19 @@ class ServerSession(Session[SentIds]):
         prompt = (*self.context.prompt, *self.context.answer, *ids)
         seed = number_of_draw(self._seed, self._member.name, self._round, self._drawn)
         stop_ids = tuple(stop for stop in self._stop_ids if stop not in banned)
-        wanted = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed)
+        size = self._member.vocabulary_size
+        wanted = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, size)
         return self._member.dialect.continued(wanted)
+
+
+async def _understood(asked: Awaitable[T]) -> T:
+    """What the server answers. Raises `ServerError` for an answer of another shape than its dialect has."""
+    try:
+        return await asked
+    except SpecFuseError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(f"the server answers something else than it was asked ({type(error).__name__})") from error
 
 
 async def run_stage(stage: Stage[T], watch: Callable[[Exception], None]) -> T:
@@ -124,7 +136,7 @@ async def run_stage(stage: Stage[T], watch: Callable[[Exception], None]) -> T:
     try:
         while True:
             awaitable: Awaitable[Any] = stage.send(sent)
-            sent = await awaitable
+            sent = await _understood(awaitable)
     except StopIteration as stop:
         value: T = stop.value
         return value

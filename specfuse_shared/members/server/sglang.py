@@ -16,6 +16,7 @@ from specfuse_shared.members.server.dialect import (
     Line,
     ServerFacts,
     ban_of,
+    checked_logprob,
     cut_at_stop,
     distance,
     of_whole_lines,
@@ -68,7 +69,7 @@ class SglangDialect:
             )
         told = await self._client.post("/generate", {"input_ids": wanted.prompt, "sampling_params": sampling})
         stopped = told["meta_info"]["finish_reason"]["type"] == "stop"
-        return cut_at_stop(told["output_ids"], wanted.stop_ids, stopped)
+        return cut_at_stop(told["output_ids"], wanted, stopped)
 
     async def judged(self, lines: Sequence[Line]) -> list[list[float]]:
         whole = whole_lines(lines)
@@ -92,4 +93,5 @@ class SglangDialect:
         }
         answers = await self._client.post("/generate", body)
         # the first entry is that of the token before, which has none
-        return [[float(entry[0]) for entry in told["meta_info"]["input_token_logprobs"][1:]] for told in answers]
+        rows = [told["meta_info"]["input_token_logprobs"][1:] for told in answers]
+        return [[checked_logprob(entry[0]) for entry in row] for row in rows]

@@ -8,7 +8,6 @@ prefix cache. `prompt_logprobs`, the only way of older servers, reads all of it 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,11 +15,13 @@ from typing import Any
 from specfuse_shared.errors import ServerError, ServerSettingsError
 from specfuse_shared.members.server.client import ServerClient
 from specfuse_shared.members.server.dialect import (
+    ROUNDING,
     Continuation,
     Line,
     ServerFacts,
     any_of,
     ban_of,
+    checked_logprob,
     cut_at_stop,
     distance,
     of_whole_lines,
@@ -31,8 +32,6 @@ MOST_IDS = 128
 """`logprob_token_ids` takes no more of them in a request."""
 MOST_PROMPTS = 1024
 """A request takes no more of them."""
-_ROUNDING = 0.3
-"""Largest mean |Δ log p| taken for the rounding of half precision; settings that change them cost nats."""
 _PENALTY = 8.0
 _CACHE_SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _SETTING = re.compile(r'(\w+)="(\w*)"')
@@ -93,14 +92,13 @@ class VllmDialect:
         ids = choice.get("token_ids")
         if ids is None:
             raise ServerError(f"the server at {self._client.address} gives no token ids: use vLLM 0.11 or later")
-        return cut_at_stop(ids, wanted.stop_ids, stopped=choice.get("finish_reason") == "stop")
+        return cut_at_stop(ids, wanted, stopped=choice.get("finish_reason") == "stop")
 
     async def judged(self, lines: Sequence[Line]) -> list[list[float]]:
         return await (self._by_prefixes(lines) if self.verification == "prefixes" else self._by_prompts(lines))
 
     async def settle(self, lines: Sequence[Line]) -> float:
         prompts = await self._by_prompts(lines)
-        _check_logprobs(prompts)
         try:
             prefixes = await self._by_prefixes(lines)
         except _NotToldError:
@@ -108,7 +106,7 @@ class VllmDialect:
             return 0.0
         self.verification = "prefixes"
         penalised = await self._by_prefixes(lines, {"repetition_penalty": _PENALTY})
-        if (error := distance(prefixes, penalised)) > _ROUNDING:
+        if (error := distance(prefixes, penalised)) > ROUNDING:
             raise ServerSettingsError(
                 f"the log-probabilities of the server at {self._client.address} follow the sampling settings (off by "
                 f"{error:.2g} nats): start it with --logprobs-mode raw_logprobs"
@@ -150,7 +148,7 @@ class VllmDialect:
         for (prefix, tokens), choice in zip(wanted.items(), choices, strict=True):
             told = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
             try:
-                found |= {(prefix, token): float(told[0][f"token_id:{token}"]) for token in tokens}
+                found |= {(prefix, token): checked_logprob(told[0][f"token_id:{token}"]) for token in tokens}
             except KeyError:
                 raise _NotToldError(f"the server at {self._client.address} does not score named tokens") from None
         return found
@@ -164,7 +162,7 @@ class VllmDialect:
             told = choice.get("prompt_logprobs")
             if told is None:
                 raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-            found.append([float(told[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
+            found.append([checked_logprob(told[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
         return of_whole_lines(lines, found)
 
     async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -192,11 +190,3 @@ def _pieces(wanted: Wanted) -> list[Wanted]:
 
 def _parts(tokens: Sequence[int]) -> list[set[int]]:
     return [set(tokens[n : n + MOST_IDS]) for n in range(0, len(tokens), MOST_IDS)]
-
-
-def _check_logprobs(judged: Sequence[Sequence[float]]) -> None:
-    """Raises `ServerSettingsError` for numbers that are no log-probabilities."""
-    if any(logprob > _ROUNDING or math.isnan(logprob) for line in judged for logprob in line):
-        raise ServerSettingsError(
-            "the server gives logits where log-probabilities were asked for: start it with --logprobs-mode raw_logprobs"
-        )
