@@ -108,6 +108,8 @@ class Scheduler:
         self.places.close(self._closed)
         if threading.current_thread() is not self._worker:
             self._worker.join()
+            # whoever holds a request, a stream or a metric of it holds no weights
+            self._assembly, self._own = Assembly(()), None
 
     @property
     def failure(self) -> EngineClosedError | None:

@@ -226,10 +226,10 @@ def test_a_description_of_another_form_is_an_error_by_name() -> None:
 
 
 def test_a_key_crosses_no_network_unencrypted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="unencrypted.*https://"):
+    with pytest.raises(ConfigError, match=r"unencrypted.*https://"):
         ChatSpecFuse(base_url="http://192.0.2.1:8000", api_key="secret")
     monkeypatch.setenv("SPECFUSE_API_KEY", "secret")
-    with pytest.raises(ConfigError, match="that SPECFUSE_API_KEY holds would go to http://192.0.2.1:8000") as error:
+    with pytest.raises(ConfigError, match=r"that SPECFUSE_API_KEY holds would go to http://192\.0\.2\.1:8000") as error:
         RemoteEngine("http://192.0.2.1:8000", "m")
     assert "secret" not in str(error.value)
     for address in ("https://192.0.2.1", "http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"):
