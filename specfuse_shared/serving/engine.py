@@ -164,7 +164,7 @@ class EnsembleEngine:
         """
         items: SimpleQueue[Event | Exception] = SimpleQueue()
         opening = Opening(self.config, messages, params, options)
-        opener = self._loaded()
+        opener = self._ready()
         request = opener.open(opening.start(), items.put)
         return EventStream(items, partial(opener.cancel, request))
 
@@ -210,7 +210,7 @@ class EnsembleEngine:
         opening = Opening(self.config, messages, params, options)
         opener = self._opener
         if opener is None:
-            opener = await asyncio.to_thread(self._loaded)
+            opener = await asyncio.to_thread(self._ready)
         request = await opener.aopen(opening.start(), deliver)
         try:
             while True:
@@ -252,7 +252,7 @@ class EnsembleEngine:
         state = "closed" if self._closed else "loaded" if self._members else "not loaded"
         return f"EnsembleEngine({', '.join(self.config.names)}; {state})"
 
-    def _loaded(self) -> Opener:
+    def _ready(self) -> Opener:
         self.load()
         if (opener := self._opener) is None:
             self._check_open()

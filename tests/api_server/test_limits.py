@@ -42,7 +42,8 @@ def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: 
         with client.stream(
             "POST", "/v1/chat/completions", json={**LONG, "stream": True}, headers=bearer("ann's")
         ) as own:
-            next(own.iter_lines())
+            lines = own.iter_lines()  # kept: without it the stream is closed
+            next(lines)
             refused = ask("ann's")
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
