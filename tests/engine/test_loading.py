@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -131,6 +133,34 @@ def test_an_adapter_is_merged_into_the_weights(folder: Path, tmp_path: Path) -> 
     assert (found - wanted).abs().max() < 1e-4
     assert (bare - wanted).abs().max() > 1e-2
     assert member.report.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_an_adapter_of_the_hub_is_pinned_by_its_revision(folder: Path, tmp_path: Path) -> None:
+    for number, revision in enumerate(("one", "two")):
+        torch.manual_seed(number)
+        repository = tmp_path / "hub" / "models--an--adapter"
+        commit = str(number) * 40
+        _adapter(folder, repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    work = (
+        "import sys, torch\n"
+        "from specfuse_shared import MemberConfig\n"
+        "from specfuse_shared.members.local import LocalMember\n"
+        "config = MemberConfig(sys.argv[1], adapter='an/adapter', adapter_revision=sys.argv[2])\n"
+        "with torch.inference_mode():\n"
+        "    print('sum', float(LocalMember(config).runner.plain([5, 6, 7, 8]).abs().sum()))\n"
+    )
+    told = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    sums = set()
+    for revision in ("one", "two"):
+        asked = [sys.executable, "-c", work, str(folder), revision]
+        done = subprocess.run(asked, capture_output=True, text=True, env=told, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        sums.add(done.stdout.split("sum ")[1])
+    assert len(sums) == 2
+    with pytest.raises(ConfigError, match="adapter_revision goes with adapter"):
+        MemberConfig(str(folder), adapter_revision="one")
 
 
 def test_a_pickled_or_missing_adapter_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

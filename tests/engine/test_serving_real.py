@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -72,3 +74,20 @@ def test_memory_is_back_after_two_hundred_cancellations(demo_engine: EnsembleEng
         assert spec() < 1.05 * before
         assert engine.metrics().cache_bytes == 0
         assert answer_of(engine.generate(question, short)) == expected
+
+
+def test_memory_is_back_after_each_of_twenty_closes() -> None:
+    work = (
+        "import psutil\n"
+        "from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams, demo_members\n"
+        "for _ in range(20):\n"
+        "    engine = EnsembleEngine(EnsembleConfig(demo_members()))\n"
+        "    engine.generate_batch(['Why is sleep important?'] * 8, SamplingParams(max_tokens=24))\n"
+        "    engine.close()\n"
+        "    print('MiB', psutil.Process().memory_info().rss >> 20, flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr
+    kept = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("MiB")]
+    assert len(kept) == 20
+    assert max(kept) - kept[0] <= 50, f"MiB after each close: {kept}"

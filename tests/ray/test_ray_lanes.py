@@ -134,6 +134,37 @@ def test_a_model_that_cannot_be_loaded_there_is_refused_as_it_is_here(cluster: A
         engine.load()
 
 
+def test_an_actor_that_raises_what_cannot_be_pickled_is_started_again(
+    tiny_engine: EnsembleEngine, apart: EnsembleEngine
+) -> None:
+    lane = next(lane for lane in apart._assembly.lanes if lane.members[0].name == "base")
+    stream = apart.stream("Go on", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(event for event in stream if isinstance(event, SegmentEvent))
+    lane._connection.send(_poison())  # type: ignore[attr-defined]
+    rest = list(stream)
+    assert [event.member for event in rest if isinstance(event, WarningEvent)] == ["base"]
+    assert isinstance(rest[-1], FinishEvent)
+    assert not apart.closed
+    _until(lambda: not apart.generate("Back?", SamplingParams(max_tokens=10)).warnings, 120)
+    assert apart.lost_members == ()
+    assert everything(apart.generate(*ASKED[0]))["text"] == tiny_engine.generate(*ASKED[0]).text
+
+
+def _poison() -> Any:
+    """A message that makes whoever reads it raise what no pipe can carry; its classes travel by value."""
+
+    class OddError(Exception):
+        def __init__(self) -> None:
+            super().__init__("odd")
+            self.lock = threading.Lock()
+
+    class Poison:
+        def __iter__(self) -> Any:
+            raise OddError
+
+    return Poison()
+
+
 def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any
 ) -> None:
