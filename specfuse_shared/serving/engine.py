@@ -26,7 +26,7 @@ from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import spare_forks
-from specfuse_shared.serving.memory import give_back
+from specfuse_shared.serving.memory import release
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.opening import Opener, Opening
 from specfuse_shared.serving.places import Places
@@ -240,7 +240,7 @@ class EnsembleEngine:
             scheduler.close()
             opener.close()
             del scheduler, opener
-            give_back()
+            release()
 
     def __enter__(self) -> Self:
         return self

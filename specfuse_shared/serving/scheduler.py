@@ -29,6 +29,7 @@ from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget, Need
+from specfuse_shared.serving.memory import IdleTrim
 from specfuse_shared.serving.metrics import Metrics
 from specfuse_shared.serving.places import Places
 
@@ -78,6 +79,7 @@ class Scheduler:
         self._wanted: list[StageRequest] = []
         self._closed: EngineClosedError | None = None
         self._failure: EngineClosedError | None = None
+        self._trim = IdleTrim()
         self._process, self._numbers = os.getpid(), itertools.count(1)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
@@ -108,6 +110,7 @@ class Scheduler:
         self.places.close(self._closed)
         if threading.current_thread() is not self._worker:
             self._worker.join()
+            self._trim.busy()
             # whoever holds a request, a stream or a metric of it holds no weights
             self._assembly, self._own = Assembly(()), None
 
@@ -186,6 +189,7 @@ class Scheduler:
             self._running[request.number] = request
             admitted.append(request)
             self._metrics.started(time.monotonic() - request.submitted)
+            self._trim.busy()
         return admitted
 
     def _next_deadline(self) -> float:
@@ -289,6 +293,8 @@ class Scheduler:
             if not request.held and self._running.pop(request.number, None) is not None:
                 self._budget.free(request.needs)
                 self.places.leave()
+                if not self._running:
+                    self._trim.idle()
 
     def _deliver(self, request: Request) -> None:
         events = request.session.events

@@ -50,12 +50,24 @@ def nested(depth: int) -> dict[str, Any]:
         (lambda: Grammar.lark('start: a\n a [stop="]"] : "ab"+'), "only \\[lazy\\]"),
         (lambda: Grammar.lark('%llguidance {"allow_invalid_utf8": true}\nstart: /(?-u)\\xff/'), "is text"),
         (lambda: Grammar("choice", "[" * 50_000), "as JSON"),
+        (lambda: Grammar.json_schema({"multipleOf": 13_088_624}), "common multiple"),
+        (lambda: Grammar.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}), "common multiple"),
+        (lambda: Grammar.lark('start: %json {"\\u006dultipleOf": 13088624}'), "common multiple"),
+        (lambda: Grammar.lark(f"start: %json {DEEP}"), "nested|no JSON"),
+        (lambda: Grammar.lark("start: %json nothing"), "right behind"),
+        (lambda: Grammar.json_schema({"multipleOf": 10**400 + 1}), "common multiple"),
         (lambda: Grammar("choice", "[" + "9" * 5000 + "]"), "as JSON"),
     ],
 )
 def test_a_grammar_that_is_too_large_is_refused_by_name(make: Any, says: str) -> None:
     with pytest.raises(GrammarError, match=says):
         make()
+
+
+@pytest.mark.parametrize("number", [5, 0.01, 1e-6, 86_400, 1_000_000_000, 0.25, 65_536])
+def test_usual_multiples_are_taken(number: float) -> None:
+    grammar = Grammar.json_schema({"type": "number", "multipleOf": number})
+    assert guidance.byte_vocabulary().matcher(grammar.compiled) is not None
 
 
 def test_a_tool_under_such_a_schema_is_refused_too(exact_engine: EnsembleEngine) -> None:
