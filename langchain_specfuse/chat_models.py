@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, model_validator
 
-from langchain_specfuse.answers import PROVIDER, Answer
+from langchain_specfuse.answers import PROVIDER, Answer, Whole
 from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
@@ -29,7 +29,7 @@ from specfuse_shared.adapters import TRANSPORT_OPTIONS, Engine, EnsembleSettings
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
 _OF_A_CALL = (
-    *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout"),
+    *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout", "whole"),
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
 """What a call takes besides sampling; LangChain itself reads `stream`."""
@@ -57,8 +57,8 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     it, how each member scored it and where it stands in the answer. The last chunk is empty and carries
     `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of all
     rounds. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
-    and `grammar`.
+    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`,
+    `grammar` and `whole` (what `max_tokens` cuts is an error).
 
     `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
     and records; `model` is then one of the server's.
@@ -66,8 +66,9 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     Members that think (`MemberConfig(thinking=True)`) do so in reasoning blocks (`content_blocks`, and
     `additional_kwargs["reasoning_content"]`), in front of the answer and no part of it.
 
-    Tool calls and structured values are drafted under a grammar: they fit their schema, or
-    `UnfinishedValueError` says that `max_tokens` left no room. Text only; images and audio raise `RequestError`.
+    Tool calls and structured values are drafted under a grammar and fit their schema. A call that `max_tokens` cut is
+    in `invalid_tool_calls`, with the finish reason "length"; a structured value is an `UnfinishedValueError` then.
+    Text only; images and audio raise `RequestError`.
     Errors are those of `langchain_specfuse.errors`: the engine's and LangChain's at once.
     """
 
@@ -250,11 +251,13 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
         choice = to_choice(asked["tool_choice"], tools)
         grammar, told = to_value(asked["response_format"], asked["grammar"])
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
+        whole: Whole = "all" if asked["whole"] else "value" if asked["response_format"] is not None else "none"
+        reads_calls = bool(tools) and choice != "none"
         return _Request(
             engine=self._resolve_engine(name),
             messages=[*to_messages(messages), *told],
             params=params,
-            answer=Answer(name or self._model_name(), self.ledger, reads_calls=bool(tools) and choice != "none"),
+            answer=Answer(name or self._model_name(), self.ledger, reads_calls=reads_calls, whole=whole),
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,

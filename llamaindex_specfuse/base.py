@@ -48,6 +48,8 @@ class _Call:
     params: SamplingParams
     use: ToolUse
     timeout: float | None
+    whole: bool = False
+    """What `max_tokens` cuts is an error."""
 
     @property
     def options(self) -> CallOptions:
@@ -71,11 +73,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
     `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
     `complete` and `chat` return. Every call takes the settings of sampling, `grammar`, `logprobs`, `timeout`, `tools`,
-    `tool_choice` and `parallel_tool_calls`. A completion is one user turn in each member's own template. Text only.
+    `tool_choice`, `parallel_tool_calls` and `whole` (what `max_tokens` cuts is an error). A completion is one user turn
+    in each member's own template. Text only.
 
     Tool calls and structured predictions are drafted under a grammar: every call names a tool that there is and has
     arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
-    a response holds the calls that are complete.
+    a response holds the calls that are complete. A call that `max_tokens` cut is none of them: an agent is told so and
+    calls again. A prediction is an `UnfinishedValueError` then, as a call is in `predict_and_call`.
 
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
@@ -212,8 +216,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                 )
         tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
         use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
-        timeout = given.pop("timeout", self.timeout)
-        return _Call(self._sampling(given), use, timeout)
+        timeout, whole = given.pop("timeout", self.timeout), bool(given.pop("whole", False))
+        return _Call(self._sampling(given), use, timeout, whole)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
@@ -226,7 +230,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
     def _answer(self, call: _Call) -> Answer:
-        return Answer(bool(call.use.offered), self.ledger, self._observe)
+        return Answer(bool(call.use.offered), self.ledger, self._observe, call.whole)
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""

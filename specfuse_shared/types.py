@@ -186,6 +186,8 @@ class AnswerRecord:
     """Member → what it thought before the answer."""
     warnings: tuple[MemberFault, ...] = ()
     """Members that failed and left the answer."""
+    closing: str = ""
+    """The end of the answer, where no member wrote it: it completes a value or call in time for `max_tokens`."""
 
     def summary(self) -> tuple[MemberSummary, ...]:
         """What each member contributed, in the order of the configuration."""

@@ -8,7 +8,9 @@ from specfuse_shared.adapters.openai_forms import RESPONSE_FORMATS, choice_of, r
 from specfuse_shared.adapters.records import (
     Detail,
     candidate_records,
+    check_whole,
     finish_reason,
+    last_parts,
     ledger,
     openai_logprobs,
     plain_config,
@@ -17,10 +19,11 @@ from specfuse_shared.adapters.records import (
 )
 from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, Engine, EnsembleSettings, OnSegment
 from specfuse_shared.adapters.thoughts import Thoughts
-from specfuse_shared.messages import Role, arguments_of
+from specfuse_shared.messages import CUT_MARK, Role, arguments_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
+    "CUT_MARK",
     "RESPONSE_FORMATS",
     "TRANSPORT_OPTIONS",
     "CallDelta",
@@ -36,9 +39,11 @@ __all__ = [
     "ToolUse",
     "arguments_of",
     "candidate_records",
+    "check_whole",
     "choice_of",
     "config_of",
     "finish_reason",
+    "last_parts",
     "ledger",
     "openai_logprobs",
     "plain_config",
