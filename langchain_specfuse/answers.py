@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGenerationChunk
+from pydantic import Field
 
 from specfuse_shared import EnsembleResult, Event, FinishEvent, SegmentEvent, ThinkingEvent
 from specfuse_shared.adapters import (
@@ -22,7 +23,9 @@ from specfuse_shared.adapters import (
     last_parts,
     ledger,
     openai_logprobs,
+    reasoning_tokens,
     segment_record,
+    usage_record,
 )
 
 PROVIDER = "specfuse"
@@ -32,6 +35,13 @@ Whole = Literal["none", "value", "all"]
 """What must be whole: nothing, a value, or a call as well."""
 
 
+class SegmentChunk(ChatGenerationChunk):
+    """The chunk of a verified segment; callbacks find its record here, and so does nobody else."""
+
+    segment: dict[str, Any] = Field(exclude=True, repr=False)
+    """The segment's text and record."""
+
+
 class Answer:
     """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
@@ -39,7 +49,9 @@ class Answer:
     held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it.
     """
 
-    def __init__(self, model_name: str, detail: Detail, *, reads_calls: bool, whole: Whole = "none") -> None:
+    def __init__(
+        self, model_name: Callable[[], str], detail: Detail, *, reads_calls: bool, whole: Whole = "none"
+    ) -> None:
         self._model_name, self._detail, self._whole = model_name, detail, whole
         self._reader = CallReader() if reads_calls else None
         self._thoughts = Thoughts()
@@ -52,24 +64,25 @@ class Answer:
             yield from _reasoning(self._thoughts.rest())
         if isinstance(event, SegmentEvent):
             parts = self._reader.feed(event.text) if self._reader else (TextDelta(event.text),)
-            yield from _chunks(parts, additional_kwargs={"specfuse_segments": [segment_record(event)]})
+            first, *rest = _chunks(parts, **self._kept({"specfuse_segments": [record := segment_record(event)]}))
+            yield SegmentChunk(message=first.message, segment={"text": first.message.text, **record})
+            yield from rest
         if isinstance(event, FinishEvent):
             yield from self._end(event.result)
+
+    def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {} if self._detail == "none" else {"additional_kwargs": kwargs}
 
     def _end(self, result: EnsembleResult) -> Iterator[ChatGenerationChunk]:
         calling = self._reader is not None and self._reader.calling
         if self._whole == "all" or (self._whole == "value" and not calling):
             check_whole(result)
-        usage = UsageMetadata(
-            input_tokens=result.usage.prompt_tokens,
-            output_tokens=result.usage.completion_tokens,
-            total_tokens=result.usage.total_tokens,
-        )
+        usage = _usage(result)
         if rest := last_parts(self._reader, result):
             yield from _chunks(rest)
         info: dict[str, Any] = {
             "finish_reason": finish_reason(result, bool(self._reader and self._reader.calls)),
-            "model_name": self._model_name,
+            "model_name": self._model_name(),
             "model_provider": PROVIDER,
         }
         if (logprobs := openai_logprobs(result)) is not None:
@@ -79,6 +92,14 @@ class Answer:
             content="", chunk_position="last", usage_metadata=usage, response_metadata={**info, **record}
         )
         yield ChatGenerationChunk(message=last, generation_info=info)
+
+
+def _usage(result: EnsembleResult) -> UsageMetadata:
+    told, thoughts = usage_record(result.usage), reasoning_tokens(result.usage)
+    usage = UsageMetadata(
+        input_tokens=told["prompt_tokens"], output_tokens=told["completion_tokens"], total_tokens=told["total_tokens"]
+    )
+    return {**usage, "output_token_details": {"reasoning": thoughts}} if thoughts else usage
 
 
 def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:

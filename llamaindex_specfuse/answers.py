@@ -88,9 +88,15 @@ class Answer:
     """
 
     def __init__(
-        self, reads_calls: bool, detail: Detail, observe: Callable[[Event], None], whole: bool = False
+        self,
+        reads_calls: bool,
+        detail: Detail,
+        observe: Callable[[Event], None],
+        whole: bool = False,
+        model_name: Callable[[], str] = lambda: "",
     ) -> None:
-        self._observe, self._detail, self._whole, self._text = observe, detail, whole, ""
+        self._observe, self._detail, self._whole, self._model_name = observe, detail, whole, model_name
+        self._text = ""
         self._reader = CallReader() if reads_calls else None
         self._begun: list[BegunCall] = []
         self._thoughts: dict[str, str] = {}
@@ -116,14 +122,15 @@ class Answer:
         record = {**segment_record(event), "candidates": candidate_records(event)}
         _dispatcher.event(SpecFuseSegmentEvent(text=event.text, record=record, span_id=self._span, tags=self._tags))
         parts = self._reader.feed(event.text) if self._reader else [TextDelta(event.text)]
-        return self._grown(parts, {"specfuse": record})
+        return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
 
     def _last(self, result: EnsembleResult) -> Piece:
         if self._whole:
             check_whole(result)
         parts = last_parts(self._reader, result)
         usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
-        raw = {"usage": usage, "finish_reason": reason, "specfuse": ledger(result, self._detail)}
+        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        raw = {"model": self._model_name(), "usage": usage, "finish_reason": reason, **record}
         last = self._grown(parts, raw)
         return replace(last, counted={**usage, "finish_reason": reason}, logprobs=_logprobs(result))
 

@@ -3,7 +3,8 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
-from specfuse_shared.adapters.ensembles import Members, config_of
+from specfuse_shared.adapters.ensembles import Ensembles, Members, config_of
+from specfuse_shared.adapters.foreign import TRANSPORT_OPTIONS
 from specfuse_shared.adapters.openai_forms import RESPONSE_FORMATS, choice_of, response_schema, value_of
 from specfuse_shared.adapters.records import (
     Detail,
@@ -14,10 +15,11 @@ from specfuse_shared.adapters.records import (
     ledger,
     openai_logprobs,
     plain_config,
+    reasoning_tokens,
     segment_record,
     usage_record,
 )
-from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, Engine, EnsembleSettings, OnSegment
+from specfuse_shared.adapters.settings import Engine, EnsembleSettings, OnSegment
 from specfuse_shared.adapters.thoughts import Thoughts
 from specfuse_shared.messages import CUT_MARK, Role, arguments_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
@@ -31,6 +33,7 @@ __all__ = [
     "Detail",
     "Engine",
     "EnsembleSettings",
+    "Ensembles",
     "Members",
     "OnSegment",
     "Role",
@@ -47,6 +50,7 @@ __all__ = [
     "ledger",
     "openai_logprobs",
     "plain_config",
+    "reasoning_tokens",
     "response_schema",
     "segment_record",
     "usage_record",

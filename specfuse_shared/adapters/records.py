@@ -43,12 +43,21 @@ def candidate_records(event: SegmentEvent) -> list[dict[str, Any]]:
     return [{**asdict(c), "drafters": list(c.drafters)} for c in (event.record.candidates if event.record else ())]
 
 
-def usage_record(usage: Usage) -> dict[str, int]:
-    """Token counts of the reference member."""
+def reasoning_tokens(usage: Usage) -> int:
+    """What the members thought before the answer, each in its own tokens."""
+    return sum(member.thinking for member in usage.members.values())
+
+
+def usage_record(usage: Usage) -> dict[str, Any]:
+    """Token counts of the reference member as OpenAI's API has them: thoughts are part of the completion."""
+    thoughts = reasoning_tokens(usage)
+    completion = usage.completion_tokens + thoughts
+    details = {"completion_tokens_details": {"reasoning_tokens": thoughts}} if thoughts else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
+        "completion_tokens": completion,
+        "total_tokens": usage.prompt_tokens + completion,
+        **details,
     }
 
 
@@ -103,7 +112,7 @@ def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True)
 
 
 def plain(value: Any, changed: bool = True) -> Any:
-    if isinstance(value, MemberConfig):
+    if isinstance(value, (EnsembleConfig, MemberConfig)):
         return plain_config(value, changed=changed)
     if isinstance(value, Mapping):
         return {str(k): plain(v, changed) for k, v in value.items()}

@@ -49,7 +49,7 @@ class Answer:
 
     def __init__(self, index: int, call: Call, extension: Extension) -> None:
         self.index = index
-        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._call, self._extension = call, extension
         self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()

@@ -50,7 +50,7 @@ def test_so_they_are_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
 
 
 def test_thoughts_text_and_calls_have_an_index_each() -> None:
-    answer = Answer("x", "none", reads_calls=True)
+    answer = Answer(lambda: "x", "none", reads_calls=True)
     said = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
     events = [ThinkingEvent("a", "Hm."), SegmentEvent(said + "</tool_call>", 0, len(said), None)]
     chunks = [chunk.message for event in events for chunk in answer.chunks(event)]
