@@ -104,11 +104,6 @@ class ChatSpecFuse(ToldModel, SegmentEvents, EngineBatches):
     def _llm_type(self) -> str:
         return "specfuse-chat"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        """What a trace holds; the key of a cache is all of `to_json`."""
-        return self._traced()
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         name = _named(kwargs) or self._model_name()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any, Self, cast
 
 from langchain_core.language_models import BaseChatModel
@@ -18,27 +20,22 @@ class OwnProfile(dict[str, Any]):
 class ToldModel(EnsembleSettings, BaseChatModel):
     """A chat model over an ensemble, as far as it only says what it is."""
 
-    @classmethod
-    def is_lc_serializable(cls) -> bool:
-        return True
-
     @property
-    def lc_secrets(self) -> dict[str, str]:
-        return {"api_key": "SPECFUSE_API_KEY"}
+    def _identifying_params(self) -> dict[str, Any]:
+        """What a trace and the key of a cache hold: name and sampling, and for all the rest its digest."""
+        kwargs = json.dumps(self.to_json()["kwargs"], sort_keys=True, default=repr)
+        return {**self._traced(), "settings": hashlib.sha256(kwargs.encode()).hexdigest()[:16]}
 
     def to_json(self) -> Any:
         """The model as LangChain's `dumps` writes and `loads` reads it: without keys, engines and local paths.
 
-        Local folders are named; `loads` finds them again in the same process.
+        `loads` has to be told that it may make one: `allowed_objects=[ChatSpecFuse]`, `valid_namespaces=[…]` of it.
+        Local folders are named; they are found again in the same process.
         """
-        made = super().to_json()
-        if made["type"] != "constructor":
-            return made
-        plain = self.model_dump(include={"members", "config", "ensembles"}, exclude_none=True)
-        kept = {name: value for name, value in made["kwargs"].items() if name not in ("members", "config", "ensembles")}
         told = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
         named = {} if self.base_url and self.model_name is None else {"model_name": self._model_name()}
-        return {**made, "kwargs": {**kept, **plain, **told, **named}}
+        kwargs = {**self.model_dump(exclude_defaults=True), **told, **named}
+        return {"lc": 1, "type": "constructor", "id": self.lc_id(), "kwargs": kwargs, "name": type(self).__name__}
 
     def _resolve_model_profile(self) -> ModelProfile:
         """`max_input_tokens` is the smallest member's, as far as it is known yet; `load` learns it."""
