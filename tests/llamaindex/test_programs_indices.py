@@ -1,7 +1,5 @@
 """Programs of other kinds over the real demo ensemble: two agents and a person, streamed values, indices, queries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -174,5 +172,5 @@ def test_a_property_graph_is_built_and_asked(llm: SpecFuseLLM, documents: list[D
         documents, llm=short, embed_kg_nodes=False, embed_model=MockEmbedding(4),
         kg_extractors=[SimpleLLMPathExtractor(llm=short, max_paths_per_chunk=2, num_workers=1)],
     )  # fmt: skip
-    assert index.property_graph_store.get_schema_str() is not None
+    assert index.property_graph_store.get()
     assert str(index.as_query_engine(llm=short).query(QUESTION))
