@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGenerationChunk
+from pydantic import Field
 
-from specfuse_shared import EnsembleResult, Event, FinishEvent, FinishReason, SegmentEvent, ThinkingEvent
+from specfuse_shared import EnsembleResult, Event, FinishEvent, SegmentEvent, ThinkingEvent
 from specfuse_shared.adapters import (
     CallDelta,
     CallReader,
     Detail,
     TextDelta,
     Thoughts,
+    check_whole,
     finish_reason,
+    last_parts,
     ledger,
     openai_logprobs,
+    reasoning_tokens,
     segment_record,
+    usage_record,
 )
 
 PROVIDER = "specfuse"
+_FIRST_CALL = 2
+"""Blocks are merged by their index, and LangChain gives thoughts and text the first two."""
+Whole = Literal["none", "value", "all"]
+"""What must be whole: nothing, a value, or a call as well."""
+
+
+class SegmentChunk(ChatGenerationChunk):
+    """The chunk of a verified segment; callbacks find its record here, and so does nobody else."""
+
+    segment: dict[str, Any] = Field(exclude=True, repr=False)
+    """The segment's text and record."""
 
 
 class Answer:
     """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
     `detail`: how much of the record goes with it. `reads_calls`: tools were offered, so text that may be a call is
-    held back until it is clear.
+    held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it.
     """
 
-    def __init__(self, model_name: str, detail: Detail, *, reads_calls: bool) -> None:
-        self._model_name, self._detail = model_name, detail
+    def __init__(
+        self, model_name: Callable[[], str], detail: Detail, *, reads_calls: bool, whole: Whole = "none"
+    ) -> None:
+        self._model_name, self._detail, self._whole = model_name, detail, whole
         self._reader = CallReader() if reads_calls else None
         self._thoughts = Thoughts()
 
@@ -46,38 +64,52 @@ class Answer:
             yield from _reasoning(self._thoughts.rest())
         if isinstance(event, SegmentEvent):
             parts = self._reader.feed(event.text) if self._reader else (TextDelta(event.text),)
-            yield _chunk(parts, additional_kwargs={"specfuse_segments": [segment_record(event)]})
+            first, *rest = _chunks(parts, **self._kept({"specfuse_segments": [record := segment_record(event)]}))
+            yield SegmentChunk(message=first.message, segment={"text": first.message.text, **record})
+            yield from rest
         if isinstance(event, FinishEvent):
-            yield self._last(event.result)
+            yield from self._end(event.result)
 
-    def _last(self, result: EnsembleResult) -> ChatGenerationChunk:
-        usage = UsageMetadata(
-            input_tokens=result.usage.prompt_tokens,
-            output_tokens=result.usage.completion_tokens,
-            total_tokens=result.usage.total_tokens,
-        )
-        cut = result.finish_reason is FinishReason.LENGTH
-        rest = self._reader.finish(cut=cut) if self._reader else []
+    def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {} if self._detail == "none" else {"additional_kwargs": kwargs}
+
+    def _end(self, result: EnsembleResult) -> Iterator[ChatGenerationChunk]:
+        calling = self._reader is not None and self._reader.calling
+        if self._whole == "all" or (self._whole == "value" and not calling):
+            check_whole(result)
+        usage = _usage(result)
+        if rest := last_parts(self._reader, result):
+            yield from _chunks(rest)
         info: dict[str, Any] = {
             "finish_reason": finish_reason(result, bool(self._reader and self._reader.calls)),
-            "model_name": self._model_name,
+            "model_name": self._model_name(),
             "model_provider": PROVIDER,
         }
         if (logprobs := openai_logprobs(result)) is not None:
             info["logprobs"] = logprobs
         record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
-        last = _chunk(rest, chunk_position="last", usage_metadata=usage, response_metadata={**info, **record})
-        last.generation_info = info
-        return last
+        last = AIMessageChunk(
+            content="", chunk_position="last", usage_metadata=usage, response_metadata={**info, **record}
+        )
+        yield ChatGenerationChunk(message=last, generation_info=info)
+
+
+def _usage(result: EnsembleResult) -> UsageMetadata:
+    told, thoughts = usage_record(result.usage), reasoning_tokens(result.usage)
+    usage = UsageMetadata(
+        input_tokens=told["prompt_tokens"], output_tokens=told["completion_tokens"], total_tokens=told["total_tokens"]
+    )
+    return {**usage, "output_token_details": {"reasoning": thoughts}} if thoughts else usage
 
 
 def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:
     """`content_blocks` makes reasoning blocks of this key, as it does for ChatOllama."""
     if thoughts:
-        yield _chunk((), additional_kwargs={"reasoning_content": thoughts})
+        yield from _chunks((), additional_kwargs={"reasoning_content": thoughts})
 
 
-def _chunk(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> ChatGenerationChunk:
+def _chunks(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> Iterator[ChatGenerationChunk]:
+    """One chunk, or one of text and one of calls: LangChain makes blocks of calls only where there is no text."""
     text, calls = "", dict[int, ToolCallChunk]()
     for part in parts:
         if isinstance(part, TextDelta):
@@ -86,6 +118,14 @@ def _chunk(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> ChatGenerat
             known["args"] = f"{known['args']}{part.arguments}"
         else:
             calls[part.index] = ToolCallChunk(
-                name=part.name, args=part.arguments, id=part.id, index=part.index, type="tool_call_chunk"
+                name=part.name,
+                args=part.arguments,
+                id=part.id,
+                index=_FIRST_CALL + part.index,
+                type="tool_call_chunk",
             )
-    return ChatGenerationChunk(message=AIMessageChunk(content=text, tool_call_chunks=[*calls.values()], **fields))
+    if text or not calls:
+        yield ChatGenerationChunk(message=AIMessageChunk(content=text, **fields))
+    if calls:
+        rest = {} if text else fields
+        yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[*calls.values()], **rest))

@@ -6,7 +6,7 @@ Every way tells the callbacks of a run each chunk once, in `on_llm_new_token`, s
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from langchain_core.callbacks import (
@@ -17,14 +17,16 @@ from langchain_core.callbacks import (
     Callbacks,
 )
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.language_models.chat_model_stream import AsyncChatModelStream, ChatModelStream
 from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk, LLMResult
 from langchain_core.runnables import RunnableConfig, ensure_config
 
+from langchain_specfuse.answers import SegmentChunk
+
 SEGMENT_EVENT = "specfuse_segment"
 """Name of the event; its data is the segment's record and the `text` that it added to the answer."""
 
+Version = Literal["v1", "v2", "v3"]
 Chunk = GenerationChunk | ChatGenerationChunk | None
 
 
@@ -98,25 +100,17 @@ class SegmentEvents(BaseChatModel):
     ) -> AsyncIterator[AIMessageChunk]:
         return super().astream(input, self._atold(config), stop=stop, **kwargs)
 
-    def _chat_model_stream_v3(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> ChatModelStream:
-        return super()._chat_model_stream_v3(input, self._told(config), stop=stop, **kwargs)
+    def stream_events(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
+    ) -> Any:
+        config = self._told(config) if version == "v3" else config  # the others ask `stream`
+        return super().stream_events(input, config, version=version, **kwargs)
 
-    async def _achat_model_stream_v3(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AsyncChatModelStream:
-        return await super()._achat_model_stream_v3(input, self._atold(config), stop=stop, **kwargs)
+    def astream_events(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
+    ) -> Any:
+        config = self._atold(config) if version == "v3" else config
+        return super().astream_events(input, config, version=version, **kwargs)
 
     def _told(self, config: RunnableConfig | None) -> RunnableConfig:
         config = ensure_config(config)
@@ -153,6 +147,5 @@ def _joined(callbacks: Callbacks, handler: BaseCallbackHandler) -> Callbacks:
 
 
 def _segments(chunk: Chunk) -> Iterator[dict[str, Any]]:
-    if isinstance(chunk, ChatGenerationChunk):
-        for record in chunk.message.additional_kwargs.get("specfuse_segments", ()):
-            yield {"text": chunk.message.text, **record}
+    if isinstance(chunk, SegmentChunk):
+        yield chunk.segment

@@ -10,26 +10,26 @@ from typing import Any, Literal, cast
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, model_validator
 
-from langchain_specfuse.answers import PROVIDER, Answer
+from langchain_specfuse.answers import PROVIDER, Answer, Whole
 from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.messages import to_messages
+from langchain_specfuse.selves import OwnProfile, ToldModel
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.adapters import TRANSPORT_OPTIONS, Engine, EnsembleSettings, config_of
+from specfuse_shared.adapters import TRANSPORT_OPTIONS, Engine, Ensembles, config_of
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
 _OF_A_CALL = (
-    *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout"),
+    *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout", "whole"),
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
 """What a call takes besides sampling; LangChain itself reads `stream`."""
@@ -46,7 +46,7 @@ class _Request:
     options: CallOptions
 
 
-class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
+class ChatSpecFuse(ToldModel, SegmentEvents, EngineBatches):
     """Several local models answer together, segment by segment.
 
         model = ChatSpecFuse(members=["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m-it"])
@@ -57,8 +57,8 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     it, how each member scored it and where it stands in the answer. The last chunk is empty and carries
     `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of all
     rounds. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`
-    and `grammar`.
+    `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`,
+    `grammar` and `whole` (what `max_tokens` cuts is an error).
 
     `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
     and records; `model` is then one of the server's.
@@ -66,20 +66,25 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     Members that think (`MemberConfig(thinking=True)`) do so in reasoning blocks (`content_blocks`, and
     `additional_kwargs["reasoning_content"]`), in front of the answer and no part of it.
 
-    Tool calls and structured values are drafted under a grammar: they fit their schema, or
-    `UnfinishedValueError` says that `max_tokens` left no room. Text only; images and audio raise `RequestError`.
+    Tool calls and structured values are drafted under a grammar and fit their schema. A call that `max_tokens` cut is
+    in `invalid_tool_calls`, with the finish reason "length"; a structured value is an `UnfinishedValueError` then.
+    Text only; images and audio raise `RequestError`.
     Errors are those of `langchain_specfuse.errors`: the engine's and LangChain's at once.
     """
 
     model_config = ConfigDict(populate_by_name=True)
 
-    ensembles: Mapping[str, Any] = Field(default_factory=dict)
+    ensembles: Ensembles = Field(default_factory=dict)
     """Other ensembles by name, each as `members` or `config` take them; a call chooses one with `model="name"`."""
     model_name: str | None = Field(default=None, alias="model")
     """Who answers where a call names nobody: "demo" or one of `ensembles`, instead of `members`; or one of a server's
     models."""
-    streaming: bool = False
-    """`invoke` streams as well: callbacks hear its chunks as those of a stream. If set to False, `stream` gives one."""
+    streaming: bool | None = None
+    """`invoke` streams as well: callbacks hear its chunks as those of a stream. False: `stream` gives one chunk."""
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        with as_langchain():
+            super().__init__(*args, **values)
 
     @model_validator(mode="before")
     @classmethod
@@ -87,6 +92,8 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
         if not isinstance(values, Mapping):
             return values
         values = {key: value for key, value in values.items() if key in cls.model_fields or key not in _TRANSPORT}
+        if isinstance(values.get("profile"), OwnProfile):  # of the model that this one is a copy of
+            del values["profile"]
         name = values.get("model", values.get("model_name"))
         if name is None or any(values.get(key) is not None for key in ("members", "config", "engine", "base_url")):
             return values
@@ -97,33 +104,10 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     def _llm_type(self) -> str:
         return "specfuse-chat"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        ensembles = {name: self._plain_ensemble(self._ensemble(name)) for name in self.ensembles}
-        return {**self._identity(), "parallel_tool_calls": self.parallel_tool_calls, "ensembles": ensembles}
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         name = _named(kwargs) or self._model_name()
         return LangSmithParams(**{**params, "ls_provider": PROVIDER, "ls_model_name": name})
-
-    def _resolve_model_profile(self) -> ModelProfile:
-        """`max_input_tokens` is the smallest member's, as far as its configuration is on this machine."""
-        limit = self._context_limit()
-        return ModelProfile(
-            **({} if limit is None else {"max_input_tokens": limit}),
-            name=self._model_name(),
-            max_output_tokens=self.max_tokens,
-            text_inputs=True,
-            text_outputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            tool_calling=True,
-            tool_choice=True,
-            structured_output=True,
-            reasoning_output=self._thinks(),
-        )
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -227,14 +211,21 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of the reference member; loads the engine on first use."""
+        """Token ids of the reference member, or of `custom_get_token_ids`; loads the engine on first use."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
         with as_langchain():
             return self._resolve_engine().tokenize(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
-        """Tokens of the whole prompt in the reference member's chat template, tools included."""
+        """Tokens of the whole prompt in the reference member's chat template, tools included.
+
+        With `custom_get_token_ids`, those of the texts of the messages.
+        """
         if not messages:
             return 0
+        if self.custom_get_token_ids is not None:
+            return sum(len(self.custom_get_token_ids(message.text)) for message in messages)
         with as_langchain():
             return self._resolve_engine().count_tokens(to_messages(messages), to_tools(tools or ()))
 
@@ -250,11 +241,13 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
         choice = to_choice(asked["tool_choice"], tools)
         grammar, told = to_value(asked["response_format"], asked["grammar"])
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
+        whole: Whole = "all" if asked["whole"] else "value" if asked["response_format"] is not None else "none"
+        reads_calls = bool(tools) and choice != "none"
         return _Request(
             engine=self._resolve_engine(name),
             messages=[*to_messages(messages), *told],
             params=params,
-            answer=Answer(name or self._model_name(), self.ledger, reads_calls=bool(tools) and choice != "none"),
+            answer=Answer(lambda: name or self._model_name(), self.ledger, reads_calls=reads_calls, whole=whole),
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,

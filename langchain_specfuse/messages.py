@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.messages import (
@@ -19,7 +19,7 @@ from langchain_core.messages import (
 )
 
 from specfuse_shared import Message, ToolCall
-from specfuse_shared.adapters import Role
+from specfuse_shared.adapters import Role, arguments_of
 from specfuse_shared.errors import RequestError
 
 _ROLES: dict[type[BaseMessage], Role] = {
@@ -55,19 +55,35 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
         if isinstance(message, AIMessage):
             calls = [*message.tool_calls, *message.invalid_tool_calls]
             called.update({call["id"]: call["name"] for call in calls if call["id"] and call["name"]})
-    return [_to_message(message, called) for message in messages]
+    answered = {message.tool_call_id for message in messages if isinstance(message, ToolMessage)}
+    return [_to_message(message, called, answered) for message in messages]
 
 
-def _to_message(message: BaseMessage, called: Mapping[str | None, str]) -> Message:
-    calls = message.tool_calls if isinstance(message, AIMessage) else []
-    answered = message.tool_call_id if isinstance(message, ToolMessage) else None
+def _to_message(message: BaseMessage, called: Mapping[str | None, str], answered: Container[str | None]) -> Message:
+    answers = message.tool_call_id if isinstance(message, ToolMessage) else None
     return Message(
         role=_role(message),
         content=_text(message),
-        name=message.name or called.get(answered),
-        tool_calls=tuple(ToolCall(call["name"], call["args"], call["id"]) for call in calls),
-        tool_call_id=answered,
+        name=message.name or called.get(answers),
+        tool_calls=tuple(_calls(message, answered)) if isinstance(message, AIMessage) else (),
+        tool_call_id=answers,
     )
+
+
+def _calls(message: AIMessage, answered: Container[str | None]) -> Iterator[ToolCall]:
+    """The calls of a turn; one that could not be carried out, only where its answer says so."""
+    for call in message.tool_calls:
+        yield ToolCall(call["name"], call["args"], call["id"])
+    for failed in message.invalid_tool_calls:
+        if failed["name"] and failed["id"] in answered:
+            yield ToolCall(failed["name"], _arguments(failed["args"]), failed["id"])
+
+
+def _arguments(text: str | None) -> Mapping[str, Any]:
+    try:
+        return arguments_of(text)
+    except RequestError:
+        return {}
 
 
 def _role(message: BaseMessage) -> Role:

@@ -55,7 +55,7 @@ def structured_output(
 
 def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> Asking:
     tool = schema_tool(schema, strict)
-    bound = model.bind_tools([tool], tool_choice=tool.name, **kwargs)
+    bound = model.bind_tools([tool], tool_choice=tool.name, whole=True, **kwargs)
     if (of_class := _pydantic(schema)) is not None:
         return bound, PydanticToolsParser(tools=[of_class], first_tool_only=True)
     return bound, JsonOutputKeyToolsParser(key_name=tool.name, first_tool_only=True)

@@ -21,14 +21,16 @@ from llama_index_instrumentation.span import active_span_id
 
 from llamaindex_specfuse.calling import BegunCall, call_block
 from llamaindex_specfuse.events import SpecFuseSegmentEvent
-from specfuse_shared import EnsembleResult, FinishReason, ToolCall
+from specfuse_shared import EnsembleResult, ToolCall
 from specfuse_shared.adapters import (
     CallDelta,
     CallReader,
     Detail,
     TextDelta,
     candidate_records,
+    check_whole,
     finish_reason,
+    last_parts,
     ledger,
     segment_record,
     usage_record,
@@ -81,11 +83,20 @@ class Piece:
 class Answer:
     """Folds the events of one answer into pieces, and tells everyone who listens about each segment.
 
-    Made in the body of an endpoint: there the call's span is still open, whose id every segment carries.
+    Made in the body of an endpoint: there the call's span is still open, whose id every segment carries. `whole`: what
+    `max_tokens` cut raises `UnfinishedValueError`.
     """
 
-    def __init__(self, reads_calls: bool, detail: Detail, observe: Callable[[Event], None]) -> None:
-        self._observe, self._detail, self._text = observe, detail, ""
+    def __init__(
+        self,
+        reads_calls: bool,
+        detail: Detail,
+        observe: Callable[[Event], None],
+        whole: bool = False,
+        model_name: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._observe, self._detail, self._whole, self._model_name = observe, detail, whole, model_name
+        self._text = ""
         self._reader = CallReader() if reads_calls else None
         self._begun: list[BegunCall] = []
         self._thoughts: dict[str, str] = {}
@@ -111,12 +122,15 @@ class Answer:
         record = {**segment_record(event), "candidates": candidate_records(event)}
         _dispatcher.event(SpecFuseSegmentEvent(text=event.text, record=record, span_id=self._span, tags=self._tags))
         parts = self._reader.feed(event.text) if self._reader else [TextDelta(event.text)]
-        return self._grown(parts, {"specfuse": record})
+        return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
 
     def _last(self, result: EnsembleResult) -> Piece:
-        parts = self._reader.finish(cut=result.finish_reason is FinishReason.LENGTH) if self._reader else []
+        if self._whole:
+            check_whole(result)
+        parts = last_parts(self._reader, result)
         usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
-        raw = {"usage": usage, "finish_reason": reason, "specfuse": ledger(result, self._detail)}
+        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        raw = {"model": self._model_name(), "usage": usage, "finish_reason": reason, **record}
         last = self._grown(parts, raw)
         return replace(last, counted={**usage, "finish_reason": reason}, logprobs=_logprobs(result))
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -27,16 +24,15 @@ from pydantic import Field, model_validator
 
 from llamaindex_specfuse.answers import Answer, Piece
 from llamaindex_specfuse.calling import ToolCalling, to_tools
+from llamaindex_specfuse.folds import afold, alast_of, fold, last_of, seen
 from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.adapters import EnsembleSettings, ToolUse, choice_of
-from specfuse_shared.errors import ConfigError, RequestError, UnfinishedValueError, ValueTooLongError
-from specfuse_shared.events import Event
+from specfuse_shared.errors import ConfigError, RequestError
 
-logger = logging.getLogger(__name__)
-
+_SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620
 """Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
 
@@ -48,6 +44,8 @@ class _Call:
     params: SamplingParams
     use: ToolUse
     timeout: float | None
+    whole: bool = False
+    """What `max_tokens` cuts is an error."""
 
     @property
     def options(self) -> CallOptions:
@@ -71,11 +69,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
     `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
     `complete` and `chat` return. Every call takes the settings of sampling, `grammar`, `logprobs`, `timeout`, `tools`,
-    `tool_choice` and `parallel_tool_calls`. A completion is one user turn in each member's own template. Text only.
+    `tool_choice`, `parallel_tool_calls` and `whole` (what `max_tokens` cuts is an error). A completion is one user turn
+    in each member's own template. Text only.
 
     Tool calls and structured predictions are drafted under a grammar: every call names a tool that there is and has
     arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
-    a response holds the calls that are complete.
+    a response holds the calls that are complete. A call that `max_tokens` cut is none of them: an agent is told so and
+    calls again. A prediction is an `UnfinishedValueError` then, as a call is in `predict_and_call`.
 
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
@@ -96,10 +96,41 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def class_name(cls) -> str:
         return "specfuse_llm"
 
+    def to_payload(self) -> dict[str, Any]:
+        """What a trace holds: names, sizes and sampling, as far as they are known without asking a server."""
+        told = {"class_name": self.class_name(), "model_name": self.model, "context_window": self._window()}
+        return {**told, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Plain JSON that `from_dict` reads, without keys and local paths; a folder is found in this process only."""
+        told = super().to_dict(**kwargs)
+        told.pop("model_name", None)
+        return told if self.base_url and self.model_name is None else {**told, "model": self.model}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_model(cls, values: Any) -> Any:
+        """`model="demo"` is `members="demo"`."""
+        if not isinstance(values, Mapping) or any(values.get(source) is not None for source in _SOURCES):
+            return values
+        return {**values, "members": "demo"} if _given_model(values) == "demo" else values
+
     @model_validator(mode="after")
-    def _check_room(self) -> Self:
-        if self.model_name is not None and self.base_url is None:
-            raise ConfigError(f"model is {self.model_name!r}: it names a model of a server, so that it needs base_url")
+    def _check_model(self) -> Self:
+        if self.base_url is None and self.model_name not in (None, "demo", "+".join(self._ensemble().names)):
+            raise ConfigError(
+                f'model is {self.model_name!r}: it is "demo", or one of a server\'s models with base_url; members in '
+                f"this process are given as members=[{self.model_name!r}]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Asks no server: where one answers, its model is known when the sizes are read."""
+        self._check_room()
+        return self
+
+    def _check_room(self) -> None:
         window, params = self._window(), self._call({}).params
         if window is not None and window - self._longest_output() < PROMPT_ROOM:
             thoughts = f" and max_thinking_tokens={params.max_thinking_tokens}" if self._thinks() else ""
@@ -108,14 +139,17 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                 f"{thoughts} fewer than {PROMPT_ROOM} are left for LlamaIndex's prompts; lower it or leave that "
                 "member out"
             )
-        return self
 
     @property
     def metadata(self) -> LLMMetadata:
         """`context_window` always leaves room for a prompt, also where no member states its own.
 
-        `num_output` holds the answer and, where a member thinks, its thoughts.
+        `num_output` holds the answer and, where a member thinks, its thoughts. A server is asked for its model when
+        this is first read; raises `EngineClosedError` where none answers.
         """
+        if (remote := self._remote()) is not None and not remote.known:
+            remote.describe()
+            self._check_room()
         longest = self._longest_output()
         return LLMMetadata(
             context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
@@ -139,7 +173,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _last(self._pieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)).completion()
+        return last_of(self._pieces(self._prompt_turn(prompt, formatted, kwargs), kwargs)).completion()
 
     @closes_source
     @llm_completion_callback()
@@ -149,7 +183,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _last(self._pieces(self._turns(messages), kwargs)).chat()
+        return last_of(self._pieces(self._turns(messages), kwargs)).chat()
 
     @closes_source
     @llm_chat_callback()
@@ -159,7 +193,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return (await _alast(self._apieces(self._prompt_turn(prompt, formatted, kwargs), kwargs))).completion()
+        return (await alast_of(self._apieces(self._prompt_turn(prompt, formatted, kwargs), kwargs))).completion()
 
     @acloses_source
     @llm_completion_callback()
@@ -169,7 +203,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return (await _alast(self._apieces(self._turns(messages), kwargs))).chat()
+        return (await alast_of(self._apieces(self._turns(messages), kwargs))).chat()
 
     @acloses_source
     @llm_chat_callback()
@@ -212,8 +246,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                 )
         tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
         use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
-        timeout = given.pop("timeout", self.timeout)
-        return _Call(self._sampling(given), use, timeout)
+        timeout, whole = given.pop("timeout", self.timeout), bool(given.pop("whole", False))
+        return _Call(self._sampling(given), use, timeout, whole)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
@@ -226,49 +260,21 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
     def _answer(self, call: _Call) -> Answer:
-        return Answer(bool(call.use.offered), self.ledger, self._observe)
+        return Answer(bool(call.use.offered), self.ledger, self._observe, call.whole, self._model_name)
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
         call = self._call_for(messages, overrides)
-        with _seen():
+        with seen():
             events = self._resolve_engine().stream(messages, call.params, **call.options)
-        return source(_fold(self._answer(call), events))
+        return source(fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
         call = self._call_for(messages, overrides)
         events = self._resolve_engine().astream(messages, call.params, **call.options)
-        return source(_afold(self._answer(call), events))
+        return source(afold(self._answer(call), events))
 
 
-def _fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:
-    with _seen(), closing(cast(Generator[Event], events)):
-        yield from filter(None, map(answer.piece, events))
-
-
-async def _afold(answer: Answer, events: AsyncIterator[Event]) -> AsyncGenerator[Piece, None]:
-    with _seen():
-        async with aclosing(cast(AsyncGenerator[Event], events)):
-            async for event in events:
-                if piece := answer.piece(event):
-                    yield piece
-
-
-@contextmanager
-def _seen() -> Iterator[None]:
-    """LlamaIndex may go on without a value that found no room, and hides what it logs itself."""
-    try:
-        yield
-    except (UnfinishedValueError, ValueTooLongError) as error:
-        logger.warning("a structured answer failed: %s", error)
-        raise
-
-
-def _last(pieces: Iterator[Piece]) -> Piece:
-    return deque(pieces, maxlen=1).pop()
-
-
-async def _alast(pieces: AsyncGenerator[Piece, None]) -> Piece:
-    async with aclosing(pieces):
-        return [piece async for piece in pieces][-1]
+def _given_model(values: Mapping[str, Any]) -> Any:
+    return values.get("model", values.get("model_name"))

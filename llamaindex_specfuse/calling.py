@@ -14,13 +14,15 @@ from llama_index.core.program import function_program
 from llama_index.core.tools import FunctionTool
 from llama_index.core.tools.types import BaseTool
 
-from llamaindex_specfuse.messages import arguments_so_far, begun_in
+from llamaindex_specfuse.messages import arguments_so_far, begun_in, is_whole
 from specfuse_shared import Tool, ToolCall
 from specfuse_shared.adapters import choice_of
 from specfuse_shared.errors import RequestError
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
 Choice = str | bool | Mapping[str, Any] | None
+CUT_NOTE = "(cut by max_tokens and not run: call it again with shorter arguments)"
+"""Stands behind the name of a tool whose call was cut; agents tell the ensemble that they found no such tool."""
 
 
 class NoToolCallError(RequestError, ValueError):
@@ -42,12 +44,14 @@ class ToolCalling(FunctionCallingLLM):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Arguments of a chat that may call `tools`; `tool_choice` wins over `tool_required`."""
+        is_output = _is_output(tools)
         asked = [ChatMessage(user_msg, role=MessageRole.USER)] if isinstance(user_msg, str) else [user_msg]
         return {
+            **({"whole": True} if is_output else {}),
             **kwargs,
             "messages": [*(chat_history or ()), *(message for message in asked if message is not None)],
             "tools": to_tools(tools),
-            "tool_choice": choice_of(tool_choice, tool_required or _is_output(tools)),
+            "tool_choice": choice_of(tool_choice, tool_required or is_output),
             "parallel_tool_calls": allow_parallel_tool_calls,
         }
 
@@ -56,18 +60,27 @@ class ToolCalling(FunctionCallingLLM):
     ) -> list[ToolSelection]:
         """The calls of a response; while it streams, the last one with the arguments that are written so far.
 
-        Raises `NoToolCallError` if there is none.
+        Raises `NoToolCallError` if there is none. One that was cut names no tool, so that agents, which do not ask for
+        an error, carry nothing out and tell the ensemble why.
         """
         calls = begun_in(response.message)
-        if not calls and error_on_no_tool_call:
-            raise NoToolCallError("the answer calls no tool: tool_required=True forces a call")
+        if error_on_no_tool_call and not any(map(is_whole, calls)):
+            raise NoToolCallError("the answer calls no tool, or max_tokens cut the call: tool_required=True forces one")
         return [
-            ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_so_far(call))
+            ToolSelection(
+                tool_id=call.tool_call_id or "",
+                tool_name=call.tool_name if is_whole(call) else f"{call.tool_name} {CUT_NOTE}",
+                tool_kwargs=arguments_so_far(call),
+            )
             for call in calls
+            if is_whole(call) or not error_on_no_tool_call
         ]
 
     def predict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
-        """Let the ensemble choose a tool, and call it; where text would be an error, a call is forced."""
+        """Let the ensemble choose a tool, and call it; where text would be an error, a call is forced.
+
+        Raises `UnfinishedValueError` if `max_tokens` has no room for the call.
+        """
         return super().predict_and_call(tools, *args, **_forced(kwargs))
 
     async def apredict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
@@ -76,7 +89,7 @@ class ToolCalling(FunctionCallingLLM):
 
 
 def _forced(options: dict[str, Any]) -> dict[str, Any]:
-    return {"tool_required": options.get("error_on_no_tool_call", True), **options}
+    return {"tool_required": options.get("error_on_no_tool_call", True), "whole": True, **options}
 
 
 def _is_output(tools: Sequence[BaseTool]) -> bool:

@@ -19,7 +19,7 @@ from llama_index.core.base.llms.types import (
 from pydantic_core import from_json
 
 from specfuse_shared import Message, ToolCall
-from specfuse_shared.adapters import Role, arguments_of
+from specfuse_shared.adapters import CUT_MARK, Role, arguments_of
 from specfuse_shared.errors import RequestError
 
 _ROLES: dict[MessageRole, Role] = {
@@ -45,7 +45,7 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
 
     LlamaIndex's agents answer a call by its id alone; the name of the tool is taken from the call.
     """
-    names = {call.tool_call_id: call.tool_name for message in messages for call in called_in(message)}
+    names = {call.tool_call_id: call.tool_name for message in messages for call in begun_in(message)}
     return [_to_message(message, names) for message in messages]
 
 
@@ -55,13 +55,11 @@ def react_stops(messages: Sequence[Message]) -> tuple[str, ...]:
     return (REACT_STOP,) if all(mark in system for mark in REACT_MARKS) else ()
 
 
-def called_in(message: ChatMessage) -> list[ToolCallBlock]:
-    """The calls of a turn: its blocks, or what other LLMs and older versions put into `additional_kwargs`."""
-    return _blocks(message) or _begun(message)
-
-
 def begun_in(message: ChatMessage) -> list[ToolCallBlock]:
-    """The calls of a response, with one that may still be written; only `additional_kwargs` holds that one."""
+    """The calls of a turn: its blocks, or what other LLMs and older versions put into `additional_kwargs`.
+
+    Only there is a call that is still being written, or was cut.
+    """
     return max(_blocks(message), _begun(message), key=len)
 
 
@@ -90,7 +88,7 @@ def _part(value: Any, name: str) -> Any:
 
 def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Message:
     answered = message.additional_kwargs.get("tool_call_id")
-    calls = (ToolCall(c.tool_name, arguments_of(c.tool_kwargs), c.tool_call_id) for c in called_in(message))
+    calls = (ToolCall(c.tool_name, arguments_of(c.tool_kwargs), c.tool_call_id) for c in begun_in(message))
     return Message(
         role=_ROLES[message.role],
         content="\n".join(text for block in message.blocks for text in _texts(block)),
@@ -112,6 +110,11 @@ def _texts(block: Any) -> Iterator[str]:
         yield block.resolve_document().read().decode(errors="replace")
     elif not isinstance(block, _SILENT_BLOCKS):
         raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
+
+
+def is_whole(call: ToolCallBlock) -> bool:
+    """False for a call that `max_tokens` cut."""
+    return not (isinstance(call.tool_kwargs, str) and call.tool_kwargs.endswith(CUT_MARK))
 
 
 def arguments_so_far(call: ToolCallBlock) -> dict[str, Any]:

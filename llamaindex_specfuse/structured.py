@@ -135,7 +135,7 @@ class StructuredPrediction(LLM):
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
         grammar, told = value_of(output_cls.model_json_schema(), strict=False)
         turns = [ChatMessage(message.content, role=message.role) for message in told]
-        return {**options, "messages": [*messages, *turns], "grammar": grammar}
+        return {"whole": True, **options, "messages": [*messages, *turns], "grammar": grammar}
 
 
 class _Growing:

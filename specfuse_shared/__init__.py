@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from specfuse_shared.agreement import Agreement, Disagreement
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import (
     ConfigError,
@@ -78,10 +79,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AggregatePolicy",
+    "Agreement",
     "CallOptions",
     "Candidate",
     "CandidateLogprobs",
     "ConfigError",
+    "Disagreement",
     "EngineBusyError",
     "EngineClosedError",
     "EngineLease",

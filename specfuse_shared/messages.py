@@ -12,6 +12,8 @@ from specfuse_shared.validation import is_whole_text, parsed_json
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
+CUT_MARK = "(cut by max_tokens)"
+"""Behind the arguments of a call that was cut; the bracket in front of it closes nothing."""
 _OPENAI_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 
 
@@ -82,13 +84,17 @@ class ToolCall:
 
 
 def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """The arguments of a call, which may come as JSON. Raises `RequestError` if they are no object."""
+    """The arguments of a call, which may come as JSON. Raises `RequestError` if they are no object.
+
+    Of a call that was cut they are what stood there, where it was closed in time, and else nothing.
+    """
     if isinstance(arguments, Mapping):
         return arguments
+    cut = isinstance(arguments, str) and arguments.endswith(f" {CUT_MARK}")
     try:
-        parsed = parsed_json(arguments or "{}")
+        parsed = parsed_json((arguments or "{}")[: -len(CUT_MARK) - 2 if cut else None])
     except (TypeError, ValueError):
-        parsed = None
+        parsed = {} if cut else None
     if not isinstance(parsed, dict):
         raise RequestError(f"the arguments of a tool call are no JSON object: {str(arguments)[:80]!r}")
     return parsed

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Self
 
+from specfuse_shared.agreement import Agreement, agreement_of
+
 StageName = Literal["prefill", "think", "draft", "verify", "commit", "score"]
 
 
@@ -153,6 +155,12 @@ class RoundRecord:
     leader: str | None = None
     certain: bool = False
 
+    @property
+    def agreement(self) -> float | None:
+        """Share of the segment that all members would have written (`specfuse_shared.agreement`)."""
+        found = agreement_of([self])
+        return None if found is None else found.share
+
 
 @dataclass(frozen=True, slots=True)
 class MemberSummary:
@@ -186,14 +194,22 @@ class AnswerRecord:
     """Member → what it thought before the answer."""
     warnings: tuple[MemberFault, ...] = ()
     """Members that failed and left the answer."""
+    closing: str = ""
+    """The end of the answer, where no member wrote it: it completes a value or call in time for `max_tokens`."""
 
     def summary(self) -> tuple[MemberSummary, ...]:
         """What each member contributed, in the order of the configuration."""
         return tuple(_summarise(name, self.rounds) for name in self.members)
 
+    @property
+    def agreement(self) -> Agreement | None:
+        """How far the members agree on the text, and where not; None where only one had a say."""
+        return agreement_of(self.rounds, len(self.text))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe form of the whole result."""
         data = asdict(self)
+        data["agreement"] = None if self.agreement is None else asdict(self.agreement)
         data["finish_reason"] = str(self.finish_reason)
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data

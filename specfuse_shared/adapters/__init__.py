@@ -3,24 +3,29 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
-from specfuse_shared.adapters.ensembles import Members, config_of
+from specfuse_shared.adapters.ensembles import Ensembles, Members, config_of
+from specfuse_shared.adapters.foreign import TRANSPORT_OPTIONS
 from specfuse_shared.adapters.openai_forms import RESPONSE_FORMATS, choice_of, response_schema, value_of
 from specfuse_shared.adapters.records import (
     Detail,
     candidate_records,
+    check_whole,
     finish_reason,
+    last_parts,
     ledger,
     openai_logprobs,
     plain_config,
+    reasoning_tokens,
     segment_record,
     usage_record,
 )
-from specfuse_shared.adapters.settings import TRANSPORT_OPTIONS, Engine, EnsembleSettings, OnSegment
+from specfuse_shared.adapters.settings import Engine, EnsembleSettings, OnSegment
 from specfuse_shared.adapters.thoughts import Thoughts
-from specfuse_shared.messages import Role, arguments_of
+from specfuse_shared.messages import CUT_MARK, Role, arguments_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
+    "CUT_MARK",
     "RESPONSE_FORMATS",
     "TRANSPORT_OPTIONS",
     "CallDelta",
@@ -28,6 +33,7 @@ __all__ = [
     "Detail",
     "Engine",
     "EnsembleSettings",
+    "Ensembles",
     "Members",
     "OnSegment",
     "Role",
@@ -36,12 +42,15 @@ __all__ = [
     "ToolUse",
     "arguments_of",
     "candidate_records",
+    "check_whole",
     "choice_of",
     "config_of",
     "finish_reason",
+    "last_parts",
     "ledger",
     "openai_logprobs",
     "plain_config",
+    "reasoning_tokens",
     "response_schema",
     "segment_record",
     "usage_record",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, PlainValidator
 
+from specfuse_shared.adapters.places import found, without_paths
 from specfuse_shared.adapters.records import plain, plain_config
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
@@ -17,21 +18,25 @@ from specfuse_shared.member_config import MemberConfig
 Members = Annotated[
     Literal["demo"] | Sequence[str | MemberConfig] | None,
     PlainValidator(lambda value: _as_members(value)),
-    PlainSerializer(lambda value: plain(value)),
+    PlainSerializer(lambda value: without_paths(plain(value))),
 ]
 Config = Annotated[
     EnsembleConfig | None,
     PlainValidator(lambda value: _as_config(value)),
-    PlainSerializer(lambda value: value and plain_config(value)),
+    PlainSerializer(lambda value: value and without_paths(plain_config(value))),
 ]
+Ensembles = Annotated[Mapping[str, Any], PlainSerializer(lambda value: without_paths(plain(value)))]
+"""Ensembles by name, each as `members` or `config` take them."""
 SOURCES = (
     'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); engine=; '
     'or base_url="http://…" of a server'
 )
 
 
-def config_of(ensemble: Members | EnsembleConfig) -> EnsembleConfig:
-    """The configuration that `members` or `config` stand for. Raises `ConfigError`."""
+def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
+    """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
+    if isinstance(ensemble, Mapping):
+        ensemble = _as_config(ensemble)
     if isinstance(ensemble, EnsembleConfig):
         return ensemble
     members = _as_members(ensemble)
@@ -48,7 +53,13 @@ def _as_members(value: Any) -> Members:
         return "demo" if value else None
     if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
         raise ConfigError(f"members is {value!r}: give {SOURCES}")
-    return EnsembleConfig([MemberConfig.from_dict(m) if isinstance(m, Mapping) else m for m in value]).member_configs
+    return EnsembleConfig([_as_member(member) for member in value]).member_configs
+
+
+def _as_member(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return found(value) if isinstance(value, str) else value
+    return MemberConfig.from_dict({k: found(v) if isinstance(v, str) else v for k, v in value.items()})
 
 
 def _as_config(value: Any) -> EnsembleConfig | None:

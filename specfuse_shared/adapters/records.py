@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import SegmentEvent
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, Usage
 
 Detail = Literal["summary", "full", "none"]
@@ -41,12 +43,21 @@ def candidate_records(event: SegmentEvent) -> list[dict[str, Any]]:
     return [{**asdict(c), "drafters": list(c.drafters)} for c in (event.record.candidates if event.record else ())]
 
 
-def usage_record(usage: Usage) -> dict[str, int]:
-    """Token counts of the reference member."""
+def reasoning_tokens(usage: Usage) -> int:
+    """What the members thought before the answer, each in its own tokens."""
+    return sum(member.thinking for member in usage.members.values())
+
+
+def usage_record(usage: Usage) -> dict[str, Any]:
+    """Token counts of the reference member as OpenAI's API has them: thoughts are part of the completion."""
+    thoughts = reasoning_tokens(usage)
+    completion = usage.completion_tokens + thoughts
+    details = {"completion_tokens_details": {"reasoning_tokens": thoughts}} if thoughts else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
+        "completion_tokens": completion,
+        "total_tokens": usage.prompt_tokens + completion,
+        **details,
     }
 
 
@@ -54,7 +65,8 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
     """The record of an answer as plain JSON: nothing, each member's part in it, or all of its rounds, too."""
     if detail == "none":
         return {}
-    told = {key: value for key, value in result.to_dict().items() if key not in ("text", "logprobs", "thinking")}
+    left_out = ("text", "logprobs", "thinking", *(() if result.closing else ("closing",)))
+    told = {key: value for key, value in result.to_dict().items() if key not in left_out}
     if detail == "summary":
         told["rounds"] = len(result.rounds)
         told["usage"] = {name: told["usage"][name] for name in ("prompt_tokens", "completion_tokens", "reference")}
@@ -63,10 +75,27 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
 
 
 def finish_reason(result: EnsembleResult, called: bool = False) -> str:
-    """Why the answer ended, in the words that every provider uses; "repetition" is a reason of ours to stop."""
-    if called:
-        return "tool_calls"
-    return "length" if result.finish_reason is FinishReason.LENGTH else "stop"
+    """Why the answer ended, in the words that every provider uses; "repetition" is a reason of ours to stop.
+
+    What `max_tokens` ended is not whole, be it a call or a value: it says "length".
+    """
+    if result.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if called else "stop"
+
+
+def check_whole(result: EnsembleResult) -> None:
+    """Raises `UnfinishedValueError` for a value or call that `max_tokens` cut, also where it was closed in time."""
+    if result.finish_reason is FinishReason.LENGTH:
+        message = f"max_tokens cut the value after {result.usage.completion_tokens} tokens: give it more room"
+        raise UnfinishedValueError(message, member=None, text=result.text.removesuffix(result.closing))
+
+
+def last_parts(reader: CallReader | None, result: EnsembleResult) -> Sequence[TextDelta | CallDelta]:
+    """What a reader of calls held back until the answer was over."""
+    if reader is None:
+        return ()
+    return reader.finish(cut=result.finish_reason is FinishReason.LENGTH, closing=result.closing)
 
 
 def openai_logprobs(result: EnsembleResult) -> dict[str, Any] | None:
@@ -83,7 +112,7 @@ def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True)
 
 
 def plain(value: Any, changed: bool = True) -> Any:
-    if isinstance(value, MemberConfig):
+    if isinstance(value, (EnsembleConfig, MemberConfig)):
         return plain_config(value, changed=changed)
     if isinstance(value, Mapping):
         return {str(k): plain(v, changed) for k, v in value.items()}

@@ -70,8 +70,8 @@ class RemoteEngine:
 
     @property
     def label(self) -> str:
-        """The model's name as far as it is known without asking."""
-        return str(self._model or self.known.get("id") or self.base_url)
+        """The model's name as far as it is known without asking; never an address, which is nobody's affair."""
+        return str(self._model or self.known.get("id") or "specfuse")
 
     @property
     def thinks(self) -> bool:

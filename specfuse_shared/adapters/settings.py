@@ -18,7 +18,8 @@ from pydantic import (
 )
 
 from specfuse_shared.adapters.ensembles import SOURCES, Config, Members, config_of
-from specfuse_shared.adapters.records import Detail, plain, plain_config
+from specfuse_shared.adapters.foreign import TRANSPORT_OPTIONS, known_here
+from specfuse_shared.adapters.records import Detail
 from specfuse_shared.adapters.remote import RemoteEngine
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
@@ -31,14 +32,6 @@ from specfuse_shared.serving.leases import EngineLease, lease_engine
 from specfuse_shared.validation import unknown_setting
 
 OnSegment = Callable[[SegmentEvent], None]
-
-TRANSPORT_OPTIONS = frozenset(
-    {
-        *("extra_body", "extra_headers", "extra_query", "metadata", "prompt_cache_key", "safety_identifier"),
-        *("service_tier", "store", "stream_options", "user"),
-    }
-)
-"""What components pass for a provider's HTTP client: accepted with a call, and without effect."""
 
 _SAMPLING = SamplingParams()
 Engine = EnsembleEngine | RemoteEngine
@@ -109,6 +102,7 @@ class EnsembleSettings(BaseModel):
         known = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
         if not isinstance(values, Mapping):
             return values
+        values = known_here(values, known)
         for name in values:
             if name not in known:
                 raise unknown_setting(cls.__name__, str(name), sorted(known))
@@ -190,25 +184,17 @@ class EnsembleSettings(BaseModel):
 
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
-        given = {k: v for k, v in overrides.items() if v is not None and k not in TRANSPORT_OPTIONS}
+        given = {k: v for k, v in known_here(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
         return SamplingParams.from_dict({**self._settings(), **given})
 
     def _settings(self) -> dict[str, Any]:
         """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
         return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
 
-    def _identity(self) -> dict[str, Any]:
-        """Everything that decides an answer besides the messages, as plain JSON."""
-        sampling = {**self._settings(), "stop": list(self._sampling({}).stops)}
-        remote = {"base_url": self.base_url, "model": self.model_name}
-        return {
-            "ensemble": self._plain_ensemble(self._ensemble()) if self.base_url is None else remote,
-            "sampling": plain(sampling),
-        }
-
-    @staticmethod
-    def _plain_ensemble(config: EnsembleConfig) -> dict[str, Any]:
-        return plain_config(config, changed=False)
+    def _traced(self) -> dict[str, Any]:
+        """The model's name and sampling, as exporters of traces look for them."""
+        settings = {**self._settings(), "stop": list(self._sampling({}).stops) or None}
+        return {"model": self._model_name(), **{name: value for name, value in settings.items() if value is not None}}
 
     def _context_limit(self) -> int | None:
         """Of the smallest member; before the members are loaded, as far as configurations on this machine say."""

@@ -13,6 +13,7 @@ from specfuse_shared.adapters import (
     TextDelta,
     Thoughts,
     finish_reason,
+    last_parts,
     ledger,
     openai_logprobs,
     segment_record,
@@ -25,7 +26,6 @@ from specfuse_shared.api_server.failures import public
 from specfuse_shared.api_server.growing import GrowingAnswer
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent
-from specfuse_shared.types import FinishReason
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Answer:
 
     def __init__(self, index: int, call: Call, extension: Extension) -> None:
         self.index = index
-        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._call, self._extension = call, extension
         self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()
@@ -97,12 +97,8 @@ class Answer:
         result = event.result
         self.usage = usage_record(result.usage)
         piece.thoughts = self._thoughts.rest()
-        if self._reader:
-            self._write(piece, self._reader.finish(cut=result.finish_reason is FinishReason.LENGTH))
+        self._write(piece, last_parts(self._reader, result))
         piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calls))
-        if self._call.choices[self.index].params.grammar is not None and piece.finish_reason == "length":
-            # a value that is not cut is whole, though it was closed in time for max_tokens
-            piece.finish_reason = "stop"
         piece.logprobs = openai_logprobs(result)
         if told := ledger(result, self._extension.ledger):
             piece.specfuse["record"] = told

@@ -101,6 +101,11 @@ class CompletionFormat(Format):
         return {"tokens": tokens, "token_logprobs": each, "top_logprobs": None, "text_offset": offsets}
 
 
-def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     """Of all choices; the prompt of several is counted once for each."""
-    return {key: sum(answer.usage[key] for answer in answers) for key in answers[0].usage}
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    told: dict[str, Any] = {key: sum(answer.usage[key] for answer in answers) for key in counts}
+    details = [answer.usage.get("completion_tokens_details", {}) for answer in answers]
+    if thoughts := sum(each.get("reasoning_tokens", 0) for each in details):
+        told["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    return told

@@ -170,6 +170,8 @@ def _speed_line(result: EnsembleResult) -> str:
     ]
     if result.stop_sequence is not None:
         parts[-1] += f" at {quoted(result.stop_sequence)}"
+    if result.agreement is not None:
+        parts.append(f"agreement {number(result.agreement.share)}")
     return " · ".join(parts)
 
 
@@ -211,6 +213,8 @@ def _candidates(record: RoundRecord, colours: Palette) -> Table:
 
 
 def _round_notes(record: RoundRecord) -> Iterator[str]:
+    if record.agreement is not None:
+        yield f"agreement: {number(record.agreement)} of the segment"
     if record.weights:
         yield "weights: " + _pairs(record.weights)
     if record.retention:

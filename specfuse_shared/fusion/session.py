@@ -57,6 +57,7 @@ class AnswerSession:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         tools = tools or ToolUse()
+        self._tools = tools
         self._params = params = replace(params, grammar=tools.grammar(params.grammar))
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
         self.participants = Participants(config, members, messages, tools.offered, check)
@@ -71,6 +72,7 @@ class AnswerSession:
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
+        self._closing = ""
         self._began, self._prefilled = time.monotonic(), 0.0
         self.events: deque[Event] = deque()
         self.finished = False
@@ -186,13 +188,15 @@ class AnswerSession:
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
     def _finish(self, end: RoundEnd) -> None:
-        """Release what was held back, up to the stop string, and close the answer."""
+        """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
         constraint = self._method.constraint if end.segment.reason is FinishReason.LENGTH else None
         unfinished = constraint is not None and not constraint.accepts(end.segment.text)
+        if constraint is not None and end.segment.text == constraint.finish():
+            self._closing = end.segment.text
         last = self._answer.finish(end.segment, end.record)
         if last is not None:
             self.events.append(last)
-        if unfinished:
+        if unfinished and not self._tools.begins(self.text):
             message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
             raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
         self.finished = True
@@ -236,4 +240,5 @@ class AnswerSession:
             logprobs=logprobs,
             thinking=dict(self._thoughts),
             warnings=tuple(self._warnings),
+            closing=self._closing,
         )

@@ -147,6 +147,7 @@ def view(result: AnswerRecord) -> dict[str, Any]:
         "times": times,
         "time_bars": _bars(times, {stage: stage for stage in times}, sum(times.values()) or 1.0),
         "finish": _finish(result),
+        "agreement": result.agreement,
         "group": "specfuse-" + sha256(repr(result).encode("utf-8", "replace")).hexdigest()[:12],
     }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specfuse_shared.errors import UnfinishedValueError
-from specfuse_shared.messages import Tool, ToolCall
+from specfuse_shared.messages import CUT_MARK, Tool, ToolCall
 from specfuse_shared.text.grammar import Grammar, styled
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.validation import check, check_choice, parsed_json
@@ -74,6 +74,10 @@ class ToolUse:
         """
         return call_grammar(self.offered, self.choice, self.parallel, otherwise) if self.offered else otherwise
 
+    def begins(self, text: str) -> bool:
+        """Whether an answer under `grammar` that is not complete is calls so far, and no other value."""
+        return bool(self.offered) and (CALL_OPEN in text or CALL_OPEN.startswith(text))
+
 
 def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise: Grammar | None) -> Grammar:
     """Answers that call tools. With the choice "auto" they may also be text, or what `otherwise` describes.
@@ -126,23 +130,35 @@ class CallReader:
         self._state: Literal["text", "between", "head", "arguments"] = "text"
         self._buffer, self._arguments, self._name, self._id = "", "", "", ""
 
+    @property
+    def calling(self) -> bool:
+        """The answer has begun a call."""
+        return self._state != "text"
+
     def feed(self, text: str) -> list[TextDelta | CallDelta]:
         """Take new text of the answer; give out what is certain."""
         self._buffer += text
         return [part for part in self._parts() if part != TextDelta("")]
 
-    def finish(self, *, cut: bool = False) -> list[TextDelta | CallDelta]:
-        """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call.
+    def finish(self, *, cut: bool = False, closing: str = "") -> list[TextDelta | CallDelta]:
+        """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call, unless `cut`.
 
-        `cut`: `max_tokens` ended the answer, so the beginning of a tag is a call that found no room. A shorter one may
-        be anything; of an answer that is cut anyway it is left out, so that no half tag is shown.
+        `cut`: `max_tokens` ended the answer. Then the last call, if it is not complete, or only the `closing` of the
+        answer made it so, is none of the `calls`: the last piece of its arguments makes them no JSON, whoever mends
+        it. Half a tag of an answer that is cut is left out.
         """
-        begun = cut and self._state == "text" and len(self._buffer) > len(CALL_OPEN) // 2
-        if begun or self._state in ("head", "arguments"):
+        if not cut and self._state in ("head", "arguments"):
             raise UnfinishedValueError("the answer ended inside a tool call", member="", text=self._buffer)
         rest, self._buffer = self._buffer, ""
-        rest = "" if cut and len(rest) > 1 else rest
-        return [TextDelta(rest)] if rest and self._state == "text" else []
+        if self._state == "text":
+            rest = "" if cut and len(rest) > 1 else rest
+            return [TextDelta(rest)] if rest else []
+        if self._state == "between" and closing:
+            self.calls.pop()
+            return [CallDelta(len(self.calls), _broken(self._arguments))]
+        if self._state == "arguments":
+            return [CallDelta(len(self.calls), rest + _broken(self._arguments + rest))]
+        return []
 
     def _parts(self) -> Iterator[TextDelta | CallDelta]:
         while True:
@@ -200,6 +216,20 @@ def read_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     reader = CallReader()
     parts = [*reader.feed(text), *reader.finish()]
     return "".join(p.text for p in parts if isinstance(p, TextDelta)), tuple(reader.calls)
+
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*("|\\?$)', re.DOTALL)
+
+
+def _broken(arguments: str) -> str:
+    """What makes arguments no JSON, also to those who would close it: they would carry out half a call."""
+    ends = [string[1] for string in _STRING.finditer(arguments)]
+    unclosed = "" if not ends or ends[-1] == '"' else f'{ends[-1]}"'
+    opened: list[str] = []
+    for bracket in re.findall(r"[{}\[\]]", _STRING.sub("", arguments)):
+        opened = [*opened, bracket] if bracket in "{[" else opened[:-1]
+    wrong = "]" if opened and opened[-1] == "{" else "}"
+    return f"{unclosed}{wrong} {CUT_MARK}"
 
 
 def _parsed(arguments: str) -> dict[str, Any] | None:

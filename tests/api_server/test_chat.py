@@ -210,6 +210,24 @@ def test_a_value_that_is_cut_ends_with_the_reason_length(client: httpx.Client) -
     assert found[-1]["usage"] == told["usage"]
 
 
+LETTER = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+
+
+def test_a_value_and_a_call_that_were_closed_in_time_say_length(client: httpx.Client) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "note", "schema": LETTER}}
+    value = chat(client, response_format=schema, max_tokens=20)["choices"][0]
+    assert value["finish_reason"] == "length"
+    body = {"tools": [{"type": "function", "function": {"name": "note", "parameters": LETTER}}], "max_tokens": 80}
+    told = chat(client, **body, tool_choice="required")["choices"][0]
+    found = chunks(client, **body, tool_choice="required")
+    assert told["finish_reason"] == found[-1]["choices"][0]["finish_reason"] == "length"
+    [call] = told["message"]["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    turns = [*QUESTION, told["message"], {"role": "tool", "tool_call_id": call["id"], "content": "truncated"}]
+    assert chat(client, messages=turns)["choices"][0]["finish_reason"]
+
+
 def test_thoughts_are_kept_apart_from_the_answer(client: httpx.Client) -> None:
     assert "reasoning_content" not in chat(client)["choices"][0]["message"]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specfuse_shared import EnsembleEngine, Grammar, Message, SamplingParams, Tool, ToolCall
 from specfuse_shared.errors import ConfigError, GrammarError, RequestError, UnfinishedValueError
+from specfuse_shared.messages import CUT_MARK, arguments_of
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.constraint import AnswerConstraint
@@ -155,9 +156,34 @@ def test_half_a_call_is_an_explicit_error(size: int) -> None:
 def test_a_call_that_found_no_room_is_no_text() -> None:
     reader = CallReader()
     assert reader.feed("Hm. <tool_call") == [TextDelta("Hm. ")]
-    with pytest.raises(UnfinishedValueError, match="inside a tool call"):
-        reader.finish(cut=True)
-    assert reader.finish() == [TextDelta("<tool_call")]
+    assert reader.finish(cut=True) == []
+    assert reader.calls == []
+
+
+def test_a_call_that_was_only_closed_in_time_is_cut_and_one_before_it_is_not() -> None:
+    reader = CallReader()
+    closing = "}}</tool_call>"
+    parts = [*reader.feed(f"{SAID}\n{ADDED}"), *reader.finish(cut=True, closing=closing)]
+    assert [call.name for call in reader.calls] == ["say"]
+    written = "".join(part.arguments for part in parts if isinstance(part, CallDelta) and part.index == 1)
+    assert written == f'{{"a": 3, "b": -4}}}} {CUT_MARK}'
+    assert arguments_of(written) == {"a": 3, "b": -4}
+
+
+def test_half_a_call_of_an_answer_that_was_cut_is_none_but_may_be_told_of() -> None:
+    reader = CallReader()
+    parts = [*reader.feed(f"{SAID}\n{ADDED[:-20]}"), *reader.finish(cut=True)]
+    written = "".join(part.arguments for part in parts if isinstance(part, CallDelta) and part.index == 1)
+    assert [call.name for call in reader.calls] == ["say"]
+    assert written.endswith(CUT_MARK)
+    assert arguments_of(written) == {}
+
+
+def test_calls_that_max_tokens_ended_behind_are_whole() -> None:
+    reader = CallReader()
+    reader.feed(f"{SAID}\n{ADDED}")
+    assert reader.finish(cut=True) == []
+    assert [call.name for call in reader.calls] == ["say", "add"]
 
 
 @pytest.mark.parametrize(("text", "shown"), [("Well <tool", "Well "), ("3 <", "3 <"), ("Well.", "Well.")])

@@ -65,11 +65,10 @@ def test_parallel_calls_have_ids_of_their_own_and_one_call_is_one_unless_more_ar
 ) -> None:
     """Random members, whom nobody taught that one call is enough."""
     asked = {"tool_required": True, "temperature": 1.0, "seed": seed}
-    several = calls_of(
-        tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", allow_parallel_tool_calls=True, **asked)
-    )
+    response = tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", allow_parallel_tool_calls=True, **asked)
+    several = response.message.additional_kwargs["tool_calls"]  # the last of them may be cut
     assert len(several) > 1
-    assert len({call.tool_call_id for call in several}) == len(several)
+    assert len({call["id"] for call in several}) == len(several)
     assert len(calls_of(tiny_llm.chat_with_tools(TOOLS, "Weather in Paris and Rome", **asked))) == 1
 
 

@@ -60,7 +60,10 @@ async def test_filtered_answers_are_streamed(tiny_llm: SpecFuseLLM) -> None:
     answers = {question: synthesizer.synthesize(question, nodes) for question in asked}
     # a model with random weights finds some of them unanswered: those have the text "Empty Response"
     question, told = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
-    assert len("".join(told.response_gen)) > 0
+    pieces = []
+    with pytest.raises(UnfinishedValueError, match="max_tokens"):  # such a model ends no string
+        pieces += told.response_gen
+    assert pieces == []
     atold = await synthesizer.asynthesize(question, nodes)
     assert isinstance(atold, AsyncStreamingResponse)
 
@@ -97,8 +100,8 @@ def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[P
 
 
 def test_half_a_tag_of_an_answer_that_was_cut_is_no_text(result: EnsembleResult) -> None:
-    with pytest.raises(UnfinishedValueError, match="tool call"):
-        pieces_of("Let me see. <tool_cal", result, FinishReason.LENGTH)
+    pieces = pieces_of("Let me see. <tool_cal", result, FinishReason.LENGTH)
+    assert [piece.delta for piece in pieces if piece] == ["Let me see. ", ""]
 
 
 def test_half_a_tag_of_an_answer_that_ended_is_its_text(result: EnsembleResult) -> None:

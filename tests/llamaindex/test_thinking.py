@@ -26,6 +26,11 @@ class Answer(BaseModel):
     sure: bool
 
 
+def weather(tomorrow: bool) -> str:
+    """The weather of today, or of tomorrow."""
+    return "sunny" if tomorrow else "dull"
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_members: list[MemberConfig]) -> Iterator[SpecFuseLLM]:
     """Of two members one thinks."""
@@ -73,7 +78,8 @@ async def test_an_agent_passes_thoughts_on(llm: SpecFuseLLM) -> None:
 def test_a_value_and_a_call_begin_after_the_thoughts(llm: SpecFuseLLM) -> None:
     structured = llm.model_copy(update={"max_tokens": 60}).as_structured_llm(Answer)
     assert isinstance(structured.chat([ChatMessage(QUESTION)]).raw, Answer)
-    tool = FunctionTool.from_defaults(lambda city: city, name="weather")
+
+    tool = FunctionTool.from_defaults(weather)
     response = llm.chat_with_tools([tool], QUESTION, tool_required=True, max_tokens=80)
     assert thoughts_in(response.message)
     assert [call.tool_name for call in llm.get_tool_calls_from_response(response)] == ["weather"]

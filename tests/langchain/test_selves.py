@@ -1,0 +1,255 @@
+"""What a model says of itself: to traces, caches, dumps and profiles, and what it makes of options that it lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.load import dumpd, dumps, loads
+from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.runnables import ConfigurableField
+
+from langchain_specfuse import ChatSpecFuse, errors
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from tests.api_server.serving import serving
+from tests.engine.tiny import CHAT_TEMPLATE
+
+QUESTION = "What does the sea do?"
+pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
+
+
+class Starts(BaseCallbackHandler):
+    """Keeps all that tracers are told when a model starts."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def on_chat_model_start(self, serialized: dict[str, Any], messages: Any, **kwargs: Any) -> None:
+        self.told.append((serialized, kwargs))
+
+
+# ── traces ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny: EnsembleEngine) -> None:
+    heard = Starts()
+    model = ChatSpecFuse(engine=tiny, max_tokens=9, temperature=0.5, seed=1)
+    model.invoke(QUESTION, {"callbacks": [heard]})
+    list(model.stream(QUESTION, {"callbacks": [heard]}))
+    folders = [str(Path(member.model).parent) for member in tiny.config.member_configs]
+    for serialized, kwargs in heard.told:
+        for place in (serialized["kwargs"], kwargs["invocation_params"]):  # OpenLLMetry, OpenInference
+            assert place.get("model") or place.get("model_name") == "chat+base"
+            assert (place["max_tokens"], place["temperature"]) == (9, 0.5)
+        assert kwargs["invocation_params"]["model"] == "chat+base"
+        metadata = kwargs.get("metadata") or {}
+        assert metadata.get("ls_model_name", "chat+base") == "chat+base"
+        text = json.dumps([serialized, kwargs["invocation_params"]], default=str) + str(metadata)
+        assert not any(folder in text for folder in folders)
+    assert len(heard.told) == 2
+
+
+def test_a_server_s_address_is_no_name_of_a_model() -> None:
+    model = ChatSpecFuse(base_url="http://127.0.0.1:9")
+    assert model._get_ls_params()["ls_model_name"] == "specfuse"
+    assert (model.profile or {})["name"] == "specfuse"
+
+
+# ── dumps, and the key of a cache ────────────────────────────────────────────────────────────────
+
+
+def test_a_model_comes_back_from_its_dump(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(
+        config=replace(tiny.config, max_concurrent=3),
+        max_tokens=9,
+        ledger="none",
+        ensembles={"pair": list(tiny.config.member_configs), "one": EnsembleConfig(["a/b"])},
+        api_key="very-secret",
+    )
+    text = dumps(model)
+    assert "very-secret" not in text
+    assert str(Path(tiny.config.member_configs[0].model).parent) not in text
+    again = loads(text, allowed_objects=[ChatSpecFuse], valid_namespaces=["langchain_specfuse"])
+    assert again._ensemble() == model._ensemble()
+    assert again._ensemble("pair") == model._ensemble("pair")
+    assert again._ensemble("one").names == ("b",)
+    assert (again.max_tokens, again.ledger) == (9, "none")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"members": "demo"}, {"model": "demo"}, {"base_url": "http://x"}, {"members": ["a/b", "c/d"]}]
+)
+def test_every_kind_of_model_comes_back(settings: dict[str, Any]) -> None:
+    model = ChatSpecFuse(**settings)
+    again = loads(dumps(model), allowed_objects=[ChatSpecFuse], valid_namespaces=["langchain_specfuse"])
+    assert dumpd(again) == dumpd(model)
+    assert again.base_url == model.base_url
+
+
+def test_a_local_folder_of_another_process_is_asked_for() -> None:
+    with pytest.raises(errors.ConfigError, match="another process"):
+        ChatSpecFuse(members=[{"model": "local:qwen#123456789abc"}])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"output_version": "v1"}, {"ledger": "none"}, {"temperature": 0.5}, {"config": EnsembleConfig(["no/one", "x/y"])}],
+)
+def test_what_decides_a_message_is_in_the_key_of_a_cache(other: dict[str, Any]) -> None:
+    model = ChatSpecFuse(members=["no/one", "no/two"])
+    settings = other if "config" in other else {"members": ["no/one", "no/two"], **other}
+    assert ChatSpecFuse(**settings)._get_llm_string() != model._get_llm_string()
+
+
+def test_folders_of_one_name_have_keys_of_their_own(tmp_path: Path) -> None:
+    keys = set()
+    for parent in ("a", "b"):
+        folder = tmp_path / parent / "model"
+        folder.mkdir(parents=True)
+        keys.add(ChatSpecFuse(members=[str(folder)])._get_llm_string())
+    assert len(keys) == 2
+
+
+def test_a_cache_answers_and_tells_models_apart(tiny: EnsembleEngine) -> None:
+    cache = InMemoryCache()
+    model = ChatSpecFuse(engine=tiny, max_tokens=6, cache=cache)
+    before = tiny.metrics().forwards
+    first = model.invoke(QUESTION)
+    between = tiny.metrics().forwards
+    assert model.invoke(QUESTION).content == first.content
+    assert tiny.metrics().forwards == between != before
+    blocks = ChatSpecFuse(engine=tiny, max_tokens=6, cache=cache, output_version="v1").invoke(QUESTION)
+    assert isinstance(blocks.content, list)
+
+
+# ── copies and sizes ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_configurable_fields_keep_the_stream_and_the_profile(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(engine=tiny, max_tokens=12, segment_events=True)
+    field = ConfigurableField(id="longest")
+    chosen = model.configurable_fields(max_tokens=field).with_config(configurable={"longest": 20})
+    chunks = list(chosen.stream(QUESTION))
+    assert len(chunks) > 3
+    assert "".join(chunk.text for chunk in chunks).startswith(model.invoke(QUESTION).text)
+    made, _ = model.configurable_fields(max_tokens=field).prepare({"configurable": {"longest": 20}})
+    assert isinstance(made, ChatSpecFuse)
+    assert (made.profile or {})["max_output_tokens"] == 20
+
+
+def test_a_profile_of_one_s_own_stays(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(engine=tiny, profile={"max_input_tokens": 7})
+    made, _ = model.configurable_fields(seed=ConfigurableField(id="seed")).prepare({"configurable": {"seed": 1}})
+    assert model.load().profile == made.profile == {"max_input_tokens": 7}  # type: ignore[attr-defined]
+
+
+def test_load_learns_the_sizes_of_a_server_s_model(tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}) as client:
+        model = ChatSpecFuse(base_url=str(client.base_url))
+        assert "max_input_tokens" not in (model.profile or {})
+        assert (model.load().profile or {})["max_input_tokens"] == tiny.context_limit
+        assert (model.profile or {})["name"] == "tiny"
+        fresh = ChatSpecFuse(base_url=str(client.base_url), max_tokens=4)
+        assert fresh.invoke("Hi").response_metadata["model_name"] == "tiny"
+
+
+def test_load_learns_the_sizes_of_members_that_were_not_here(tiny: EnsembleEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    model = ChatSpecFuse(members=[str(folder)])
+    assert "max_input_tokens" not in (model.profile or {})
+    folder.symlink_to(Path(tiny.config.member_configs[0].model))
+    with model:
+        assert (model.load().profile or {})["max_input_tokens"] == tiny.context_limit
+
+
+# ── what stays of a record, and what is counted ──────────────────────────────────────────────────
+
+
+def test_no_ledger_is_none_and_segment_events_still_tell(tiny: EnsembleEngine) -> None:
+    class Heard(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.members: set[str | None] = set()
+
+        def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
+            self.members.add(data["member"])
+
+    heard = Heard()
+    model = ChatSpecFuse(engine=tiny, max_tokens=12, ledger="none", segment_events=True)
+    first, *rest = model.stream(QUESTION, {"callbacks": [heard]})
+    whole: AIMessageChunk = first + rest
+    assert whole.additional_kwargs == model.invoke(QUESTION).additional_kwargs == {}
+    assert "specfuse" not in whole.response_metadata
+    assert heard.members & {"chat", "base"}
+
+
+def test_thoughts_are_counted_as_reasoning(tiny: EnsembleEngine) -> None:
+    chat, base = tiny.config.member_configs
+    thinks = replace(chat, chat_template=CHAT_TEMPLATE, thinking=("<think>", "</think>"))
+    with EnsembleEngine(EnsembleConfig([thinks, base])) as engine:
+        answer = ChatSpecFuse(engine=engine, max_tokens=6, max_thinking_tokens=8, ledger="full").invoke(QUESTION)
+    usage = answer.usage_metadata
+    assert usage is not None
+    thoughts = usage["output_token_details"]["reasoning"]
+    assert thoughts == answer.response_metadata["specfuse"]["usage"]["members"]["chat"]["thinking"] > 0
+    assert usage["output_tokens"] == answer.response_metadata["specfuse"]["usage"]["completion_tokens"] + thoughts
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def test_tokens_are_counted_as_one_wishes(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(engine=tiny, custom_get_token_ids=lambda text: list(range(len(text.split()))))
+    assert model.get_token_ids("one two three") == [0, 1, 2]
+    assert model.get_num_tokens("one two") == 2
+    assert model.get_num_tokens_from_messages([HumanMessage("one two"), HumanMessage("three")]) == 3
+
+
+# ── options of other models ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"num_predict": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_tokens"),
+        ({"num_ctx": 2048}, r"MemberConfig\(max_context"),
+        ({"format": "json"}, "with_structured_output"),
+        ({"keep_alive": "5m"}, r"close\(\)"),
+        ({"n": 2}, "several times"),
+    ],
+)
+def test_an_option_of_another_model_gets_an_answer_that_helps(
+    tiny: EnsembleEngine, option: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(errors.ConfigError, match=told):
+        ChatSpecFuse(engine=tiny, **option)
+    with pytest.raises(errors.ConfigError, match=told):
+        ChatSpecFuse(engine=tiny).invoke(QUESTION, **option)
+
+
+def test_one_answer_is_what_there_is(tiny: EnsembleEngine) -> None:
+    assert ChatSpecFuse(engine=tiny, max_tokens=4, n=1).invoke(QUESTION, n=1).text
+
+
+def test_errors_of_the_constructor_are_langchain_s_too() -> None:
+    for settings in ({}, {"members": "demo", "max_token": 3}, {"members": ["a/b"], "temperature": -1}):
+        with pytest.raises(errors.ConfigError):
+            ChatSpecFuse(**settings)
+    with pytest.raises(errors.UnknownModelError):
+        ChatSpecFuse(model="trio")
+    assert MemberConfig("a/b")
+
+
+def test_nothing_private_of_langchain_is_overridden() -> None:
+    from langchain_core.language_models import BaseChatModel
+
+    documented = {"_generate", "_agenerate", "_stream", "_astream", "_llm_type", "_identifying_params"}
+    documented |= {"_get_ls_params", "_resolve_model_profile"}
+    own = {
+        name for kind in ChatSpecFuse.__mro__ if kind.__module__.startswith("langchain_specfuse") for name in vars(kind)
+    }
+    theirs = {name for name in dir(BaseChatModel) if name.startswith("_") and not name.startswith("__")}
+    assert {name for name in own & theirs if not name.startswith(("_abc", "_serialized"))} <= documented

@@ -1,0 +1,104 @@
+"""What an LLM says of itself: to traces, dictionaries and planners, and what it makes of options that it lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.tools import FunctionTool
+
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.errors import ConfigError, EngineClosedError
+from tests.api_server.serving import serving
+from tests.engine.tiny import CHAT_TEMPLATE
+from tests.llamaindex.listening import Listener
+
+
+def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
+    llm = tiny_llm.model_copy(update={"temperature": 0.5, "seed": 1, "max_tokens": 6})
+    last = llm.chat([ChatMessage("Hello")])
+    [started] = listener.of("LLMChatStartEvent")
+    told = started.model_dict
+    assert (told["model"], told["temperature"], told["max_tokens"]) == ("chat+base", 0.5, 6)
+    assert last.raw["model"] == "chat+base"
+    assert set(last.raw["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
+    assert llm.engine is not None
+    assert str(Path(llm.engine.config.member_configs[0].model).parent) not in json.dumps(told, default=str)
+
+
+def test_a_dictionary_of_it_makes_it_again(tiny_llm: SpecFuseLLM) -> None:
+    again = SpecFuseLLM.from_dict(tiny_llm.to_dict())
+    assert again._ensemble() == tiny_llm._ensemble()
+    assert again.model == tiny_llm.model
+    assert SpecFuseLLM.from_json(SpecFuseLLM(base_url="http://x", api_key="k").to_json()).base_url == "http://x"
+
+
+def test_it_may_be_named_as_other_models_are(tiny_llm: SpecFuseLLM) -> None:
+    assert SpecFuseLLM(model="demo").members == "demo"
+    assert SpecFuseLLM(engine=tiny_llm.engine, model=tiny_llm.model).model == tiny_llm.model
+    with pytest.raises(ConfigError, match=r"members=\['Qwen/Qwen3-8B'\]"):
+        SpecFuseLLM(engine=tiny_llm.engine, model="Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match="give one of"):
+        SpecFuseLLM(model="Qwen/Qwen3-8B")
+
+
+def test_a_server_is_asked_for_its_sizes_before_they_are_read(tiny_llm: SpecFuseLLM) -> None:
+    assert tiny_llm.engine is not None
+    with serving({"tiny": tiny_llm.engine}) as client:
+        llm = SpecFuseLLM(base_url=str(client.base_url), max_tokens=20)
+        assert llm.model == "specfuse"
+        assert llm.metadata.context_window == tiny_llm.engine.context_limit
+        assert llm.metadata.model_name == llm.model == "tiny"
+        assert SpecFuseLLM(base_url=str(client.base_url), max_tokens=4).complete("Hi").raw["model"] == "tiny"
+        with pytest.raises(ConfigError, match="fewer than 620"):
+            _ = SpecFuseLLM(base_url=str(client.base_url), max_tokens=4000).metadata
+    with pytest.raises(EngineClosedError, match="no server answers"):
+        _ = SpecFuseLLM(base_url="http://127.0.0.1:9").metadata
+
+
+def test_no_ledger_is_none(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
+    llm = tiny_llm.model_copy(update={"ledger": "none", "max_tokens": 8})
+    assert all("specfuse" not in response.raw for response in llm.stream_complete("Hello"))
+    assert listener.of("SpecFuseSegmentEvent")
+
+
+def test_thoughts_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> None:
+    thinks = replace(tiny_members[0], chat_template=CHAT_TEMPLATE, thinking=("<think>", "</think>"))
+    with EnsembleEngine(EnsembleConfig([thinks, tiny_members[1]])) as engine:
+        llm = SpecFuseLLM(engine=engine, max_tokens=6, max_thinking_tokens=8, ledger="full")
+        raw = llm.complete("Hello").raw
+    thoughts = raw["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert thoughts == raw["specfuse"]["usage"]["members"]["chat"]["thinking"] > 0
+    assert raw["usage"]["completion_tokens"] == raw["specfuse"]["usage"]["completion_tokens"] + thoughts
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [({"num_predict": 5}, "max_tokens"), ({"num_ctx": 5}, "max_context"), ({"format": "json"}, "structured_predict"),
+     ({"keep_alive": 1}, r"close\(\)"), ({"n": 2}, "several times"), ({"max_completion_tokens": 5}, "max_tokens")],
+)  # fmt: skip
+def test_an_option_of_another_model_gets_an_answer_that_helps(
+    tiny_llm: SpecFuseLLM, option: dict[str, Any], told: str
+) -> None:
+    for make in (lambda: SpecFuseLLM(engine=tiny_llm.engine, **option), lambda: tiny_llm.complete("Hi", **option)):
+        with pytest.raises(ConfigError, match=told):
+            make()
+    assert tiny_llm.complete("Hi", n=1, max_tokens=3).text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
+@pytest.mark.parametrize("several", [True, False])
+async def test_an_agent_gets_as_many_calls_as_it_asks_for(tiny_llm: SpecFuseLLM, several: bool) -> None:
+    """Random members, whom nobody taught that one call is enough; agents ask for several unless told otherwise."""
+    tools = [FunctionTool.from_defaults(lambda: "now", name="now", return_direct=True)]
+    told = {} if several else {"allow_parallel_tool_calls": False}
+    llm = tiny_llm.model_copy(update={"temperature": 1.0, "seed": 2})
+    agent = FunctionAgent(tools=tools, llm=llm, initial_tool_choice="now", **told)
+    output = await agent.run("When?")
+    assert (len(output.tool_calls) > 1) is several
