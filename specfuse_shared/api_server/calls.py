@@ -17,6 +17,7 @@ from specfuse_shared.api_server.bodies import (
     ToolChoiceBody,
 )
 from specfuse_shared.api_server.models import Model, Models
+from specfuse_shared.api_server.response_bodies import ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.sampling_params import SamplingParams
@@ -73,6 +74,10 @@ class Reader:
             members=model.members,
         )
         return Call(model, self._choices([[*messages, *told]], params, body.n), options, bool(use.offered))
+
+    def response(self, body: ResponsesBody) -> Call:
+        """Raises `RequestError` or `ConfigError` for what cannot be done."""
+        return self.chat(body.chat())
 
     def completion(self, body: CompletionBody) -> Call:
         """A prompt is one user turn in each member's own template. Raises `RequestError` or `ConfigError`."""

@@ -305,6 +305,7 @@ body = st.fixed_dictionaries(
     {"model": st.sampled_from(["tiny"] * 6 + ["tiny/chat", "none"]), "max_tokens": st.integers(1, 6)},
     optional={
         "messages": st.lists(message, max_size=3) | anything,
+        "input": st.text(max_size=9) | st.lists(message, max_size=3) | anything,
         "prompt": st.text(max_size=9) | st.lists(st.text(max_size=9), max_size=3) | anything,
         "temperature": NUMBERS | anything,
         "top_p": NUMBERS,
@@ -335,7 +336,7 @@ body = st.fixed_dictionaries(
         "user": anything,
     },
 )
-PATHS = st.sampled_from(["/v1/chat/completions"] * 4 + ["/v1/completions"] * 2 + ["/tokenize"])
+PATHS = st.sampled_from(["/v1/chat/completions"] * 4 + ["/v1/completions"] * 2 + ["/v1/responses"] * 2 + ["/tokenize"])
 
 
 def _survives(client: httpx.Client, path: str, sent: dict[str, Any]) -> None:
