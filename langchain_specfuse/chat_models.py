@@ -251,7 +251,7 @@ class ChatSpecFuse(EnsembleSettings, SegmentEvents, EngineBatches):
         grammar, told = to_value(asked["response_format"], asked["grammar"])
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
         return _Request(
-            engine=self._resolve_engine(name),
+            engine=self._resolve_engine(name, asked["extra_headers"]),
             messages=[*to_messages(messages), *told],
             params=params,
             answer=Answer(name or self._model_name(), self.ledger, reads_calls=bool(tools) and choice != "none"),

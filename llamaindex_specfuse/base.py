@@ -48,6 +48,7 @@ class _Call:
     params: SamplingParams
     use: ToolUse
     timeout: float | None
+    headers: Mapping[str, str] | None = None
 
     @property
     def options(self) -> CallOptions:
@@ -212,8 +213,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                 )
         tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
         use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
-        timeout = given.pop("timeout", self.timeout)
-        return _Call(self._sampling(given), use, timeout)
+        timeout, headers = given.pop("timeout", self.timeout), given.pop("extra_headers", None)
+        return _Call(self._sampling(given), use, timeout, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
@@ -232,13 +233,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
         call = self._call_for(messages, overrides)
         with _seen():
-            events = self._resolve_engine().stream(messages, call.params, **call.options)
+            events = self._resolve_engine(headers=call.headers).stream(messages, call.params, **call.options)
         return source(_fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
         call = self._call_for(messages, overrides)
-        events = self._resolve_engine().astream(messages, call.params, **call.options)
+        events = self._resolve_engine(headers=call.headers).astream(messages, call.params, **call.options)
         return source(_afold(self._answer(call), events))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import (
+    AuthenticationError,
     ConfigError,
     EngineBusyError,
     EngineClosedError,
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AggregatePolicy",
+    "AuthenticationError",
     "CallOptions",
     "Candidate",
     "CandidateLogprobs",
