@@ -65,6 +65,7 @@ from specfuse_shared.types import (
     RoundRecord,
     RoundTiming,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 
@@ -139,6 +140,7 @@ __all__ = [
     "TokenLogprob",
     "Tool",
     "ToolCall",
+    "TopLogprob",
     "UnfinishedValueError",
     "UnknownModelError",
     "UnsupportedModelError",

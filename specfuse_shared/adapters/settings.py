@@ -89,6 +89,8 @@ class EnsembleSettings(BaseModel):
     """Strings that end the answer and never appear in it."""
     logprobs: bool = _SAMPLING.logprobs
     """Report log p of every token of the answer, as the reference member sees it."""
+    top_logprobs: int = _SAMPLING.top_logprobs
+    """With `logprobs`, so many of the most probable tokens in the place of each, at most 20."""
     max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
     """Longest thoughts of a member that thinks, in its own tokens."""
     parallel_tool_calls: bool = False

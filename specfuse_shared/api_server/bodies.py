@@ -24,6 +24,7 @@ from pydantic_core import from_json
 
 from specfuse_shared.adapters import TRANSPORT_OPTIONS, Detail
 from specfuse_shared.errors import RequestError
+from specfuse_shared.sampling_params import MOST_TOP_LOGPROBS
 from specfuse_shared.validation import unknown_setting
 
 SEED_LIMIT = 2**63
@@ -35,7 +36,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "audio": (),
     "functions": ([],),
@@ -48,7 +48,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _INSTEAD = {
     "presence_penalty": "repetition_penalty does something like it",
     "frequency_penalty": "repetition_penalty does something like it",
-    "top_logprobs": "only the log-probabilities of the answer's own tokens are known (logprobs=true)",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
@@ -215,6 +214,7 @@ class ChatBody(Asked):
     messages: Several[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: Several[ToolBody] | None = None
     tool_choice: str | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
@@ -225,7 +225,7 @@ class CompletionBody(Asked):
     """POST /v1/completions. A prompt is one user turn."""
 
     prompt: str | Several[str]
-    logprobs: int | bool | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt")
     @classmethod

@@ -25,7 +25,7 @@ from specfuse_shared.serving.calls import CallOptions
 from specfuse_shared.text.grammar import Grammar
 
 SMALLEST_TOP_P = 1e-6
-_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs"))
+_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs", "top_logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Reader:
             body,
             max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
+            top_logprobs=body.top_logprobs,
             grammar=grammar,
         )
         options = CallOptions(
@@ -83,9 +84,8 @@ class Reader:
         """A prompt is one user turn in each member's own template. Raises `RequestError` or `ConfigError`."""
         model, prompts = self.models.find(body.model), [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._check_size(sum(map(len, prompts)))
-        if body.logprobs not in (None, False, True, 0):
-            raise BodyError("logprobs: only those of the answer's own tokens are known: use 0", "logprobs")
-        params = self._params(body, logprobs=body.logprobs is not None and body.logprobs is not False)
+        asked = body.logprobs is not None and body.logprobs is not False
+        params = self._params(body, logprobs=asked, top_logprobs=int(body.logprobs or 0) if asked else None)
         choices = self._choices([[Message("user", prompt)] for prompt in prompts], params, body.n)
         return Call(model, choices, CallOptions(timeout=body.timeout, members=model.members))
 

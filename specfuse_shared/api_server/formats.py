@@ -130,7 +130,21 @@ class CompletionFormat(ChoicesFormat):
         tokens = [entry["token"] for entry in logprobs["content"]]
         offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         each = [entry["logprob"] for entry in logprobs["content"]]
-        return {"tokens": tokens, "token_logprobs": each, "top_logprobs": None, "text_offset": offsets}
+        tops = list(map(_tops, logprobs["content"]))
+        return {
+            "tokens": tokens,
+            "token_logprobs": each,
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets,
+        }
+
+
+def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
+    """By text, which parts of characters share: the most probable one has it. The answer's own token is among them."""
+    found: dict[str, float] = {}
+    for each in (*entry["top_logprobs"], entry) if entry["top_logprobs"] else ():
+        found.setdefault(each["token"], each["logprob"])
+    return found
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from specfuse_shared.api_server.bodies import (
     ToolBody,
     ToolChoiceBody,
 )
+from specfuse_shared.sampling_params import MOST_TOP_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for log-probabilities with."""
@@ -143,6 +144,7 @@ class ResponsesBody(Asked):
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     include: Several[str] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
 
     ignored = Asked.ignored - {"store", "metadata"} | {"max_tool_calls", "prompt_cache_options"}
@@ -186,7 +188,8 @@ class ResponsesBody(Asked):
             **shared,
             messages=_turns(self.instructions, self.input),
             max_completion_tokens=self.max_output_tokens,
-            logprobs=LOGPROBS in (self.include or ()),
+            logprobs=LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
+            top_logprobs=self.top_logprobs,
             tools=[_tool(tool) for tool in self.tools or ()],
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,

@@ -211,6 +211,7 @@ def _repeated(asked: ResponsesBody, call: Call) -> dict[str, Any]:
         "background": False,
         "store": False,
         "temperature": params.temperature,
+        "top_logprobs": params.top_logprobs,
         "top_p": params.top_p,
         "text": {"format": said["text"]["format"] if asked.text and asked.text.format else {"type": "text"}},
         "tool_choice": said["tool_choice"] or "auto",

@@ -17,6 +17,7 @@ from specfuse_shared.members.local_session import LocalSession
 from specfuse_shared.members.stages import Draft, Op
 from tests.api_server.serving import QUESTION, serving
 from tests.api_server.test_chat import ADD, DIGIT, chat
+from tests.api_server.test_clients import untimed
 from tests.langchain.test_thinking import THINKING
 
 ASKED: str = QUESTION[0]["content"]
@@ -159,10 +160,13 @@ def test_a_stream_grows_into_the_whole_response(client: httpx.Client) -> None:
 def test_log_probabilities_come_where_they_are_included(client: httpx.Client) -> None:
     asked = {"include": ["message.output_text.logprobs"]}
     expected = chat(client, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert respond(client, **asked)["output"][0]["content"][0]["logprobs"] == expected
+    assert respond(client, **asked)["output"][0]["content"][0]["logprobs"] == untimed(expected)
+    tops = chat(client, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    for more in (asked, {}):
+        assert respond(client, **more, top_logprobs=2)["output"][0]["content"][0]["logprobs"] == untimed(tops)
     found = events(client, **asked)
     (done,) = [event for event in found if event["type"] == "response.output_text.done"]
-    assert done["logprobs"] == expected
+    assert done["logprobs"] == untimed(expected)
     called = respond(client, **asked, tools=[TOOL], tool_choice="required", max_output_tokens=80)
     assert [item["type"] for item in called["output"]] == ["function_call"]
 
@@ -287,6 +291,7 @@ def test_what_has_no_effect_is_accepted(client: httpx.Client) -> None:
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, None, "JSON object"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"n": 2}, "n", "less"),
+        ({"top_logprobs": 21}, "top_logprobs", "less"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tools": [ADD]}, "tools.0.name", "required"),
         ({"tool_choice": "required"}, None, "tool_choice"),

@@ -176,7 +176,12 @@ def _sampling() -> dict[str, st.SearchStrategy[Any]]:
 
 def bodies() -> st.SearchStrategy[dict[str, Any]]:
     """The body of a chat; most of it may be right, and it is soon over."""
-    own = {"logprobs": st.booleans(), "tools": st.lists(TOOLS, max_size=3), "response_format": FORMATS}
+    own = {
+        "logprobs": st.booleans(),
+        "top_logprobs": st.integers(-1, 21),
+        "tools": st.lists(TOOLS, max_size=3),
+        "response_format": FORMATS,
+    }
     fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **own}.items()}
     return st.fixed_dictionaries({"messages": st.lists(MESSAGES, max_size=4) | VALUES}, optional=fields)
 
@@ -192,6 +197,7 @@ def response_bodies() -> st.SearchStrategy[dict[str, Any]]:
         "reasoning": st.fixed_dictionaries({}, optional={"summary": TEXTS, "effort": VALUES}),
         "metadata": st.dictionaries(NAMES, TEXTS, max_size=3),
         "store": st.booleans(),
+        "top_logprobs": st.integers(-1, 21),
     }
     fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **own}.items()}
     return st.fixed_dictionaries({"input": TEXTS | st.lists(ITEMS, max_size=4) | VALUES}, optional=fields)
