@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
@@ -91,6 +92,12 @@ class SamplingParams(Settings):
             "SamplingParams.min_tokens and ignore_eos cannot keep an answer open that ends when its grammar or tool "
             "call is complete: leave them out",
         )
+
+    @classmethod
+    def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
+        """Settings with what a call gives on top; one that wants no log-probabilities wants no `top_logprobs`."""
+        none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
+        return cls.from_dict({**defaults, **none, **given})
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ class EnsembleSettings(BaseModel):
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
         given = {k: v for k, v in overrides.items() if v is not None and k not in TRANSPORT_OPTIONS}
-        return SamplingParams.from_dict({**self._settings(), **given})
+        return SamplingParams.on_top(self._settings(), given)
 
     def _settings(self) -> dict[str, Any]:
         """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""

@@ -85,7 +85,8 @@ class Reader:
         model, prompts = self.models.find(body.model), [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._check_size(sum(map(len, prompts)))
         asked = body.logprobs is not None and body.logprobs is not False
-        params = self._params(body, logprobs=asked, top_logprobs=int(body.logprobs or 0) if asked else None)
+        top = body.logprobs if asked and body.logprobs is not True else None
+        params = self._params(body, logprobs=asked, top_logprobs=top)
         choices = self._choices([[Message("user", prompt)] for prompt in prompts], params, body.n)
         return Call(model, choices, CallOptions(timeout=body.timeout, members=model.members))
 
@@ -120,7 +121,7 @@ class Reader:
         said = {name: value for name, value in said.items() if value is not None}
         if "top_p" in said:
             said = {**said, "top_p": max(said["top_p"], SMALLEST_TOP_P)}  # OpenAI's 0 is the most probable token
-        return SamplingParams.from_dict({**asdict(self.defaults), **said})
+        return SamplingParams.on_top(asdict(self.defaults), said)
 
     def _choices(self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None) -> list[Choice]:
         most, count = self.settings.max_choices, len(prompts) * (n or 1)

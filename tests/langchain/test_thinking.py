@@ -128,9 +128,7 @@ def test_logprobs_come_in_openai_s_shape_once(tiny: EnsembleEngine, chat: ChatSp
     assert "logprobs" not in chat.invoke(QUESTION).response_metadata
     tops = chat.invoke(QUESTION, logprobs=True, top_logprobs=2).response_metadata["logprobs"]["content"]
     assert all(len(token["top_logprobs"]) == 2 for token in tops)
-    assert (
-        ChatSpecFuse(engine=tiny, max_tokens=12, logprobs=True, top_logprobs=2)
-        .invoke(QUESTION)
-        .response_metadata["logprobs"]["content"][0]["top_logprobs"]
-    )
+    settled = ChatSpecFuse(engine=tiny, max_tokens=12, logprobs=True, top_logprobs=2)
+    assert settled.invoke(QUESTION).response_metadata["logprobs"]["content"][0]["top_logprobs"]
+    assert "logprobs" not in settled.invoke(QUESTION, logprobs=False).response_metadata
     assert "logprobs" not in asked.invoke(QUESTION, logprobs=False).response_metadata
