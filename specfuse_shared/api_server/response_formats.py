@@ -221,11 +221,12 @@ def _repeated(asked: ResponsesBody, call: Call) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
+    details: Any = answer.usage.get("completion_tokens_details", {})
     return {
         "input_tokens": answer.usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": answer.usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0, **details},
         "total_tokens": answer.usage["total_tokens"],
     }
 
