@@ -244,7 +244,7 @@ class ChatSpecFuse(ToldModel, SegmentEvents, EngineBatches):
         whole: Whole = "all" if asked["whole"] else "value" if asked["response_format"] is not None else "none"
         reads_calls = bool(tools) and choice != "none"
         return _Request(
-            engine=self._resolve_engine(name),
+            engine=self._resolve_engine(name, asked["extra_headers"]),
             messages=[*to_messages(messages), *told],
             params=params,
             answer=Answer(lambda: name or self._model_name(), self.ledger, reads_calls=reads_calls, whole=whole),

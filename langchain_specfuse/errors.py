@@ -32,6 +32,10 @@ class MissingExtraError(errors.MissingExtraError, exceptions.ModelInvalidRequest
     """An optional part was used without its extra."""
 
 
+class AuthenticationError(errors.AuthenticationError, exceptions.ModelAuthenticationError):
+    """The server asks for its key, or for another one."""
+
+
 class UnknownModelError(errors.UnknownModelError, exceptions.ModelNotFoundError):
     """No ensemble has this name."""
 
@@ -115,6 +119,7 @@ _TRANSLATED: dict[type[BaseException], type[errors.SpecFuseError]] = {
         ConfigError,
         GrammarError,
         MissingExtraError,
+        AuthenticationError,
         UnknownModelError,
         MemberLoadError,
         PlacementError,

@@ -21,7 +21,7 @@ from llama_index_instrumentation.span import active_span_id
 
 from llamaindex_specfuse.calling import BegunCall, call_block
 from llamaindex_specfuse.events import SpecFuseSegmentEvent
-from specfuse_shared import EnsembleResult, ToolCall
+from specfuse_shared import EnsembleResult, TokenLogprob, ToolCall, TopLogprob
 from specfuse_shared.adapters import (
     CallDelta,
     CallReader,
@@ -156,7 +156,11 @@ def _block(thought: tuple[str, str]) -> ThinkingBlock:
 
 
 def _logprobs(result: EnsembleResult) -> list[list[LogProb]] | None:
-    """One list a token, as LlamaIndex has them: of the token that was written, for no other was asked about."""
+    """One list a token, as LlamaIndex has them: the token that was written, then the most probable in its place."""
     if result.logprobs is None:
         return None
-    return [[LogProb(token=t.token, logprob=t.logprob, bytes=list(t.bytes))] for t in result.logprobs]
+    return [[_logprob(token), *map(_logprob, token.top)] for token in result.logprobs]
+
+
+def _logprob(token: TokenLogprob | TopLogprob) -> LogProb:
+    return LogProb(token=token.token, logprob=token.logprob, bytes=list(token.bytes))

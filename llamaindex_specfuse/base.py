@@ -46,6 +46,7 @@ class _Call:
     timeout: float | None
     whole: bool = False
     """What `max_tokens` cuts is an error."""
+    headers: Mapping[str, str] | None = None
 
     @property
     def options(self) -> CallOptions:
@@ -247,7 +248,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
         use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
         timeout, whole = given.pop("timeout", self.timeout), bool(given.pop("whole", False))
-        return _Call(self._sampling(given), use, timeout, whole)
+        headers = given.pop("extra_headers", None)
+        return _Call(self._sampling(given), use, timeout, whole, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
@@ -266,13 +268,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
         call = self._call_for(messages, overrides)
         with seen():
-            events = self._resolve_engine().stream(messages, call.params, **call.options)
+            events = self._resolve_engine(headers=call.headers).stream(messages, call.params, **call.options)
         return source(fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
         call = self._call_for(messages, overrides)
-        events = self._resolve_engine().astream(messages, call.params, **call.options)
+        events = self._resolve_engine(headers=call.headers).astream(messages, call.params, **call.options)
         return source(afold(self._answer(call), events))
 
 

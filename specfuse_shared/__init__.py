@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specfuse_shared.agreement import Agreement, Disagreement
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import (
+    AuthenticationError,
     ConfigError,
     EngineBusyError,
     EngineClosedError,
@@ -65,6 +66,7 @@ from specfuse_shared.types import (
     RoundRecord,
     RoundTiming,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AggregatePolicy",
     "Agreement",
+    "AuthenticationError",
     "CallOptions",
     "Candidate",
     "CandidateLogprobs",
@@ -140,6 +143,7 @@ __all__ = [
     "TokenLogprob",
     "Tool",
     "ToolCall",
+    "TopLogprob",
     "UnfinishedValueError",
     "UnknownModelError",
     "UnsupportedModelError",

@@ -3,6 +3,7 @@
     SpecFuseError
     ├── ConfigError              a setting that cannot work (also a ValueError)
     │   ├── GrammarError         a schema, expression or grammar that cannot be used
+    │   ├── AuthenticationError  a server asks for its key, or for another one
     │   ├── UnknownModelError    no ensemble, and no model of a server, has this name
     │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
     ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
@@ -54,6 +55,10 @@ class ConfigError(SpecFuseError, ValueError):
 
 class GrammarError(ConfigError):
     """A grammar is malformed, or asks for what no grammar can promise."""
+
+
+class AuthenticationError(ConfigError):
+    """The server that answers asks for its key, or for another one."""
 
 
 class UnknownModelError(ConfigError):

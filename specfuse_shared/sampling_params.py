@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from specfuse_shared.text.grammar import Grammar
 from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
 from specfuse_shared.validation import Settings, check
 
 SMALLEST_TEMPERATURE = 1e-4
+MOST_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class SamplingParams(Settings):
     tools, an answer is calls or a value."""
     logprobs: bool = False
     """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
+    top_logprobs: int = 0
+    """With `logprobs`, so many of the most probable tokens in the place of each, and their log p; at most 20."""
     max_thinking_tokens: int = 1024
     """Longest thoughts of a member that thinks (`MemberConfig.thinking`), in its own tokens."""
 
@@ -68,6 +72,7 @@ class SamplingParams(Settings):
             ("min_p", 0, 1),
             ("repetition_penalty", 1e-3, 100),
             ("max_thinking_tokens", 1, math.inf),
+            ("top_logprobs", 0, MOST_TOP_LOGPROBS),
         ):
             value = getattr(self, name)
             check(
@@ -79,10 +84,20 @@ class SamplingParams(Settings):
             f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
         )
         check(
+            type(self.top_logprobs) is int and (self.logprobs or not self.top_logprobs),
+            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it is a whole number, and needs logprobs=True",
+        )
+        check(
             self.grammar is None or not (self.min_tokens or self.ignore_eos),
             "SamplingParams.min_tokens and ignore_eos cannot keep an answer open that ends when its grammar or tool "
             "call is complete: leave them out",
         )
+
+    @classmethod
+    def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
+        """Settings with what a call gives on top; one that wants no log-probabilities wants no `top_logprobs`."""
+        none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
+        return cls.from_dict({**defaults, **none, **given})
 
     @property
     def stops(self) -> tuple[str, ...]:

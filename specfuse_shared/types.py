@@ -104,15 +104,26 @@ class MemberFault:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """A token that the reference member might have said in a place: its text, natural log p, and its UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token of the answer in the reference member's encoding: its text, natural log p, and its UTF-8 bytes.
 
-    `token` holds U+FFFD where a character is spread over several tokens; `bytes` are exact.
+    `token` holds U+FFFD where a character is spread over several tokens; `bytes` are exact. `top`: the most probable
+    tokens in its place, as many as `SamplingParams.top_logprobs` asked for, the most probable first.
     """
 
     token: str
     logprob: float
     bytes: tuple[int, ...]
+    top: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

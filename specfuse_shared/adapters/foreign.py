@@ -13,7 +13,8 @@ TRANSPORT_OPTIONS = frozenset(
         *("service_tier", "store", "stream_options", "user"),
     }
 )
-"""What components pass for a provider's HTTP client: accepted with a call, and without effect."""
+"""What components pass for a provider's HTTP client: accepted with a call, and without effect but for `extra_headers`,
+which go to a server."""
 _INSTEAD = {
     "best_of": 'ask several times, with different "seed"s',
     "format": "use with_structured_output or structured_predict, response_format=… or grammar=…",

@@ -12,7 +12,7 @@ from specfuse_shared.events import SegmentEvent
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
-from specfuse_shared.types import Candidate, FinishReason, RoundRecord, Usage
+from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLogprob, TopLogprob, Usage
 
 Detail = Literal["summary", "full", "none"]
 
@@ -102,7 +102,11 @@ def openai_logprobs(result: EnsembleResult) -> dict[str, Any] | None:
     """Log-probabilities of the answer's tokens as OpenAI's API gives them; None unless they were asked for."""
     if result.logprobs is None:
         return None
-    return {"content": [{**asdict(t), "bytes": list(t.bytes), "top_logprobs": []} for t in result.logprobs]}
+    return {"content": [{**_probable(t), "top_logprobs": [_probable(top) for top in t.top]} for t in result.logprobs]}
+
+
+def _probable(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from copy import copy
 from dataclasses import fields
 from typing import Any, Self, Unpack
 
 import httpx
+from tenacity import AsyncRetrying, Retrying
 
 from specfuse_shared import bounded_http
+from specfuse_shared.adapters.connections import CONNECT_SECONDS, Connections, checked_headers
 from specfuse_shared.adapters.remote_events import RemoteStream, events_of, understood
+from specfuse_shared.adapters.retries import MAX_RETRIES, again
 from specfuse_shared.adapters.wire import error_from_json, request_to_json
-from specfuse_shared.addresses import is_private, server_address, trusted
+from specfuse_shared.addresses import is_private, server_address
 from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.config import EnsembleConfig
-from specfuse_shared.errors import ConfigError, EngineClosedError, SpecFuseError
+from specfuse_shared.errors import AuthenticationError, ConfigError, EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.results import EnsembleResult
@@ -27,7 +30,6 @@ from specfuse_shared.serving.calls import CallOptions, Conversation, conversatio
 from specfuse_shared.serving.streams import result_of
 
 KEY_ENV = "SPECFUSE_API_KEY"
-CONNECT_SECONDS = 10.0
 GRACE_SECONDS = 30.0
 """How long after the timeout of an answer its server may still send."""
 SILENT_SECONDS = 600.0
@@ -36,24 +38,41 @@ _MAX_CONCURRENT = next(f.default for f in fields(EnsembleConfig) if f.name == "m
 
 
 class RemoteEngine:
-    """One model of a server. Any number of threads and event loops may ask at once; each answer is a connection.
+    """One model of a server. Any number of threads and event loops may ask at once; connections are kept.
 
     `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: what it
-    was started with; that of the environment variable SPECFUSE_API_KEY, if None. Connects on first use.
+    was started with; that of the environment variable SPECFUSE_API_KEY, if None. `max_retries`: how often a request is
+    made again where nobody answers or the server is busy; `headers` go with each. Connects on first use.
 
     Raises `ConfigError` for a key that would cross a network without TLS. Calls raise `EngineClosedError` where no
-    server answers, `ConfigError` for a key or a model that it does not know, and otherwise what the engine raises in
-    its own process.
+    server answers, `AuthenticationError` for a wrong key, `UnknownModelError` for a model that it does not know, and
+    otherwise what the engine raises in its own process.
     """
 
-    def __init__(self, base_url: str, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        *,
+        max_retries: int = MAX_RETRIES,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.base_url = server_address("base_url", base_url)
         self._model = model
         self._api_key = _key_for(self.base_url, api_key)
-        self._described: dict[str, Any] | None = None
-        self._lock = threading.Lock()
-        self._client: httpx.Client | None = None
-        self._process = os.getpid()
+        self._max_retries = max_retries
+        self._described: dict[str, Any] = {}
+        key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        own = {**bounded_http.HEADERS, **checked_headers("default_headers", headers), **key}
+        self._connections = Connections(self.base_url, own)
+        self._extra: Mapping[str, str] = {}
+
+    def sending(self, headers: Mapping[str, str] | None) -> Self:
+        """The same model over the same connections, with more headers in each request. Raises `ConfigError`."""
+        other = copy(self)
+        other._extra = {**self._extra, **checked_headers("extra_headers", headers)}
+        return other
 
     def __repr__(self) -> str:
         return f"RemoteEngine({self.base_url!r}, {self._model!r})"
@@ -86,7 +105,7 @@ class RemoteEngine:
     @property
     def known(self) -> Mapping[str, Any]:
         """What the server has said of its model; nothing before it was asked."""
-        return self._described or {}
+        return self._described
 
     @property
     def model(self) -> str:
@@ -101,12 +120,12 @@ class RemoteEngine:
 
     def describe(self) -> Mapping[str, Any]:
         """Members, reference, context_limit, max_concurrent and the members that think, as the server says."""
-        if self._described is None:
+        if not self._described:
             path = "/v1/models" if self._model is None else f"/v1/models/{self._model}"
             told = self._call("GET", path)
             with understood(self.base_url):
                 told = told["data"][0] if self._model is None else told
-                self._described = {"id": told["id"], **told["specfuse"]}
+                self._described |= {"id": told["id"], **told["specfuse"]}
         return self._described
 
     def load(self, on_progress: object = None) -> Self:
@@ -138,13 +157,10 @@ class RemoteEngine:
         """Answer a conversation as typed events. Raises here what the server refuses; closing it stops the answer."""
         request = self._request(conversation_of(messages), params, options)
         with self._reached():
-            response = self._connected().send(request, stream=True)
+            response = self._sent(request, options.get("timeout"))
         if response.is_error:
-            with self._reached():
-                response.read()
-            response.close()
             raise _refusal(response)
-        return RemoteStream(response)
+        return RemoteStream(response, self._connections)
 
     async def astream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
@@ -153,23 +169,18 @@ class RemoteEngine:
         if self._model is None:
             await asyncio.to_thread(self.describe)
         request = self._request(conversation_of(messages), params, options)
-        async with httpx.AsyncClient(**self._settings(bounded_http.abound)) as client:
-            with self._reached():
-                response = await client.send(request, stream=True)
-            async with aclosing(response):
-                if response.is_error:
-                    await response.aread()
-                    raise _refusal(response)
-                async with aclosing(events_of(response)) as events:
-                    async for event in events:
-                        yield event
+        with self._reached():
+            response = await self._asent(request, options.get("timeout"))
+        async with aclosing(response):
+            if response.is_error:
+                raise _refusal(response)
+            async with aclosing(events_of(response)) as events:
+                async for event in events:
+                    yield event
 
     def close(self) -> None:
         """Let the connections go; a call makes new ones."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self._connections.close()
 
     def _request(self, messages: Sequence[Message], params: SamplingParams | None, options: CallOptions) -> Any:
         body = request_to_json(messages, params or SamplingParams(), options)
@@ -178,33 +189,40 @@ class RemoteEngine:
         whole = None if seconds is None else seconds + GRACE_SECONDS
         timeout = httpx.Timeout(CONNECT_SECONDS, read=SILENT_SECONDS if whole is None else whole)
         bounds = {bounded_http.SECONDS: whole}
-        client = self._connected()
-        return client.build_request("POST", "/v1/chat/completions", json=body, timeout=timeout, extensions=bounds)
+        return self._built("POST", "/v1/chat/completions", json=body, timeout=timeout, extensions=bounds)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         with self._reached():
-            response = self._connected().request(method, path, json=body)
+            response = self._sent(self._built(method, path, json=body))
+            response.read()
         if response.is_error:
             raise _refusal(response)
         with understood(self.base_url):
             return response.json()
 
-    def _connected(self) -> httpx.Client:
-        with self._lock:
-            if self._client is None or self._process != os.getpid():  # connections do not survive a fork
-                self._client, self._process = httpx.Client(**self._settings(bounded_http.bound)), os.getpid()
-            return self._client
+    def _built(self, method: str, path: str, **content: Any) -> httpx.Request:
+        return self._connections.client().build_request(method, path, headers=self._extra, **content)
 
-    def _settings(self, hook: Callable[[httpx.Response], Any]) -> dict[str, Any]:
-        key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        return {
-            "base_url": self.base_url,
-            "headers": {**bounded_http.HEADERS, **key},
-            "event_hooks": {"response": [hook]},
-            "verify": trusted(),
-            "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
-            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
-        }
+    def _sent(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
+        """The response to a request, which is made again where that may help; one of an error is read."""
+
+        def send() -> httpx.Response:
+            response = self._connections.client().send(request, stream=True)
+            if response.is_error:
+                response.read()
+            return response
+
+        return Retrying(**again(self._max_retries, seconds))(send)
+
+    async def _asent(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
+        async def send() -> httpx.Response:
+            client = await self._connections.of_loop()
+            response = await client.send(request, stream=True)
+            if response.is_error:
+                await response.aread()
+            return response
+
+        return await AsyncRetrying(**again(self._max_retries, seconds))(send)
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -237,5 +255,5 @@ def _refusal(response: httpx.Response) -> SpecFuseError:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return SpecFuseError(f"{response.url.host} answers {response.status_code}: it is no server of SpecFuse")
     if response.status_code == 401:
-        return ConfigError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
+        return AuthenticationError(f"the server asks for its key: give api_key=…, or set {KEY_ENV}")
     return refused

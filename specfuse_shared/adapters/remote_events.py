@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from httpx import Response, TransportError
@@ -15,13 +16,18 @@ from specfuse_shared.errors import EngineClosedError, GenerationError, SpecFuseE
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 
 _DATA, _DONE = "data: ", "[DONE]"
+END_SECONDS = 1.0
+"""How long the end of a response may take whose answer is there; only one that was read to it leaves its connection."""
 
 
 class RemoteStream(Iterator[Event]):
-    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated."""
+    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
 
-    def __init__(self, response: Response) -> None:
-        self._response, self._read = response, _Reading()
+    `kept`: what would close the response's connection if it were dropped.
+    """
+
+    def __init__(self, response: Response, kept: object = None) -> None:
+        self._response, self._kept, self._read = response, kept, _Reading()
         self._lines = response.iter_lines()
 
     def __next__(self) -> Event:
@@ -54,13 +60,17 @@ class RemoteStream(Iterator[Event]):
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
     """The same on an event loop."""
-    read = _Reading()
+    read, lines = _Reading(), response.aiter_lines()
     try:
-        async for line in response.aiter_lines():
+        async for line in lines:
             if (event := read.event(line)) is not None:
                 yield event
-                if isinstance(event, FinishEvent):
-                    return
+            if read.over:
+                with suppress(TimeoutError, TransportError):
+                    async with asyncio.timeout(END_SECONDS):
+                        async for _ in lines:
+                            pass
+                return
     except ResponseRefusedError as error:
         raise read.refused(error) from error
     except TransportError as error:

@@ -21,6 +21,7 @@ from specfuse_shared.adapters.ensembles import SOURCES, Config, Members, config_
 from specfuse_shared.adapters.foreign import TRANSPORT_OPTIONS, known_here
 from specfuse_shared.adapters.records import Detail
 from specfuse_shared.adapters.remote import RemoteEngine
+from specfuse_shared.adapters.retries import MAX_RETRIES
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
@@ -58,6 +59,10 @@ class EnsembleSettings(BaseModel):
     """The server's key; the environment variable SPECFUSE_API_KEY, if unset."""
     model_name: str | None = Field(default=None, alias="model")
     """Which of the server's models answers; its first, if unset."""
+    max_retries: int = Field(default=MAX_RETRIES, ge=0)
+    """How often a request to the server is made again where nobody answers or it is busy, before an answer begins."""
+    default_headers: Mapping[str, str] | None = Field(default=None, exclude=True, repr=False)
+    """Headers of every request to the server; like the key, they are never printed or serialised."""
     max_tokens: int = _SAMPLING.max_tokens
     """Longest answer, in tokens of the reference member."""
     temperature: float = _SAMPLING.temperature
@@ -76,6 +81,8 @@ class EnsembleSettings(BaseModel):
     """Strings that end the answer and never appear in it."""
     logprobs: bool = _SAMPLING.logprobs
     """Report log p of every token of the answer, as the reference member sees it."""
+    top_logprobs: int = _SAMPLING.top_logprobs
+    """With `logprobs`, so many of the most probable tokens in the place of each, at most 20."""
     max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
     """Longest thoughts of a member that thinks, in its own tokens."""
     parallel_tool_calls: bool = False
@@ -128,7 +135,8 @@ class EnsembleSettings(BaseModel):
         name = name or self.model_name
         if name not in self._remotes:
             key = None if self.api_key is None else self.api_key.get_secret_value()
-            self._remotes[name] = RemoteEngine(self.base_url, name, key)
+            retries, headers = self.max_retries, self.default_headers
+            self._remotes[name] = RemoteEngine(self.base_url, name, key, max_retries=retries, headers=headers)
         return self._remotes[name]
 
     def _ensemble(self, name: str | None = None) -> EnsembleConfig:
@@ -137,8 +145,11 @@ class EnsembleSettings(BaseModel):
             return self.engine.config
         return config_of(self.config if self.config is not None else self.members)
 
-    def _resolve_engine(self, name: str | None = None) -> Engine:
-        return self._remote(name) or self._engine_for(self._ensemble(name))
+    def _resolve_engine(self, name: str | None = None, headers: Mapping[str, str] | None = None) -> Engine:
+        """Who answers. `headers`: of this call, where it goes to a server."""
+        if (remote := self._remote(name)) is not None:
+            return remote.sending(headers) if headers else remote
+        return self._engine_for(self._ensemble(name))
 
     def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:
         """The engine given, where it has this configuration, else the one that this process shares.
@@ -185,7 +196,7 @@ class EnsembleSettings(BaseModel):
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
         given = {k: v for k, v in known_here(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
-        return SamplingParams.from_dict({**self._settings(), **given})
+        return SamplingParams.on_top(self._settings(), given)
 
     def _settings(self) -> dict[str, Any]:
         """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
@@ -231,7 +242,7 @@ class EnsembleSettings(BaseModel):
         return copied
 
     def __getstate__(self) -> dict[Any, Any]:
-        bare = self.model_copy(update={"engine": None, "api_key": None})
+        bare = self.model_copy(update={"engine": None, "api_key": None, "default_headers": None})
         return super(EnsembleSettings, bare).__getstate__()
 
 

@@ -23,9 +23,11 @@ from specfuse_shared.api_server.bodies import Asked, BodyError, ChatBody, Comple
 from specfuse_shared.api_server.calls import Call, Reader
 from specfuse_shared.api_server.clients import Clients
 from specfuse_shared.api_server.failures import HttpError, error_body, error_headers, status_of
-from specfuse_shared.api_server.formats import ChatFormat, CompletionFormat, Format
+from specfuse_shared.api_server.formats import ChatFormat, CompletionFormat, Format, usage_of
 from specfuse_shared.api_server.guard import GONE, Guard, Traffic
 from specfuse_shared.api_server.models import Models
+from specfuse_shared.api_server.response_bodies import NOTHING_KEPT, ResponsesBody
+from specfuse_shared.api_server.response_formats import ResponsesFormat
 from specfuse_shared.api_server.settings import ServerSettings
 from specfuse_shared.api_server.streaming import EventStreamResponse, Stream, fold, run_choices, unless_gone
 from specfuse_shared.errors import SpecFuseError
@@ -67,7 +69,15 @@ class Service:
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionBody, self.reader.completion, CompletionFormat)
 
-    async def _answer(self, request: Request, kind: type[A], read: Callable[[A], Call], form: type[Format]) -> Response:
+    async def responses(self, request: Request) -> Response:
+        return await self._answer(request, ResponsesBody, self.reader.response, ResponsesFormat)
+
+    async def kept_response(self, request: Request) -> Response:
+        raise HttpError(404, f"{NOTHING_KEPT}: the answer to POST /v1/responses is all there is of one")
+
+    async def _answer(
+        self, request: Request, kind: type[A], read: Callable[[A], Call], write: Callable[[A, Call], Format]
+    ) -> Response:
         def called(raw: bytes) -> tuple[A, Call]:
             body = read_body(kind, raw)
             self.models.find(body.model).engine.check_busy()
@@ -77,16 +87,14 @@ class Service:
             asked, call = await self._read(request, called)
             answers = [Answer(i, call, asked.extension) for i in range(len(call.choices))]
             request.state.told = {"model": call.model.id}
-            pieces = run_choices(call, answers)
+            pieces, form = run_choices(call, answers), write(asked, call)
             if not asked.stream:
                 folded = await unless_gone(request, fold(pieces, answers))
-                whole = form(call.model.id).whole(answers, folded)
-                request.state.told |= whole["usage"]
-                return JSONResponse(whole)
+                request.state.told |= usage_of(answers)
+                return JSONResponse(form.whole(answers, folded))
             # the first piece comes once the request is accepted, so that a refusal has a status of its own
             first = await unless_gone(request, anext(pieces))
-            stream = Stream(pieces, answers, form(call.model.id), asked.wants_usage, request.state.told)
-            return EventStreamResponse(stream.lines(first))
+            return EventStreamResponse(Stream(pieces, answers, form, request.state.told).lines(first))
         except ClientDisconnect:
             return Response(status_code=GONE)
 
@@ -172,6 +180,8 @@ def build_app(service: Service, clients: Clients | None = None) -> ASGIApp:
         Route("/v1/models/{id:path}", service.show_model, methods=["GET"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/v1/responses", service.responses, methods=["POST"]),
+        Route("/v1/responses/{id:path}", service.kept_response, methods=["GET", "POST", "DELETE"]),
         Route("/tokenize", service.tokenize, methods=["POST"]),
         Route("/live", service.live, methods=["GET"]),
         Route("/health", service.health, methods=["GET"]),

@@ -24,6 +24,7 @@ from pydantic_core import from_json
 
 from specfuse_shared.adapters import TRANSPORT_OPTIONS, Detail
 from specfuse_shared.errors import RequestError
+from specfuse_shared.sampling_params import MOST_TOP_LOGPROBS
 from specfuse_shared.validation import unknown_setting
 
 SEED_LIMIT = 2**63
@@ -35,7 +36,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "audio": (),
     "functions": ([],),
@@ -45,11 +45,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
 }
-"""They would change the answer: only what says nothing is accepted."""
 _INSTEAD = {
     "presence_penalty": "repetition_penalty does something like it",
     "frequency_penalty": "repetition_penalty does something like it",
-    "top_logprobs": "only the log-probabilities of the answer's own tokens are known (logprobs=true)",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
@@ -69,6 +67,8 @@ MOST_FIELDS = 64
 MOST_VALUES = 100_000
 """Objects, lists and scalars of a body; a thousand turns with a hundred tools have ten thousand."""
 _STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
+_OF_UNIONS = re.compile(r"(list|dict)\[|function-|item-|\w+Body$")
+"""The names of a union's branches, which are no part of a field's place."""
 LONGEST_NAME = 80
 """Characters of an unknown field's name that an error repeats."""
 
@@ -78,6 +78,11 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
+    """They are accepted without effect."""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    """They would change the answer: only these values, which say nothing, are accepted."""
+    instead: ClassVar[Mapping[str, str]] = _INSTEAD
+    """What to do without one of those."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +214,7 @@ class ChatBody(Asked):
     messages: Several[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: Several[ToolBody] | None = None
     tool_choice: str | ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
@@ -219,7 +225,7 @@ class CompletionBody(Asked):
     """POST /v1/completions. A prompt is one user turn."""
 
     prompt: str | Several[str]
-    logprobs: int | bool | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -260,13 +266,13 @@ def read_body(kind: type[B], raw: bytes) -> B:
     if len(given) > MOST_FIELDS:
         raise BodyError(f"the body has {len(given)} fields, and {MOST_FIELDS} is the most")
     for name in sorted(set(given) - set(kind.model_fields)):
-        if name in kind.ignored or given[name] is None or given[name] in _NEUTRAL.get(name, ()):
+        if name in kind.ignored or given[name] is None or given[name] in kind.neutral.get(name, ()):
             del given[name]
-        elif name in _NEUTRAL:
-            hint = _INSTEAD.get(name, "leave it out")
+        elif name in kind.neutral:
+            hint = kind.instead.get(name, "leave it out")
             raise BodyError(f"{name} is not supported here: {hint}", name)
         else:
-            known = [*kind.model_fields, *kind.ignored, *_NEUTRAL]
+            known = [*kind.model_fields, *kind.ignored, *kind.neutral]
             shown = name[:LONGEST_NAME]
             raise BodyError(str(unknown_setting("a request", shown, known)), shown)
     try:
@@ -278,6 +284,6 @@ def read_body(kind: type[B], raw: bytes) -> B:
 def _named(error: ValidationError) -> BodyError:
     """The deepest complaint: of a union, the branch that came furthest."""
     found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
-    place = ".".join(str(part) for part in found["loc"] if not str(part).startswith(("list[", "function-", "dict[")))
+    place = ".".join(part for part in map(str, found["loc"]) if not _OF_UNIONS.match(part))
     message = found["msg"].removeprefix("Value error, ")
     return BodyError(f"{place}: {message[0].lower()}{message[1:]}", place)

@@ -17,6 +17,7 @@ from specfuse_shared.api_server.bodies import (
     ToolChoiceBody,
 )
 from specfuse_shared.api_server.models import Model, Models
+from specfuse_shared.api_server.response_bodies import ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ from specfuse_shared.serving.calls import CallOptions
 from specfuse_shared.text.grammar import Grammar
 
 SMALLEST_TOP_P = 1e-6
-_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs"))
+_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs", "top_logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Reader:
             body,
             max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
+            top_logprobs=body.top_logprobs,
             grammar=grammar,
         )
         options = CallOptions(
@@ -74,13 +76,17 @@ class Reader:
         )
         return Call(model, self._choices([[*messages, *told]], params, body.n), options, bool(use.offered))
 
+    def response(self, body: ResponsesBody) -> Call:
+        """Raises `RequestError` or `ConfigError` for what cannot be done."""
+        return self.chat(body.chat())
+
     def completion(self, body: CompletionBody) -> Call:
         """A prompt is one user turn in each member's own template. Raises `RequestError` or `ConfigError`."""
         model, prompts = self.models.find(body.model), [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._check_size(sum(map(len, prompts)))
-        if body.logprobs not in (None, False, True, 0):
-            raise BodyError("logprobs: only those of the answer's own tokens are known: use 0", "logprobs")
-        params = self._params(body, logprobs=body.logprobs is not None and body.logprobs is not False)
+        asked = body.logprobs is not None and body.logprobs is not False
+        top = body.logprobs if asked and body.logprobs is not True else None
+        params = self._params(body, logprobs=asked, top_logprobs=top)
         choices = self._choices([[Message("user", prompt)] for prompt in prompts], params, body.n)
         return Call(model, choices, CallOptions(timeout=body.timeout, members=model.members))
 
@@ -115,7 +121,7 @@ class Reader:
         said = {name: value for name, value in said.items() if value is not None}
         if "top_p" in said:
             said = {**said, "top_p": max(said["top_p"], SMALLEST_TOP_P)}  # OpenAI's 0 is the most probable token
-        return SamplingParams.from_dict({**asdict(self.defaults), **said})
+        return SamplingParams.on_top(asdict(self.defaults), said)
 
     def _choices(self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None) -> list[Choice]:
         most, count = self.settings.max_choices, len(prompts) * (n or 1)

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
 from specfuse_shared.api_server.answers import Answer, Folded, Piece
+from specfuse_shared.api_server.bodies import Asked
+from specfuse_shared.api_server.calls import Call
+from specfuse_shared.api_server.failures import error_body
+from specfuse_shared.errors import SpecFuseError
 
 FINGERPRINT = f"specfuse-{version('specfuse-llm')}"
 
 
-class Format:
-    """One response: its envelope, and how choices look in it."""
+class Format(ABC):
+    """How one request is answered: with a whole object, or with server-sent events."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
+        """The object that holds every choice."""
+
+    @abstractmethod
+    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+        """The events that tell of a piece."""
+
+    @abstractmethod
+    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """The last events, once every choice is over."""
+
+    @abstractmethod
+    def failure(self, error: SpecFuseError) -> bytes:
+        """The event that ends the stream of an answer that failed."""
+
+
+class ChoicesFormat(Format):
+    """The envelope of chats and completions, and how choices look in it."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
-    def __init__(self, model: str) -> None:
-        self._id, self._model, self._created = f"{self.prefix}-{secrets.token_hex(12)}", model, int(time.time())
+    def __init__(self, asked: Asked, call: Call) -> None:
+        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+        self._model, self._wants_usage = call.model.id, asked.wants_usage
 
     def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
         choices = [self._choice(answer.index, each) for answer, each in zip(answers, folded, strict=True)]
         return {**self._envelope(self.whole_object), "choices": choices, "usage": usage_of(answers)}
 
-    def chunk(self, answer: Answer, piece: Piece, wants_usage: bool) -> dict[str, Any]:
-        """`wants_usage`: the stream ends with usage, so that all chunks before say that they have none."""
+    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+        """A chunk; where the stream ends with usage, all chunks before say that they have none."""
         choice: dict[str, Any] = {
             "index": answer.index,
             **self._delta(piece),
@@ -35,11 +62,16 @@ class Format:
             "finish_reason": piece.finish_reason,
             **({"specfuse": piece.specfuse} if piece.specfuse else {}),
         }
-        none = {"usage": None} if wants_usage else {}
-        return {**self._envelope(self.chunk_object), "choices": [choice], **none}
+        none = {"usage": None} if self._wants_usage else {}
+        yield line({**self._envelope(self.chunk_object), "choices": [choice], **none})
 
-    def usage_chunk(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        return {**self._envelope(self.chunk_object), "choices": [], "usage": usage_of(answers)}
+    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        if self._wants_usage:
+            yield line({**self._envelope(self.chunk_object), "choices": [], "usage": usage_of(answers)})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: SpecFuseError) -> bytes:
+        return line(error_body(error))
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         told = {"id": self._id, "object": kind, "created": self._created}
@@ -64,7 +96,7 @@ class Format:
         raise NotImplementedError
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
@@ -82,7 +114,7 @@ class ChatFormat(Format):
         return None if logprobs is None else {**logprobs, "refusal": None}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
@@ -98,7 +130,21 @@ class CompletionFormat(Format):
         tokens = [entry["token"] for entry in logprobs["content"]]
         offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         each = [entry["logprob"] for entry in logprobs["content"]]
-        return {"tokens": tokens, "token_logprobs": each, "top_logprobs": None, "text_offset": offsets}
+        tops = list(map(_tops, logprobs["content"]))
+        return {
+            "tokens": tokens,
+            "token_logprobs": each,
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets,
+        }
+
+
+def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
+    """By text, which parts of characters share: the most probable one has it. The answer's own token is among them."""
+    found: dict[str, float] = {}
+    for each in (*entry["top_logprobs"], entry) if entry["top_logprobs"] else ():
+        found.setdefault(each["token"], each["logprob"])
+    return found
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -109,3 +155,9 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     if thoughts := sum(each.get("reasoning_tokens", 0) for each in details):
         told["completion_tokens_details"] = {"reasoning_tokens": thoughts}
     return told
+
+
+def line(data: Mapping[str, Any], event: str = "") -> bytes:
+    """A server-sent event."""
+    named = f"event: {event}\n" if event else ""
+    return f"{named}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode("utf-8", "replace")

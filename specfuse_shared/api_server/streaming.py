@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from starlette.types import Send
 
 from specfuse_shared.api_server.answers import Answer, Folded, Piece
 from specfuse_shared.api_server.calls import Call, Choice
-from specfuse_shared.api_server.failures import error_body
 from specfuse_shared.api_server.formats import Format, usage_of
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event
@@ -72,24 +70,24 @@ class Stream:
     pieces: Pieces
     answers: Sequence[Answer]
     form: Format
-    wants_usage: bool
     told: dict[str, Any]
 
     async def lines(self, first: tuple[Answer, Piece]) -> AsyncGenerator[bytes, None]:
-        """A chunk for every piece, usage if it is wanted, [DONE]; or an error that ends them."""
+        """What the form tells of every piece, and of the end; or the error that ends them."""
         async with aclosing(self.pieces):
-            yield _line(self.form.chunk(*first, self.wants_usage))
+            for line in self.form.lines(*first):
+                yield line
             try:
                 async for answer, piece in self.pieces:
-                    yield _line(self.form.chunk(answer, piece, self.wants_usage))
+                    for line in self.form.lines(answer, piece):
+                        yield line
             except SpecFuseError as error:
-                yield _line(error_body(error))
+                yield self.form.failure(error)
                 return
             finally:
                 self.told |= usage_of(self.answers)
-            if self.wants_usage:
-                yield _line(self.form.usage_chunk(self.answers))
-            yield b"data: [DONE]\n\n"
+            for line in self.form.end(self.answers):
+                yield line
 
 
 class EventStreamResponse(StreamingResponse):
@@ -124,7 +122,3 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _line(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode("utf-8", "replace")

@@ -14,13 +14,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from specfuse_shared.config import EnsembleConfig
-from specfuse_shared.errors import GenerationError, UnfinishedValueError
+from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, Fitted
 from specfuse_shared.fusion.drafting import Method, Ops, Results
 from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
+from specfuse_shared.fusion.token_logprobs import token_logprobs
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import Close, Fault, Op, Open, Question, Think, Thought, Value, Verdicts, Verify
 from specfuse_shared.messages import Message
@@ -61,6 +62,7 @@ class AnswerSession:
         self._params = params = replace(params, grammar=tools.grammar(params.grammar))
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
         self.participants = Participants(config, members, messages, tools.offered, check)
+        self._check_scores()
         codec, constraint = self.participants.reference.member.codec, None
         if params.grammar is not None:
             constraint = AnswerConstraint(params.grammar, codec, params.max_tokens)
@@ -201,6 +203,14 @@ class AnswerSession:
             raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
         self.finished = True
 
+    def _check_scores(self) -> None:
+        reference = self.participants.reference.member.info
+        if self._params.top_logprobs and not reference.tells_top_logprobs:
+            raise RequestError(
+                f"top_logprobs: the server of the reference member {reference.name!r} tells of no tokens but those of "
+                "the answer: leave it out, or make another member the reference"
+            )
+
     def _score(self) -> Generator[Ops, Results, tuple[TokenLogprob, ...] | None]:
         """Log p of the answer's tokens by the reference member, which reads the answer once more, as a whole.
 
@@ -208,8 +218,9 @@ class AnswerSession:
         stayed to the end. None if the member fails.
         """
         side = self.participants.reference
-        name, pieces, found = side.member.name, side.member.codec.pieces(self.text), None
-        for op in (Open(side.prompt, replace(self._params, grammar=None), 0), Verify((Question(self.text, False),))):
+        name, found = side.member.name, None
+        asked = Verify((Question(self.text, False),), top=self._params.top_logprobs)
+        for op in (Open(side.prompt, replace(self._params, grammar=None), 0), asked):
             result = (yield {name: op})[name]
             if result.error is not None:
                 message = f"member {name!r} could not score the answer: {result.error.message}"
@@ -219,10 +230,7 @@ class AnswerSession:
         yield {name: Close()}
         if not isinstance(found, Verdicts):
             return None
-        return tuple(
-            TokenLogprob(piece.decode("utf-8", "replace"), logprob, tuple(piece))
-            for piece, logprob in zip(pieces, found.each[0].logprobs, strict=True)
-        )
+        return token_logprobs(side.member.codec, self.text, found.each[0])
 
     def _result(self, last: Fitted, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
         assert last.reason is not None, "the answer goes on"

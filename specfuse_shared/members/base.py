@@ -29,6 +29,7 @@ class MemberInfo:
     here. `thinks`: before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
     `report`: what it turned out to be. `drafts_under_grammar`: it does not only judge where a grammar binds the answer.
     `fixed_blocks`: rows come in blocks that stay where they are.
+    `tells_top_logprobs`: also of tokens that it is not asked for.
     `may_guess`: it makes use of guesses of what comes next (`EnsembleConfig.speculation`).
     """
 
@@ -44,6 +45,7 @@ class MemberInfo:
     drafts_under_grammar: bool = True
     fixed_blocks: bool = False
     may_guess: bool = False
+    tells_top_logprobs: bool = True
 
 
 class TextSide(Protocol):

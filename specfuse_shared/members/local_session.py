@@ -12,7 +12,7 @@ from specfuse_shared.members.jobs import Stage
 from specfuse_shared.members.requests import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
 from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.session import Session
-from specfuse_shared.members.stages import TokenCounts
+from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import Sampler, masked
 from specfuse_shared.sampling_params import SamplingParams
@@ -93,6 +93,13 @@ class LocalSession(Session[SequenceState]):
         self._also = ()
         judged: list[list[float]] = judgement.read()
         return judged
+
+    def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
+        count = min(count, self._member.vocabulary_size)
+        judgement = yield ForwardRequest(self.context, (branch,), logprobs=LogprobRequest([(branch, ())], count))
+        judgement.read()
+        tops: list[Top] = judgement.tops[0]
+        return tops
 
     def _keep(self, branch: Branch) -> Stage[None]:
         yield self._with_guesses(ForwardRequest(self.context, (branch,)), [branch])

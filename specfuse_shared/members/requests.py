@@ -40,9 +40,13 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Branches to judge once they are fed, and the stop ids of those that end."""
+    """Branches to judge once they are fed, and the stop ids of those that end.
+
+    `top`: so many of the most probable tokens in the place of each are found, too.
+    """
 
     questions: Sequence[tuple[Branch, Sequence[int]]]
+    top: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class SequenceState(ABC):
     def judge(self, request: LogprobRequest) -> Judgement:
         """Let the device find the log p of branches that were extended, without waiting for it."""
         lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
-        return Judgement(lines, self._logits_row)
+        return Judgement(lines, self._logits_row, request.top)
 
     @property
     def drafts_ahead(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from specfuse_shared.members.stages import (
@@ -21,6 +22,7 @@ from specfuse_shared.members.stages import (
     Think,
     Thought,
     TokenCounts,
+    Top,
     Verdict,
     Verdicts,
     Verify,
@@ -97,6 +99,10 @@ class Session(ABC, Generic[C]):
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
         """Natural log p of each branch's tokens; where it has stop ids, also that any of them comes next."""
 
+    def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
+        """The most probable tokens in the place of each of a judged branch, where the member tells them."""
+        raise NotImplementedError
+
     @abstractmethod
     def _keep(self, branch: Branch) -> Stage[None]:
         """The branch becomes the end of the committed answer."""
@@ -136,8 +142,8 @@ class Session(ABC, Generic[C]):
                 return self.draft(limit, number, hold, guess)
             case DraftAlone(limit=limit, round_index=number, hold=hold):
                 return self.draft_alone(limit, number, hold)
-            case Verify(questions=questions, begins=begins):
-                return self.verify(questions, begins)
+            case Verify(questions=questions, begins=begins, top=top):
+                return self.verify(questions, begins, top)
             case Commit(text=text):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
@@ -181,7 +187,7 @@ class Session(ABC, Generic[C]):
         cut = cut_candidate(text)
         return Drafted(cut, False, len(ids), whole_characters(text)[len(cut) :])
 
-    def verify(self, questions: Sequence[Question], begins: Draft | None = None) -> Stage[Verdicts]:
+    def verify(self, questions: Sequence[Question], begins: Draft | None = None, top: int = 0) -> Stage[Verdicts]:
         """Judge candidates, all at once; tell how a draft `begins` that shall follow, as far as that is known then."""
         if begins is not None:
             self._start(begins.round_index)
@@ -193,9 +199,19 @@ class Session(ABC, Generic[C]):
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)
-        pairs = zip(judged, sizes, strict=True)
-        each = tuple(Verdict(tuple(logprobs), tuple(own)) for logprobs, own in pairs)
+        each = tuple(Verdict(tuple(found), tuple(own)) for found, own in zip(judged, sizes, strict=True))
+        if top:
+            each = yield from self._with_tops(each, branches, top)
         return Verdicts(each) if begins is None else Verdicts(each, self._begun(begins))
+
+    def _with_tops(
+        self, verdicts: Sequence[Verdict], branches: Sequence[Branch], count: int
+    ) -> Stage[tuple[Verdict, ...]]:
+        found = []
+        for verdict, branch in zip(verdicts, branches, strict=True):
+            tops = (yield from self._find_tops(branch, count)) if branch.tokens else ()
+            found.append(replace(verdict, tops=tuple(tops)))
+        return tuple(found)
 
     def _begun(self, wanted: Draft) -> str | None:
         """How a draft begins (`Verdicts.begun`)."""

@@ -78,12 +78,14 @@ class Question:
 class Verify:
     """Judge candidates for the next segment by the member's own probabilities → `Verdicts`.
 
-    `begins`: a draft of which the member shall tell how far it knows it once that is done.
+    `begins`: a draft of which the member shall tell how far it knows it once that is done. `top`: so many of the most
+    probable tokens in the place of each are told, too.
     """
 
     stage: ClassVar[StageName] = "verify"
     questions: tuple[Question, ...]
     begins: Draft | None = None
+    top: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +144,20 @@ class Thought:
     ended: bool
 
 
+Top = tuple[tuple[int, float], ...]
+"""Ids of the most probable tokens in one place, and their natural log p; the most probable first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verifier's log p of each of its own tokens of a candidate (and of the end of turn), and their bytes."""
+    """A verifier's log p of each of its own tokens of a candidate (and of the end of turn), and their bytes.
+
+    `tops`: in the place of each token, ids and log p of the most probable ones, if they were asked for.
+    """
 
     logprobs: tuple[float, ...]
     token_bytes: tuple[int, ...]
+    tops: tuple[Top, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,6 +13,8 @@ import torch
 from specfuse_shared.runtime.transfer import Download, upload
 
 _ROWS_A_KERNEL = 64
+TopTokens = tuple[tuple[int, float], ...]
+"""Ids of the most probable tokens in one place, and their natural log p; the most probable first."""
 
 
 class NotFiniteError(ArithmeticError):
@@ -32,10 +34,15 @@ class Line:
 
 
 class Judgement:
-    """Log-probabilities of lines, on their way from the device; `logits` (V) of a node."""
+    """Log-probabilities of lines, on their way from the device; `logits` (V) of a node.
 
-    def __init__(self, lines: Sequence[Line], logits: Callable[[int], torch.Tensor]) -> None:
-        self._lines = lines
+    `top`: so many of the most probable tokens in the place of each are found, too.
+    """
+
+    def __init__(self, lines: Sequence[Line], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
+        self._lines, self._top = lines, top
+        self.tops: list[list[TopTokens]] = [[] for _ in lines]
+        """Of each line's tokens, once it was read."""
         self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))
         self._sent: Download | None = None
         if self._nodes:
@@ -44,6 +51,8 @@ class Judgement:
             if asked:
                 found.append(_picked([logits(n) for n, _ in asked], [token for _, token in asked]))
             found += [_log_mass_of(logits(line.nodes[-1]), line.stops) for line in lines if line.stops]
+            if top:
+                found += _most_probable([logits(n) for n, _ in asked], top)
             self._sent = Download(torch.cat(found))
 
     def read(self) -> list[list[float]]:
@@ -59,7 +68,22 @@ class Judgement:
         ]
         for line, logprobs in zip(self._lines, judged, strict=True):
             logprobs += [next(numbers) - mass[line.nodes[-1]]] if line.stops else []
+        if self._top:
+            self.tops = self._read_tops(list(numbers), mass)
         return judged
+
+    def _read_tops(self, numbers: Sequence[float], mass: Mapping[int, float]) -> list[list[TopTokens]]:
+        """Of all tokens in their order: logits first, then the ids that have them."""
+        half = len(numbers) // 2
+        pairs = [(int(token), score) for score, token in zip(numbers[:half], numbers[half:], strict=True)]
+        places = (pairs[n : n + self._top] for n in range(0, half, self._top))
+        return [
+            [
+                tuple((token, score - mass[node]) for token, score in next(places))
+                for node, _ in zip(line.nodes, line.tokens, strict=False)
+            ]
+            for line in self._lines
+        ]
 
 
 def _log_masses(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -102,6 +126,14 @@ def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor
     places = torch.split(upload(tokens, rows[0].device)[:, None], _ROWS_A_KERNEL)
     found = [torch.stack(some).gather(1, at) for some, at in zip(_in_blocks(rows), places, strict=True)]
     return torch.cat(found)[:, 0].float()
+
+
+def _most_probable(rows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """The largest logits of each of the rows (V), then their places, in float32, which is exact for any vocabulary."""
+    blocks = [[row] for row in rows] if rows[0].device.type == "cpu" else _in_blocks(rows)
+    found = [torch.stack(some).topk(count, dim=-1) for some in blocks]
+    values, places = (torch.cat(part).flatten().float() for part in zip(*found, strict=True))
+    return [values, places]
 
 
 def _log_mass_of(row: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

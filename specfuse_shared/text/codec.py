@@ -116,6 +116,14 @@ class Codec:
         heads = ["", *(whole_characters(self.decode(ids[: n + 1])) for n in range(len(ids)))]
         return [head[len(before) :].encode() for before, head in itertools.pairwise(heads)]
 
+    def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
+        """The UTF-8 bytes of tokens that might stand in the place of each of a text's; a control token is its name."""
+        found = [[self._token_bytes(token_id) for token_id in ids] for ids in places]
+        own, pieces = self.encode(text), self.pieces(text)
+        if own and self._token_bytes(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
+            found[:1] = [[piece.removeprefix(b" ") for piece in first] for first in found[:1]]
+        return found
+
     def head(self, encoding: Encoding, count: int) -> str:
         """The whole characters of the text that its first `count` tokens cover."""
         if count >= len(encoding.ids):

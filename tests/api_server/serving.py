@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.api_server.app import Service, build_app
@@ -36,14 +37,18 @@ def serving(
     settings: ServerSettings | None = None,
     key: str | None = None,
     clients: Mapping[str, ClientSettings] | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **sampling: Any,
 ) -> Iterator[httpx.Client]:
-    """A client of a server over these engines, or over models that the caller loads; it stops with the block."""
+    """A client of a server over these engines, or over models that the caller loads; it stops with the block.
+
+    `around`: what stands in front of the server.
+    """
     models = engines if isinstance(engines, Models) else Models(engines)
     if models is not engines:
         models.load()
     service = Service(models, settings or ServerSettings(), SamplingParams(**{"max_tokens": 8, **sampling}))
-    app = build_app(service, Clients(service.settings, key, clients))
+    app = around(build_app(service, Clients(service.settings, key, clients)))
     server = http_server(app, service.settings)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)

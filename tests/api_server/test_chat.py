@@ -125,6 +125,38 @@ def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
     assert chunks(client, max_tokens=8, logprobs=True)[-1]["choices"][0]["logprobs"]["content"] == entries
 
 
+def test_the_most_probable_tokens_in_each_place_are_told(client: httpx.Client, tiny: EnsembleEngine) -> None:
+    result = tiny.generate(QUESTION, SamplingParams(max_tokens=8, logprobs=True, top_logprobs=3))
+    assert result.logprobs is not None
+    expected = [[each.token for each in token.top] for token in result.logprobs]
+    asked = {"max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+    entries = chat(client, **asked)["choices"][0]["logprobs"]["content"]
+    assert [[each["token"] for each in entry["top_logprobs"]] for entry in entries] == expected
+    for entry in entries:
+        assert entry["top_logprobs"] == sorted(entry["top_logprobs"], key=lambda each: -each["logprob"])
+        assert all(bytes(each["bytes"]).decode("utf-8", "replace") == each["token"] for each in entry["top_logprobs"])
+    again = chunks(client, **asked)[-1]["choices"][0]["logprobs"]["content"]
+    assert [[each["token"] for each in entry["top_logprobs"]] for entry in again] == expected
+    plain = chat(client, max_tokens=8, logprobs=True, top_logprobs=0)["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in plain)
+
+
+def test_completions_tell_them_by_text_with_the_answers_own(client: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "Why is the sea salty?", "max_tokens": 8}
+
+    def asked(**more: Any) -> Any:
+        return client.post("/v1/completions", json={**body, **more}).json()["choices"][0]["logprobs"]
+
+    told = asked(logprobs=3)
+    assert len(told["top_logprobs"]) == len(told["tokens"])
+    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert 1 <= len(top) <= 4
+        assert top[token] >= logprob
+    assert asked(logprobs=0)["top_logprobs"] is None
+    assert asked(logprobs=True)["top_logprobs"] is None
+    assert asked() is None
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_forced_call_fits_its_schema_streamed_and_not(client: httpx.Client, choice: Any) -> None:
     tools = [ADD, NOTE] if isinstance(choice, dict) else [ADD]

@@ -84,7 +84,7 @@ def told(events: list[Event]) -> Any:
     [
         {"max_tokens": 20},
         {"max_tokens": 20, "temperature": 1.0, "seed": 3, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
-        {"max_tokens": 20, "logprobs": True, "stop": ("et",)},
+        {"max_tokens": 20, "logprobs": True, "top_logprobs": 2, "stop": ("et",)},
         {"max_tokens": 8, "ignore_eos": True, "min_tokens": 3},
         {"grammar": Grammar.choice(["yes", "no"])},
     ],

@@ -71,7 +71,8 @@ def refused(client: httpx.Client, status: int, *words: str, path: str = "/v1/cha
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stream": "yes"}, "stream"),
-        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"presence_penalty": 1.0}, "repetition_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"max_token": 5}, "did you mean 'max_tokens'"),
@@ -305,6 +306,7 @@ body = st.fixed_dictionaries(
     {"model": st.sampled_from(["tiny"] * 6 + ["tiny/chat", "none"]), "max_tokens": st.integers(1, 6)},
     optional={
         "messages": st.lists(message, max_size=3) | anything,
+        "input": st.text(max_size=9) | st.lists(message, max_size=3) | anything,
         "prompt": st.text(max_size=9) | st.lists(st.text(max_size=9), max_size=3) | anything,
         "temperature": NUMBERS | anything,
         "top_p": NUMBERS,
@@ -335,7 +337,7 @@ body = st.fixed_dictionaries(
         "user": anything,
     },
 )
-PATHS = st.sampled_from(["/v1/chat/completions"] * 4 + ["/v1/completions"] * 2 + ["/tokenize"])
+PATHS = st.sampled_from(["/v1/chat/completions"] * 4 + ["/v1/completions"] * 2 + ["/v1/responses"] * 2 + ["/tokenize"])
 
 
 def _survives(client: httpx.Client, path: str, sent: dict[str, Any]) -> None:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, Message, SamplingParams
+from specfuse_shared import (
+    ConfigError,
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    MemberConfig,
+    Message,
+    SamplingParams,
+)
+from specfuse_shared.members.local import LocalMember
 from specfuse_shared.text.codec import Codec
 from tests.engine.comparing import local_members
 
@@ -23,20 +33,70 @@ TEXTS = [
 ]
 
 
-def plain_logprobs(engine: EnsembleEngine, name: str, text: str) -> list[float]:
-    """By one forward of the model over prompt and answer."""
-    member = next(m for m in local_members(engine) if m.name == name)
+def plain_rows(member: LocalMember, text: str) -> torch.Tensor:
+    """Log p of every token in the place of each of the text's, by one forward of the model over prompt and answer."""
     prompt, ids = member.encode_prompt([Message("user", QUESTION)]), member.codec.encode(text)
     with torch.inference_mode():
-        logprobs = member.runner.plain([*prompt, *ids]).float().log_softmax(-1)
-    return [float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(ids)]
+        rows = member.runner.plain([*prompt, *ids]).float().log_softmax(-1)
+    return rows[len(prompt) - 1 :][: len(ids)]
 
 
-def check(engine: EnsembleEngine, result: EnsembleResult) -> None:
+def check(engine: EnsembleEngine, result: EnsembleResult, top: int = 0, reference: LocalMember | None = None) -> None:
     assert result.logprobs is not None
     assert b"".join(bytes(t.bytes) for t in result.logprobs).decode() == result.text
-    expected = plain_logprobs(engine, result.usage.reference, result.text)
+    member = reference or next(m for m in local_members(engine) if m.name == result.usage.reference)
+    rows, ids = plain_rows(member, result.text), member.codec.encode(result.text)
+    expected = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
     assert [t.logprob for t in result.logprobs] == pytest.approx(expected, abs=1e-3)
+    for told, row in zip(result.logprobs, rows, strict=True):
+        best = row.topk(top)
+        assert [each.logprob for each in told.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        for each, token in zip(told.top, best.indices.tolist(), strict=True):
+            spelled = member.codec.alternatives("", [[token]])[0][0]
+            is_close = best.values.diff().abs().min() < 1e-3 if top > 1 else False
+            assert bytes(each.bytes) in (spelled, spelled.removeprefix(b" ")) or is_close
+            assert each.token == bytes(each.bytes).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("top", [1, 5, 20])
+@pytest.mark.parametrize("reference", ["chat", "base"])
+def test_the_most_probable_tokens_in_each_place_are_the_reference_members_own(
+    tiny_engine: EnsembleEngine, top: int, reference: str
+) -> None:
+    with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
+        asked = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
+        result = engine.generate(QUESTION, asked)
+        check(engine, result, top)
+        assert all(len(told.top) == top for told in result.logprobs or ())
+        assert result.text == engine.generate(QUESTION, replace(asked, top_logprobs=0)).text
+
+
+def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny_engine: EnsembleEngine) -> None:
+    """Also in the first place, before which some tokenizers put a space."""
+    for reference in ("chat", "base"):
+        with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
+            asked = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
+            alone = engine.generate(QUESTION, asked, members=[reference])
+            assert alone.logprobs is not None
+            for told in alone.logprobs:
+                if told.logprob >= told.top[-1].logprob + 1e-3:
+                    assert told.bytes in {each.bytes for each in told.top}
+            assert any(told.bytes == told.top[0].bytes for told in alone.logprobs)
+
+
+def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
+    asked = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
+    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+        for result in engine.generate_batch([QUESTION] * 3, asked):
+            check(engine, result, 4)
+
+
+@pytest.mark.parametrize("settings", [{"top_logprobs": 21}, {"top_logprobs": -1}, {"top_logprobs": 1.5}])
+def test_more_than_can_be_told_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="top_logprobs"):
+        SamplingParams(logprobs=True, **settings)
+    with pytest.raises(ConfigError, match="needs logprobs=True"):
+        SamplingParams(top_logprobs=3)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -90,6 +150,6 @@ def test_members_that_verify_row_by_row_give_them_too(tmp_path_factory: pytest.T
 
     folder = save_model("mamba", byte_level_tokenizer(), tmp_path_factory.mktemp("mamba"))
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder), name="mamba", dtype="float32")])) as engine:
-        result = engine.generate(QUESTION, SamplingParams(max_tokens=12, logprobs=True))
-        check(engine, result)
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=12, logprobs=True, top_logprobs=3))
+        check(engine, result, 3)
     assert all(math.isfinite(t.logprob) for t in result.logprobs or ())

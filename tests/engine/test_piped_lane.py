@@ -24,7 +24,7 @@ ASKED: list[tuple[str, SamplingParams]] = [
     ("How do the tides follow the moon?", SamplingParams(max_tokens=30)),
     ("北京? Name 3 ships, ça va 🎉", SamplingParams(max_tokens=25, temperature=0.9, seed=4)),
     ("Letters?", SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))),
-    ("Endless?", SamplingParams(max_tokens=40, stop=["e"], logprobs=True)),
+    ("Endless?", SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3)),
 ]
 CORES = max(1, torch.get_num_threads() // 2)
 

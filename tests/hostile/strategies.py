@@ -140,9 +140,21 @@ FORMATS = st.sampled_from([{"type": "text"}, {"type": "json_object"}, {"type": "
 CHOICES = st.sampled_from(["auto", "none", "required", "wat", {"type": "function", "function": {"name": "a"}}])
 
 
-def bodies() -> st.SearchStrategy[dict[str, Any]]:
-    """The body of a chat; most of it may be right, and it is soon over."""
-    right = {
+ITEMS = st.one_of(
+    st.fixed_dictionaries({"role": ROLES, "content": TEXTS | VALUES}, optional={"id": TEXTS, "type": TEXTS}),
+    st.fixed_dictionaries(
+        {"type": st.just("function_call"), "call_id": TEXTS, "name": TEXTS, "arguments": ARGUMENTS | VALUES}
+    ),
+    st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": TEXTS, "output": TEXTS | VALUES}),
+    st.fixed_dictionaries({"type": st.sampled_from(["reasoning", "item_reference", "wat"])}, optional={"id": TEXTS}),
+)
+FLAT_TOOLS = TOOLS.map(lambda tool: {"type": tool["type"], **tool["function"]})
+FLAT_FORMATS = FORMATS.map(lambda told: {"format": {"type": told["type"], **told.get("json_schema", {})}})
+
+
+def _sampling() -> dict[str, st.SearchStrategy[Any]]:
+    """Fields of every body."""
+    return {
         "temperature": st.floats(0, 2),
         "top_p": st.floats(0, 1),
         "seed": st.integers(-(2**64), 2**64),
@@ -151,20 +163,44 @@ def bodies() -> st.SearchStrategy[dict[str, Any]]:
         "max_tokens": st.integers(-1, 12),
         "min_tokens": st.integers(-1, 5),
         "ignore_eos": st.booleans(),
-        "logprobs": st.booleans(),
         "stream": st.booleans(),
         "stream_options": st.just({"include_usage": True}) | VALUES,
         "grammar": grammars(),
-        "tools": st.lists(TOOLS, max_size=3),
         "tool_choice": CHOICES,
         "parallel_tool_calls": st.booleans(),
-        "response_format": FORMATS,
         "specfuse": st.fixed_dictionaries(
             {}, optional={"events": st.booleans(), "report": st.booleans(), "ledger": TEXTS}
         ),
     }
-    fields = {name: strategy | VALUES for name, strategy in right.items()}
+
+
+def bodies() -> st.SearchStrategy[dict[str, Any]]:
+    """The body of a chat; most of it may be right, and it is soon over."""
+    own = {
+        "logprobs": st.booleans(),
+        "top_logprobs": st.integers(-1, 21),
+        "tools": st.lists(TOOLS, max_size=3),
+        "response_format": FORMATS,
+    }
+    fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **own}.items()}
     return st.fixed_dictionaries({"messages": st.lists(MESSAGES, max_size=4) | VALUES}, optional=fields)
+
+
+def response_bodies() -> st.SearchStrategy[dict[str, Any]]:
+    """The same for the Responses API."""
+    own = {
+        "instructions": TEXTS,
+        "max_output_tokens": st.integers(-1, 12),
+        "tools": st.lists(FLAT_TOOLS, max_size=3),
+        "text": FLAT_FORMATS,
+        "include": st.lists(st.just("message.output_text.logprobs") | TEXTS, max_size=2),
+        "reasoning": st.fixed_dictionaries({}, optional={"summary": TEXTS, "effort": VALUES}),
+        "metadata": st.dictionaries(NAMES, TEXTS, max_size=3),
+        "store": st.booleans(),
+        "top_logprobs": st.integers(-1, 21),
+    }
+    fields = {name: strategy | VALUES for name, strategy in {**_sampling(), **own}.items()}
+    return st.fixed_dictionaries({"input": TEXTS | st.lists(ITEMS, max_size=4) | VALUES}, optional=fields)
 
 
 def chain(length: int) -> str:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.api_server.serving import command, ready, until
 from tests.engine.tiny import byte_level_tokenizer, save_model
-from tests.hostile.strategies import bodies
+from tests.hostile.strategies import bodies, response_bodies
 
 LONGEST_SECONDS = 2.0
 """That anything else waits for a random body, in the event loop or for a lane."""
@@ -33,7 +33,8 @@ class Served:
 
     def send(self, body: dict[str, Any]) -> None:
         raw = json.dumps({"model": "tiny", "max_tokens": 4, "timeout": 20, **body}).encode()
-        response = self.client.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
+        path = "/v1/responses" if "input" in body else "/v1/chat/completions"
+        response = self.client.post(path, content=raw, headers={"Content-Type": "application/json"})
         assert response.status_code < 500, response.text
         self.statuses[response.status_code] += 1
 
@@ -70,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(body=bodies())
+@given(body=bodies() | response_bodies())
 def test_no_body_is_answered_with_a_failure(served: Served, body: dict[str, Any]) -> None:
     served.send(body)
 
@@ -84,7 +85,7 @@ def test_none_of_five_thousand_keeps_others_waiting(served: Served) -> None:
     try:
 
         @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(body=bodies())
+        @given(body=bodies() | response_bodies())
         def send(body: dict[str, Any]) -> None:
             served.send(body)
 

@@ -126,4 +126,9 @@ def test_logprobs_come_in_openai_s_shape_once(tiny: EnsembleEngine, chat: ChatSp
     check_logprobs(sum(chunks[1:], chunks[0]))
     assert sum("logprobs" in chunk.response_metadata for chunk in chunks) == 1
     assert "logprobs" not in chat.invoke(QUESTION).response_metadata
+    tops = chat.invoke(QUESTION, logprobs=True, top_logprobs=2).response_metadata["logprobs"]["content"]
+    assert all(len(token["top_logprobs"]) == 2 for token in tops)
+    settled = ChatSpecFuse(engine=tiny, max_tokens=12, logprobs=True, top_logprobs=2)
+    assert settled.invoke(QUESTION).response_metadata["logprobs"]["content"][0]["top_logprobs"]
+    assert "logprobs" not in settled.invoke(QUESTION, logprobs=False).response_metadata
     assert "logprobs" not in asked.invoke(QUESTION, logprobs=False).response_metadata

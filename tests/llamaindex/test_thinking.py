@@ -113,6 +113,11 @@ async def test_every_endpoint_gives_the_log_probability_of_each_token_once(
     told = b"".join(bytes(token.bytes) for [token] in last.logprobs)
     assert told.decode(errors="ignore").startswith(str(last).removeprefix("assistant: ")[:8])
     assert all(token.logprob <= 0 and math.isfinite(token.logprob) for [token] in last.logprobs)
+    *_, last = await ask(tiny_llm, endpoint, QUESTION, max_tokens=8, logprobs=True, top_logprobs=2)
+    for token, *top in last.logprobs:
+        assert [each.logprob for each in top] == sorted((each.logprob for each in top), reverse=True)
+        assert len(top) == 2
+        assert isinstance(token.token, str)
 
 
 def test_log_probabilities_are_given_only_where_they_are_asked_for(tiny_llm: SpecFuseLLM) -> None:

@@ -181,9 +181,15 @@ class ModelServer:
         if body.get("prompt_logprobs") is not None:
             rows = self._logits(prompt)
             scores = rows if self.ways.mode == "raw_logits" else rows.log_softmax(-1)
-            own = [{str(t): {"logprob": float(scores[n, t]), "rank": 1}} for n, t in enumerate(prompt[1:])]
+            own = [self._ranked(scores[n], t, body["prompt_logprobs"]) for n, t in enumerate(prompt[1:])]
             choice["prompt_logprobs"] = [None, *own]
         return choice
+
+    def _ranked(self, scores: torch.Tensor, own: int, count: int) -> dict[str, Any]:
+        """The prompt's own token, and so many of the most probable."""
+        asked = dict.fromkeys([own, *scores.topk(count).indices.tolist()])
+        ranks = {token: int((scores > scores[token]).sum()) + 1 for token in asked}
+        return {str(token): {"logprob": float(scores[token]), "rank": rank} for token, rank in ranks.items()}
 
     def _told(self, logits: torch.Tensor, processed: torch.Tensor, named: list[int], token: int) -> dict[str, float]:
         """Log p as the server is set to tell it."""

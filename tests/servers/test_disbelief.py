@@ -239,6 +239,6 @@ def test_a_key_crosses_no_network_unencrypted(monkeypatch: pytest.MonkeyPatch) -
 
 def test_proxies_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    client = RemoteEngine("https://192.0.2.1", "m")._connected()
+    client = RemoteEngine("https://192.0.2.1", "m")._connections.client()
     assert any(isinstance(transport, httpx.HTTPTransport) for transport in client._mounts.values())
     client.close()

@@ -82,7 +82,7 @@ def _about(value: Any) -> Any:
     [
         WIDE,
         SamplingParams(max_tokens=25, repetition_penalty=1.3),
-        SamplingParams(max_tokens=40, stop=["e"], logprobs=True),
+        SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3),
         SamplingParams(max_tokens=24, min_tokens=20),
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),

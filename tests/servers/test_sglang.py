@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
-from specfuse_shared.errors import ServerSettingsError
+from specfuse_shared.errors import RequestError, ServerSettingsError
 from tests.servers.model_server import Ways, model_server
 from tests.servers.test_server_member import QUESTIONS, WIDE, assert_same, served
 
@@ -59,3 +59,13 @@ def test_a_server_without_its_radix_cache_is_refused(tiny_engine: EnsembleEngine
         pytest.raises(ServerSettingsError, match="prefix cache"),
     ):
         engine.load()
+
+
+def test_the_most_probable_tokens_are_refused_before_anything_is_asked(sglang: tuple[EnsembleEngine, Ways]) -> None:
+    engine, ways = sglang
+    engine.load()
+    ways.asked.clear()
+    asked = SamplingParams(max_tokens=4, logprobs=True, top_logprobs=2)
+    with pytest.raises(RequestError, match="top_logprobs: the server of the reference member 'chat'"):
+        engine.generate("Hi", asked)
+    assert not ways.bodies("/generate")

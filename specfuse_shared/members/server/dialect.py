@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specfuse_shared.errors import ServerError, ServerSettingsError
+from specfuse_shared.members.stages import Top
 from specfuse_shared.sampling_params import SamplingParams
 
 BAN = -100.0
@@ -87,6 +88,15 @@ class Dialect(Protocol):
 
         Raises `ServerSettingsError` for a server whose log-probabilities are not the model's own.
         """
+        ...
+
+
+@runtime_checkable
+class TellsTops(Protocol):
+    """A dialect that also tells of tokens that it is not asked for."""
+
+    async def tops(self, line: Line, count: int) -> list[Top]:
+        """The most probable tokens in the place of each of the line's. Raises `ServerError`."""
         ...
 
 

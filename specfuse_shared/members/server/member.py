@@ -21,7 +21,7 @@ from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
-from specfuse_shared.members.server.dialect import ROUNDING, Dialect, Line, ServerFacts
+from specfuse_shared.members.server.dialect import ROUNDING, Dialect, Line, ServerFacts, TellsTops
 from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.sglang import SglangDialect
 from specfuse_shared.members.server.vllm import VllmDialect
@@ -121,6 +121,7 @@ class ServerMember:
             smallest_row=1,
             vocabulary_size=self.vocabulary_size,
             drafts_under_grammar=self._config.drafts_under_grammar,
+            tells_top_logprobs=isinstance(self.dialect, TellsTops),
             report=self._report,
         )
 

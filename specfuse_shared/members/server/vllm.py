@@ -27,6 +27,7 @@ from specfuse_shared.members.server.dialect import (
     of_whole_lines,
     whole_lines,
 )
+from specfuse_shared.members.stages import Top
 
 MOST_IDS = 128
 """`logprob_token_ids` takes no more of them in a request."""
@@ -165,6 +166,16 @@ class VllmDialect:
             found.append([checked_logprob(told[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
         return of_whole_lines(lines, found)
 
+    async def tops(self, line: Line, count: int) -> list[Top]:
+        """In one request over the whole line: a prefix more for each token would take a decoded token each."""
+        ids, start = line.prefix + line.tokens, len(line.prefix)
+        body = {"prompt": [ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
+        [choice] = await self._choices(body)
+        told = choice.get("prompt_logprobs")
+        if told is None:
+            raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
+        return [_top(told[n], count) for n in range(start, len(ids))]
+
     async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         told = await self._client.post("/v1/completions", {"model": self.model, **body})
         return sorted(told["choices"], key=lambda choice: int(choice["index"]))
@@ -172,6 +183,14 @@ class VllmDialect:
 
 class _NotToldError(ServerError):
     """The server ignored the tokens that it was asked for."""
+
+
+def _top(told: Mapping[str, Mapping[str, Any]], count: int) -> Top:
+    """The most probable tokens of a place, in which the prompt's own is told as well."""
+    found = [(int(token), checked_logprob(entry["logprob"])) for token, entry in told.items()]
+    if len(found) < count:
+        raise ServerError(f"the server tells of {len(found)} tokens where {count} were asked for")
+    return tuple(sorted(found, key=lambda pair: -pair[1])[:count])
 
 
 def _pieces(wanted: Wanted) -> list[Wanted]:

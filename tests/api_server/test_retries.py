@@ -1,0 +1,268 @@
+"""Our own clients at a server that is busy or lost for a while: retries, headers, keys and kept connections."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from langchain_core.exceptions import ModelAuthenticationError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from langchain_specfuse import ChatSpecFuse
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import AuthenticationError, ConfigError, EngineBusyError, EngineClosedError, EnsembleEngine
+from specfuse_shared.adapters.remote import RemoteEngine
+from specfuse_shared.errors import SpecFuseError
+from tests.api_server.serving import QUESTION, serving
+
+BUSY = b'{"error": {"message": "busy", "specfuse": {"kind": "EngineBusyError", "message": "busy", "attributes": {}}}}'
+Refusal = tuple[int, dict[str, str]]
+
+
+@dataclass
+class Gate:
+    """In front of a server: refuses what it was told to first, or drops the connection (0), and remembers requests."""
+
+    refusals: list[Refusal] = field(default_factory=list)
+    seen: list[dict[str, str]] = field(default_factory=list)
+    ports: set[int] = field(default_factory=set)
+    times: list[float] = field(default_factory=list)
+    address: str = ""
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"].endswith(("completions", "tokenize")):
+                self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
+                self.ports.add(scope["client"][1])
+                self.times.append(time.monotonic())
+                if self.refusals:
+                    await self.refuse(send, *self.refusals.pop(0))
+                    return
+            await app(scope, receive, send)
+
+        return gated
+
+    async def refuse(self, send: Send, status: int, headers: dict[str, str]) -> None:
+        if not status:
+            raise ConnectionResetError("dropped")  # uvicorn closes the connection where nothing was sent
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": BUSY})
+
+
+@pytest.fixture(scope="module")
+def gates(tiny: EnsembleEngine) -> Iterator[Gate]:
+    gate = Gate()
+    with serving({"tiny": tiny}, around=gate.around, max_tokens=4) as client:
+        gate.address = str(client.base_url)
+        yield gate
+
+
+@pytest.fixture
+def gate(gates: Gate) -> Gate:
+    for each in (gates.refusals, gates.seen, gates.ports, gates.times):
+        each.clear()
+    return gates
+
+
+def asked(gate: Gate, way: str, **settings: Any) -> str:
+    """An answer of a model behind the gate, in one of the ways to ask for one."""
+    at = {"base_url": gate.address, "model": "tiny", "max_tokens": 4, **settings}
+    chat, llm = ChatSpecFuse(**at), SpecFuseLLM(**at)
+    if way == "invoke":
+        return chat.invoke("Hi").text
+    if way == "stream":
+        return "".join(chunk.text for chunk in chat.stream("Hi"))
+    if way == "ainvoke":
+        return asyncio.run(chat.ainvoke("Hi")).text
+    if way == "batch":
+        return chat.batch(["Hi"])[0].text
+    if way == "complete":
+        return llm.complete("Hi").text
+    assert way == "acomplete"
+    return asyncio.run(llm.acomplete("Hi")).text
+
+
+WAYS = ("invoke", "stream", "ainvoke", "batch", "complete", "acomplete")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_refused_for_a_while_is_asked_again(gate: Gate, way: str) -> None:
+    expected = asked(gate, way)
+    gate.seen.clear()
+    gate.refusals[:] = [(429, {"Retry-After": "0"}), (503, {"Retry-After": "0"})]
+    assert asked(gate, way) == expected
+    assert len(gate.seen) == 3
+    gate.refusals[:] = [(429, {"Retry-After": "0"})] * 3
+    with pytest.raises(EngineBusyError, match="busy"):
+        asked(gate, way)
+    assert gate.refusals == []
+    gate.refusals[:] = [(429, {"Retry-After": "0"})]
+    with pytest.raises(EngineBusyError):
+        asked(gate, way, max_retries=0)
+    assert gate.refusals == []
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_retry_after_is_obeyed(gate: Gate, way: str) -> None:
+    gate.refusals[:] = [(429, {"Retry-After": "1"})]
+    asked(gate, way)
+    assert 1.0 <= gate.times[1] - gate.times[0] < 3.0
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_nobody_waits_for_longer_than_is_of_use(gate: Gate, way: str) -> None:
+    """A minute is the most; a call's own timeout may be less; and some refusals say that it is no use."""
+    began = time.monotonic()
+    for headers, settings in (
+        ({"Retry-After": "3600"}, {}),
+        ({"Retry-After": "30"}, {"timeout": 2.0}),
+        ({"x-should-retry": "false"}, {}),
+    ):
+        gate.refusals[:] = [(503, headers)]
+        with pytest.raises(EngineBusyError):
+            asked(gate, way, **settings)
+    assert time.monotonic() - began < 5
+    gate.seen.clear()
+    gate.refusals[:] = [(400, {})]
+    with pytest.raises(SpecFuseError):
+        asked(gate, way)
+    assert len(gate.seen) == 1
+
+
+def test_a_lost_connection_is_made_again(gate: Gate) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    model = ChatSpecFuse(base_url=f"http://127.0.0.1:{port}", model="tiny", max_retries=1)
+    began = time.monotonic()
+    with pytest.raises(EngineClosedError, match="no server answers"):
+        model.invoke("Hi")
+    assert 0.5 <= time.monotonic() - began < 5
+
+
+def test_an_answer_that_has_begun_is_not_asked_for_again(gate: Gate, tiny: EnsembleEngine) -> None:
+    async def truncated(send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        event = b'{"type": "start", "members": ["chat"], "prompt_tokens": 3}'
+        line = b'data: {"choices": [{"specfuse": {"events": [' + event + b"]}}]}\n\n"
+        await send({"type": "http.response.body", "body": line})
+
+    gate.refusals[:] = [(200, {})]
+    plainly = gate.refuse
+    gate.refuse = lambda send, *_: truncated(send)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(EngineClosedError, match="went away"):
+            list(RemoteEngine(gate.address, "tiny").stream("Hi"))
+    finally:
+        gate.refuse = plainly  # type: ignore[method-assign]
+    assert len(gate.seen) == 1
+
+
+# ── headers and keys ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_headers_go_with_every_request_and_with_one(gate: Gate) -> None:
+    at: dict[str, Any] = {"base_url": gate.address, "model": "tiny", "default_headers": {"X-Team": "blue"}}
+    chat, llm = ChatSpecFuse(**at), SpecFuseLLM(**at)
+    chat.invoke("Hi")
+    chat.invoke("Hi", extra_headers={"X-Run": "7"})
+    chat.invoke("Hi", extra_headers={"X-Team": "red"})
+    llm.complete("Hi", extra_headers={"X-Run": "7"})
+    asyncio.run(llm.acomplete("Hi", extra_headers={"X-Run": "7"}))
+    chat.get_token_ids("Hi")
+    found = [(headers.get("x-team"), headers.get("x-run")) for headers in gate.seen]
+    assert found == [
+        ("blue", None),
+        ("blue", "7"),
+        ("red", None),
+        ("blue", "7"),
+        ("blue", "7"),
+        ("blue", None),
+    ]
+
+
+def test_headers_are_checked_before_they_are_sent_and_kept_to_oneself(gate: Gate) -> None:
+    for headers, word in (
+        ({"X-Team": "blue\r\nX-Other: 1"}, "printable"),
+        ({"X Team": "blue"}, "printable"),
+        ({"X-Team": 5}, "text"),
+        ({"authorization": "Bearer secret-value"}, "api_key"),
+        ({"Content-Length": "3"}, "by itself"),
+        (["X-Team"], "names and values"),
+    ):
+        with pytest.raises(ConfigError, match=word) as raised:
+            ChatSpecFuse(base_url=gate.address, model="tiny").invoke("Hi", extra_headers=headers)
+        assert "secret-value" not in str(raised.value)
+    with pytest.raises(ConfigError, match="default_headers"):
+        SpecFuseLLM(base_url=gate.address, default_headers={"X-Team": "ü"})
+    assert gate.seen == []
+    for kind in (ChatSpecFuse, SpecFuseLLM):
+        model = kind(base_url=gate.address, model="tiny", default_headers={"X-Token": "very-secret"})
+        told = repr(model) + str(model) + str(model.model_dump()) + repr(model._resolve_engine())
+        assert "very-secret" not in told
+        assert b"very-secret" not in pickle.dumps(model)
+
+
+def test_a_wrong_key_is_an_authentication_error(tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}, key="right") as client:
+        at = str(client.base_url)
+        with pytest.raises(AuthenticationError, match="api_key"):
+            RemoteEngine(at, "tiny", "wrong").generate("Hi")
+        with pytest.raises(ModelAuthenticationError):
+            ChatSpecFuse(base_url=at, model="tiny", api_key="wrong").invoke("Hi")
+        with pytest.raises(AuthenticationError):
+            asyncio.run(SpecFuseLLM(base_url=at, model="tiny", api_key="wrong").acomplete("Hi"))
+
+
+# ── connections ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_answers_on_one_event_loop_share_a_connection_that_ends_with_it(gate: Gate) -> None:
+    chat, llm = (kind(base_url=gate.address, model="tiny", max_tokens=3) for kind in (ChatSpecFuse, SpecFuseLLM))
+
+    async def several() -> None:
+        for _ in range(3):
+            await chat.ainvoke("Hi")
+            async for _ in chat.astream("Hi", extra_headers={"X-Run": "7"}):
+                pass
+
+    async def other() -> None:
+        for _ in range(3):
+            await llm.acomplete("Hi")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(several())
+        assert len(gate.ports) == 1
+        asyncio.run(several())  # another loop: its own connection
+        assert len(gate.ports) == 2
+        asyncio.run(other())
+        assert len(gate.ports) == 3
+        gc.collect()
+    assert len(gate.seen) == 15
+
+
+def test_closing_a_model_and_dropping_it_close_its_connections(gate: Gate) -> None:
+    async def dropped() -> None:
+        for _ in range(2):
+            chat = ChatSpecFuse(base_url=gate.address, model="tiny", max_tokens=3)
+            await chat.ainvoke("Hi")
+            chat.close()
+            await chat.ainvoke("Hi")
+            del chat
+            gc.collect()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(dropped())
+        gc.collect()
+    assert len(gate.ports) == 4
+    assert QUESTION
