@@ -27,4 +27,4 @@ class ByTheDemo(Supported):
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"max_tokens": 160}
+        return {"max_tokens": 256}

@@ -1,4 +1,4 @@
-"""Programs of other kinds over the real demo ensemble: two agents and a person, streamed values, indices, queries."""
+"""Programs of other kinds over the real demo ensemble: memory, streamed values, indices, queries."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from llama_index.core import (
     SummaryIndex,
     TreeIndex,
 )
-from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.indices.property_graph import SimpleLLMPathExtractor
 from llama_index.core.indices.query.query_transform.base import HyDEQueryTransform, StepDecomposeQueryTransform
@@ -23,8 +22,6 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import MultiStepQueryEngine, NLSQLTableQueryEngine, TransformQueryEngine
-from llama_index.core.tools import FunctionTool
-from llama_index.core.workflow import Context, HumanResponseEvent, InputRequiredEvent
 from pydantic import BaseModel
 from sqlalchemy import create_engine, text
 
@@ -51,33 +48,6 @@ def documents() -> list[Document]:
 
 
 # ── agents ───────────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_two_agents_hand_over_and_a_person_is_asked(llm: SpecFuseLLM) -> None:
-    async def may_i(ctx: Context, question: str) -> str:
-        """Asks the person whether a booking may be made."""
-        told = await ctx.wait_for_event(HumanResponseEvent, waiter_event=InputRequiredEvent(prefix="May I?"))
-        return f"The person said {told.response}."
-
-    ask = FunctionTool.from_defaults(may_i, return_direct=True)
-    desk = FunctionAgent(
-        name="desk", description="Welcomes guests.", tools=[], llm=llm.model_copy(update={"max_tokens": 120}),
-        can_handoff_to=["booker"], initial_tool_choice="handoff", allow_parallel_tool_calls=False,
-    )  # fmt: skip
-    booker = FunctionAgent(
-        name="booker", description="Books rooms.", tools=[ask], llm=llm.model_copy(update={"max_tokens": 120}),
-        initial_tool_choice="may_i", allow_parallel_tool_calls=False,
-    )  # fmt: skip
-    handler = AgentWorkflow(agents=[desk, booker], root_agent="desk").run("Please book a room.", max_iterations=6)
-    asked = 0
-    async for event in handler.stream_events():
-        if isinstance(event, InputRequiredEvent):
-            asked += 1
-            handler.ctx.send_event(HumanResponseEvent(response="yes"))  # type: ignore[union-attr]
-    output = await handler
-    assert output.current_agent_name in ("desk", "booker")
-    assert asked in (0, 1)
-    assert not asked or "yes" in str(output.response.content)
 
 
 async def test_memory_blocks_keep_what_was_said(llm: SpecFuseLLM) -> None:
