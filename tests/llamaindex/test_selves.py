@@ -36,7 +36,7 @@ def test_a_dictionary_of_it_makes_it_again(tiny_llm: SpecFuseLLM) -> None:
     again = SpecFuseLLM.from_dict(tiny_llm.to_dict())
     assert again._ensemble() == tiny_llm._ensemble()
     assert again.model == tiny_llm.model
-    assert SpecFuseLLM.from_json(SpecFuseLLM(base_url="http://x", api_key="k").to_json()).base_url == "http://x"
+    assert SpecFuseLLM.from_json(SpecFuseLLM(base_url="https://x", api_key="k").to_json()).base_url == "https://x"
 
 
 def test_it_may_be_named_as_other_models_are(tiny_llm: SpecFuseLLM) -> None:
