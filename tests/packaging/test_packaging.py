@@ -22,6 +22,7 @@ EXTRAS = (
     "adapters",
     "demo",
     "grammar",
+    "compare",
     "bench",
     "metrics",
     "serve",

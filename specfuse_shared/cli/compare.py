@@ -1,0 +1,141 @@
+"""`specfuse-llm compare`: is the ensemble better than its best member, on these questions?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from specfuse_shared.cli import terminal
+from specfuse_shared.cli.files import check_writable, write_report
+from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble
+from specfuse_shared.config import PRESETS
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing import Comparison, OnProgress, Progress
+
+Questions = Annotated[
+    Path | None,
+    typer.Option(
+        "--questions",
+        metavar="FILE",
+        help="Questions: .txt (one a line), .csv, .tsv or .jsonl.  [default: those of this package]",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the report to an HTML file.")]
+Run = Annotated[
+    Path, typer.Option("--run", metavar="FILE", help="Where answers are kept: run it again, and none is asked twice.")
+]
+LeaveOneOut = Annotated[bool, typer.Option("--leave-one-out", help="Ask the ensemble without each member, too.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
+Timed = Annotated[int, typer.Option("--timed", metavar="N", help="Questions to ask one at a time, to time them.")]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
+
+
+def compare(
+    member: Members = None,
+    config: ConfigFile = None,
+    questions: Questions = None,
+    out: Out = None,
+    run: Run = Path("compare.jsonl"),
+    leave_one_out: LeaveOneOut = False,
+    preset: Preset = "default",
+    max_tokens: MaxTokens = None,
+    timed: Timed = 3,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> int:
+    """Ask everybody the same questions, and say whether the ensemble is worth it."""
+    if out is not None:
+        check_writable(out, "--out")
+    from specfuse_shared import comparing
+
+    asked = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
+    ensemble = chosen_ensemble(member, config, preset)
+    calm(verbose)
+    with _progress(terminal.stderr()) as on_progress:
+        found = comparing.compare(
+            ensemble,
+            asked,
+            run=run,
+            leave_one_out=leave_one_out,
+            timed=timed,
+            max_tokens=max_tokens,
+            on_progress=on_progress,
+        )
+    if as_json:
+        print(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        show_comparison(found, terminal.stdout())
+    if out is not None:
+        write_report(out, found.to_html())
+    print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[OnProgress]:
+    """A bar with the time left; a line for each stage where nobody watches."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    if not console.is_terminal:
+        said: list[str] = []
+
+        def line(progress: Progress) -> None:
+            if progress.stage not in said[-1:]:
+                said.append(progress.stage)
+                print(terminal.visible(f"{progress.done}/{progress.total} {progress.stage}"), file=sys.stderr)
+
+        yield line
+        return
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("answers", total=None)
+
+        def show(progress: Progress) -> None:
+            stage = terminal.visible(progress.stage)
+            bar.update(task, description=stage, completed=progress.done, total=progress.total)
+
+        yield show
+
+
+def show_comparison(comparison: Comparison, out: Console) -> None:
+    """The verdict, then the numbers behind it."""
+    verdict = comparison.verdict
+    out.print(Text(terminal.visible(verdict.headline), style="bold"))
+    for point in verdict.points:
+        out.print(Text.assemble((f"{point.title}: ", "bold"), terminal.visible(point.text)))
+    if verdict.limits:
+        out.print(Text("What this does not show:", style="dim bold"))
+    for limit in verdict.limits:
+        out.print(Text(f"  {terminal.visible(limit)}", style="dim"))
+    for remark in comparison.remarks:
+        out.print(Text(f"  {terminal.visible(remark)}", style="yellow"))
+    out.print()
+    out.print(_table(comparison))
+
+
+def _table(comparison: Comparison) -> Table:
+    from specfuse_shared.comparing.metrics import LABELS
+
+    table = Table("", box=None, pad_edge=False, header_style="dim")
+    names = {name: f"{c.group}, {LABELS[c.metric]}" if c.metric else c.group for name, c in comparison.columns.items()}
+    for heading in (*names.values(), "words", "circles %", "seconds", "first words"):
+        table.add_column(Text(terminal.visible(heading)), justify="right")
+    for asker in comparison.askers:
+        habits, cost = comparison.habits[asker.name], comparison.costs[asker.name]
+        points = [f"{column.means[asker.name]:.1f}" for column in comparison.columns.values()]
+        times = [terminal.duration(cost.seconds), terminal.duration(cost.first_seconds)]
+        cells = [*points, f"{habits.words:.0f}", f"{habits.circles:.0f}", *times]
+        table.add_row(Text(terminal.visible(asker.name)), *cells)
+    return table

@@ -1,0 +1,30 @@
+"""Is an ensemble better than its best member, on these questions? Answers, points, intervals, a verdict, a report."""
+
+from specfuse_shared.comparing.asking import ENSEMBLE, Asker, OnProgress, Progress
+from specfuse_shared.comparing.comparison import Comparison, compare
+from specfuse_shared.comparing.intervals import Interval
+from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run_file import Answer
+from specfuse_shared.comparing.scores import Column, Cost, Habits
+from specfuse_shared.comparing.verdict import Point, Verdict
+
+__all__ = [
+    "ENSEMBLE",
+    "Answer",
+    "Asker",
+    "Column",
+    "Comparison",
+    "Cost",
+    "Habits",
+    "Interval",
+    "OnProgress",
+    "Point",
+    "Progress",
+    "Question",
+    "QuestionSet",
+    "Verdict",
+    "compare",
+    "own_questions",
+    "read_questions",
+]
