@@ -20,6 +20,7 @@ from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
 from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble
 from specfuse_shared.config import PRESETS
+from specfuse_shared.validation import check_choice
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing import Comparison, OnProgress, Progress
@@ -37,6 +38,11 @@ Run = Annotated[
     Path, typer.Option("--run", metavar="FILE", help="Where answers are kept: run it again, and none is asked twice.")
 ]
 LeaveOneOut = Annotated[bool, typer.Option("--leave-one-out", help="Ask the ensemble without each member, too.")]
+Vote = Annotated[Path | None, typer.Option("--vote", metavar="FILE", help="Write a page to vote on hidden answers.")]
+Against = Annotated[
+    str | None, typer.Option("--against", metavar="NAME", help="Member to vote against.  [default: the best one]")
+]
+Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes of a saved voting page.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
 Timed = Annotated[int, typer.Option("--timed", metavar="N", help="Questions to ask one at a time, to time them.")]
 Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
@@ -51,6 +57,9 @@ def compare(
     out: Out = None,
     run: Run = Path("compare.jsonl"),
     leave_one_out: LeaveOneOut = False,
+    vote: Vote = None,
+    against: Against = None,
+    votes: Cast = None,
     preset: Preset = "default",
     max_tokens: MaxTokens = None,
     timed: Timed = 3,
@@ -62,8 +71,14 @@ def compare(
         check_writable(out, "--out")
     from specfuse_shared import comparing
 
+    earlier = comparing.votes_on(vote) if vote is not None and vote.exists() else {}
+    if vote is not None:
+        check_writable(vote, "--vote")
+    cast = comparing.votes_on(votes) if votes is not None else None
     asked = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
     ensemble = chosen_ensemble(member, config, preset)
+    if against is not None:
+        check_choice("--against", against, ensemble.names)
     calm(verbose)
     with _progress(terminal.stderr()) as on_progress:
         found = comparing.compare(
@@ -75,12 +90,16 @@ def compare(
             max_tokens=max_tokens,
             on_progress=on_progress,
         )
+    if cast is not None:
+        found = found.with_votes(cast)
     if as_json:
         print(json.dumps(found.to_dict(), allow_nan=False))
     else:
         show_comparison(found, terminal.stdout())
     if out is not None:
         write_report(out, found.to_html())
+    if vote is not None:
+        write_report(vote, found.to_voting_page(against, {**earlier, **(cast or {})}), "voting page")
     print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
     return 0
 

@@ -21,10 +21,10 @@ def check_writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} cannot be written to {path} ({error.strerror}): {hint}") from error
 
 
-def write_report(path: Path, html: str) -> None:
+def write_report(path: Path, html: str, what: str = "report") -> None:
     """Raises `SpecFuseError` where it cannot be written after all."""
     try:
         path.write_text(html, "utf-8", errors="xmlcharrefreplace")
     except OSError as error:
-        raise SpecFuseError(f"the report was not written to {path}: {error.strerror}") from error
-    print(f"report: {terminal.visible(str(path))}", file=sys.stderr)
+        raise SpecFuseError(f"the {what} was not written to {path}: {error.strerror}") from error
+    print(f"{what}: {terminal.visible(str(path))}", file=sys.stderr)

@@ -8,6 +8,7 @@ from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run_file import Answer
 from specfuse_shared.comparing.scores import Column, Cost, Habits
 from specfuse_shared.comparing.verdict import Point, Verdict
+from specfuse_shared.comparing.voting import Votes, votes_on
 
 __all__ = [
     "ENSEMBLE",
@@ -24,7 +25,9 @@ __all__ = [
     "Question",
     "QuestionSet",
     "Verdict",
+    "Votes",
     "compare",
     "own_questions",
     "read_questions",
+    "votes_on",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run_file import Answer, RunFile
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
 from specfuse_shared.comparing.verdict import Verdict, judged
+from specfuse_shared.comparing.voting import Votes, counted, voting_page
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.member_config import MemberConfig
@@ -28,7 +29,8 @@ LEAST_ANSWERED = 0.5
 class Comparison:
     """Everybody's answers and what follows from them. `answers`: by asker and question, of questions that all answered.
 
-    `remarks`: what was left out, and why. `weights`: bytes of each asker's models, 0 where they are unknown.
+    `remarks`: what was left out, and why. `weights`: bytes of each asker's models, 0 where they are unknown. `votes`:
+    what people said (`with_votes`).
     """
 
     questions: tuple[Question, ...]
@@ -37,6 +39,7 @@ class Comparison:
     weights: Mapping[str, int]
     remarks: tuple[str, ...] = ()
     own: bool = False
+    votes: Votes | None = None
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -79,6 +82,19 @@ class Comparison:
 
         return document(self)
 
+    def to_voting_page(self, against: str | None = None, votes: Mapping[str, str] | None = None) -> str:
+        """A page on which a person votes between hidden answers of the ensemble and of a member, the best one if unset.
+
+        `votes` were given before (`votes_on` a saved page). Raises `ConfigError` where all answers are the same.
+        """
+        return voting_page(self, against, votes)
+
+    def with_votes(self, votes: Mapping[str, str]) -> Comparison:
+        """The comparison with what people said; votes on other answers than these do not count, which is said."""
+        tally, others = counted(self, votes)
+        remark = f"{others} of {len(votes)} votes are on other answers and do not count"
+        return replace(self, votes=tally, remarks=(*self.remarks, remark) if others else self.remarks)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: verdict, means, differences, habits and costs; not the answers, which the run's file has."""
         return {
@@ -89,12 +105,13 @@ class Comparison:
                     "rows": len(column.rows),
                     "best": column.best,
                     "means": column.means,
-                    "differences": {who: asdict(gap) for who, gap in column.differences.items()},
+                    "differences": {who: gap.to_dict() for who, gap in column.differences.items()},
                 }
                 for name, column in self.columns.items()
             },
             "habits": {name: asdict(each) for name, each in self.habits.items()},
             "costs": {name: asdict(each) for name, each in self.costs.items()},
+            "votes": None if self.votes is None else {**asdict(self.votes), "share": self.votes.share.to_dict()},
             "remarks": list(self.remarks),
         }
 

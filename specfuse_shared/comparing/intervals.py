@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,10 @@ class Interval:
     @property
     def below(self) -> bool:
         return self.high < 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, which has no infinity: None there."""
+        return {name: value if isfinite(value) else None for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"

@@ -16,6 +16,7 @@ from specfuse_shared.comparing.metrics import LABELS, goes_in_circles
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run_file import Answer
 from specfuse_shared.comparing.scores import ALL, Column
+from specfuse_shared.comparing.verdict import FEWEST_ROWS
 from specfuse_shared.report.html import COLOURS, LINES, environment
 
 if TYPE_CHECKING:
@@ -57,11 +58,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The differences of one column to its best member."""
+    """The differences of one column to its best member. `few`: too few rows to believe its intervals."""
 
     title: str
     best: str
     rows: int
+    few: bool
     bars: Sequence[Bar]
 
 
@@ -85,12 +87,12 @@ def view(comparison: Comparison) -> dict[str, Any]:
     """Everything that the template shows."""
     rows = list(_rows(comparison))
     groups = list(dict.fromkeys(question.group for question in comparison.questions))
-    limit = _limit(comparison.columns.values())
+    limit = _limit(list(comparison.columns.values()))
     return {
         "comparison": comparison,
         "verdict": comparison.verdict,
         "members": marks_of(comparison.askers),
-        "panels": [_panel(name, column, limit) for name, column in comparison.columns.items()],
+        "panels": [_panel(column, limit) for column in comparison.columns.values()],
         "limit": limit,
         "columns": {_title(column): column for column in comparison.columns.values()},
         "rows": rows,
@@ -120,9 +122,10 @@ def _title(column: Column) -> str:
 # ── the picture ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _limit(columns: Sequence[Column] | Any) -> int:
-    """Where the picture's axis ends, on both sides of zero."""
-    ends = [abs(end) for column in columns for gap in column.differences.values() for end in _ends(gap)]
+def _limit(columns: Sequence[Column]) -> int:
+    """Where the picture's axis ends, on both sides of zero: where all intervals fit that may be believed."""
+    many = [column for column in columns if len(column.rows) >= FEWEST_ROWS] or list(columns)
+    ends = [abs(end) for column in many for gap in column.differences.values() for end in _ends(gap)]
     return SCALE * max(1, ceil(max(ends, default=1.0) / SCALE))
 
 
@@ -131,13 +134,13 @@ def _ends(gap: Interval) -> tuple[float, float]:
     return max(gap.low, -100.0), min(gap.high, 100.0)
 
 
-def _panel(name: str, column: Column, limit: int) -> Panel:
+def _panel(column: Column, limit: int) -> Panel:
     bars = []
     for who, gap in column.differences.items():
         low, high = _ends(gap)
-        place = [50 + 50 * value / limit for value in (low, high, gap.mean)]
+        place = [min(100.0, max(0.0, 50 + 50 * value / limit)) for value in (low, high, gap.mean)]
         bars.append(Bar(who, str(gap), place[0], max(place[1] - place[0], 0.4), place[2]))
-    return Panel(_title(column), column.best, len(column.rows), bars)
+    return Panel(_title(column), column.best, len(column.rows), len(column.rows) < FEWEST_ROWS, bars)
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from specfuse_shared.comparing.asking import ENSEMBLE
-from specfuse_shared.comparing.intervals import POWER, Interval
+from specfuse_shared.comparing.intervals import POWER
 from specfuse_shared.comparing.metrics import LABELS
 from specfuse_shared.comparing.scores import ALL, Column, Cost
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison
+    from specfuse_shared.comparing.voting import Votes
 
 FEWEST_ROWS = 20
 """With fewer rows a bootstrap interval is too narrow, and nothing is claimed."""
@@ -21,6 +22,7 @@ NEAR, FAR = 6.0, 10.0
 arXiv 2410.03777; ModelSwitch, arXiv 2504.00762)."""
 MANY = 10
 """Intervals of which some exclude zero by chance."""
+EVEN = 50.0
 LOOPS = 5.0
 """Per cent of answers in circles that are worth a word."""
 Outcome = Literal["better", "worse", "not seen", "too few rows", "no references"]
@@ -52,17 +54,12 @@ def judged(comparison: Comparison) -> Verdict:
     """The verdict on a comparison."""
     columns = comparison.columns
     whole = columns.get(ALL)
-    outcome, headline = _headline(whole)
-    points = [*_points(comparison, whole), *_costs(comparison)]
+    outcome, headline = _headline(whole) if whole is not None else _headline_of_votes(comparison.votes)
+    points = [*_votes(comparison.votes), *_points(comparison, whole), *_costs(comparison)]
     return Verdict(outcome, headline, tuple(points), tuple(_limits(comparison, whole)))
 
 
-def _headline(whole: Column | None) -> tuple[Outcome, str]:
-    if whole is None:
-        return "no references", (
-            "Whether the ensemble is better cannot be told: no question has a reference. Vote on its answers, or add "
-            "references."
-        )
+def _headline(whole: Column) -> tuple[Outcome, str]:
     gap, rows = whole.differences[ENSEMBLE], len(whole.rows)
     against = f"than the best member, {whole.best}, on {rows} question{'' if rows == 1 else 's'}"
     told = f"{gap} points"
@@ -74,7 +71,31 @@ def _headline(whole: Column | None) -> tuple[Outcome, str]:
         return "better", f"Yes: the ensemble is better {against}: {told}."
     if gap.below:
         return "worse", f"No: the ensemble is worse {against}: {told}. Use {whole.best} alone."
-    return "not seen", f"Not shown: the ensemble is neither better nor worse {against}, as far as they tell: {told}."
+    return "not seen", f"No difference is seen: the ensemble has {told} more {against}."
+
+
+def _headline_of_votes(votes: Votes | None) -> tuple[Outcome, str]:
+    """Where no question has a reference, people may have said what is better."""
+    if votes is None or votes.share.rows < FEWEST_ROWS:
+        return "no references", (
+            "Whether the ensemble is better cannot be told: no question has a reference. Vote on its answers "
+            f"({FEWEST_ROWS} votes or more), or add references."
+        )
+    told = f"{votes.share.mean:.0f} % [{votes.share.low:.0f}, {votes.share.high:.0f}] of {votes.share.rows} votes"
+    if votes.share.low > EVEN:
+        return "better", f"Yes: people prefer the ensemble to {votes.against}: it won {told}."
+    if votes.share.high < EVEN:
+        return "worse", f"No: people prefer {votes.against} to the ensemble, which won {told}."
+    return "not seen", f"No difference is seen: the ensemble won {told} against {votes.against}."
+
+
+def _votes(votes: Votes | None) -> Iterator[Point]:
+    if votes is not None:
+        share = votes.share
+        told = f"the ensemble won {votes.ours}, {votes.against} {votes.theirs}, {votes.equal} equal"
+        yield Point(
+            "Votes", f"{told}: {share.mean:.0f} % [{share.low:.0f}, {share.high:.0f}] of those for one of them."
+        )
 
 
 def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
@@ -87,10 +108,8 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     if comparison.agreement:
         mean = sum(comparison.agreement.values()) / len(comparison.agreement)
         same = sum(value == 100.0 for value in comparison.agreement.values())
-        yield Point(
-            "Agreement",
-            f"members' answers share {mean:.0f} % of their words; {same} of {len(comparison.agreement)} same.",
-        )
+        told = f"members' answers share {mean:.0f} % of their words"
+        yield Point("Agreement", f"{told}; to {same} of {len(comparison.agreement)} questions they are the same.")
     circles = {name: habits.circles for name, habits in comparison.habits.items()}
     if max(circles.values()) >= LOOPS:
         told = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
@@ -103,12 +122,15 @@ def _by_group(comparison: Comparison) -> Iterator[Point]:
     for column in comparison.columns.values():
         if column.metric:
             mains.setdefault(column.group, column)
-    if len(mains) > 1:
-        told = [
-            f"{group} ({len(c.rows)}, {LABELS[c.metric]}) {_gap(c.differences[ENSEMBLE])} to {c.best}"
-            for group, c in mains.items()
-        ]
-        yield Point("By kind", "; ".join(told) + ".")
+    if len(mains) < 2:
+        return
+    many = [c for c in mains.values() if len(c.rows) >= FEWEST_ROWS]
+    few = [c for c in mains.values() if len(c.rows) < FEWEST_ROWS]
+    told = [f"{c.group} ({len(c.rows)}, {LABELS[c.metric]}) {c.differences[ENSEMBLE]} to {c.best}" for c in many]
+    if few:
+        means = ", ".join(f"{c.group} {c.differences[ENSEMBLE].mean:+.1f}" for c in few)
+        told.append(f"fewer than {FEWEST_ROWS} questions, too few to say: {means}")
+    yield Point("By kind", "; ".join(told) + ".")
 
 
 def _best_alone(comparison: Comparison, whole: Column) -> Point:
@@ -190,6 +212,8 @@ def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
         yield from _limits_of_points(comparison, whole)
     if _shared_passages(comparison):
         yield "as much as so many separate questions would: several are about the same passage."
+    if comparison.votes is not None:
+        yield "what other people would vote: an interval counts votes as if each were of somebody else."
     yield "how answers vary: each is a single greedy one."
     if any(cost.timed for cost in comparison.costs.values()):
         yield "seconds elsewhere: these are of this machine, and of few answers."
@@ -212,10 +236,3 @@ def _limits_of_points(comparison: Comparison, whole: Column) -> Iterator[str]:
 def _shared_passages(comparison: Comparison) -> bool:
     passages = [question.passage for question in comparison.questions if question.passage]
     return len(set(passages)) < len(passages)
-
-
-def _gap(gap: Interval) -> str:
-    """A difference within a group, of which few rows tell too little for an interval."""
-    if gap.rows < FEWEST_ROWS:
-        return f"{gap.mean:+.1f} (too few to say)"
-    return str(gap)
