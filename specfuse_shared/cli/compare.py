@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,6 +46,15 @@ Against = Annotated[
 Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes of a saved voting page.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
 Timed = Annotated[int, typer.Option("--timed", metavar="N", help="Questions to ask one at a time, to time them.")]
+Tune = Annotated[
+    str | None,
+    typer.Option(
+        "--tune",
+        metavar="FILE",
+        help="Choose weights on half of the questions, confirm them on the other; where they gain, write the ensemble "
+        "to a TOML file (FILE#NAME; NAME is 'tuned' if unset).",
+    ),
+]
 Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
@@ -60,6 +70,7 @@ def compare(
     vote: Vote = None,
     against: Against = None,
     votes: Cast = None,
+    tune: Tune = None,
     preset: Preset = "default",
     max_tokens: MaxTokens = None,
     timed: Timed = 3,
@@ -71,6 +82,7 @@ def compare(
         check_writable(out, "--out")
     from specfuse_shared import comparing
 
+    comparing.check_libraries()
     earlier = comparing.votes_on(vote) if vote is not None and vote.exists() else {}
     if vote is not None:
         check_writable(vote, "--vote")
@@ -79,6 +91,11 @@ def compare(
     ensemble = chosen_ensemble(member, config, preset)
     if against is not None:
         check_choice("--against", against, ensemble.names)
+    file, name = _tuned_place(tune)
+    if file is not None:
+        comparing.check_config_file(file)
+        check_writable(file, "--tune")
+        comparing.tunable(ensemble, asked)
     calm(verbose)
     with _progress(terminal.stderr()) as on_progress:
         found = comparing.compare(
@@ -90,6 +107,9 @@ def compare(
             max_tokens=max_tokens,
             on_progress=on_progress,
         )
+        if file is not None:
+            tuned = comparing.tune(ensemble, asked, run=run, max_tokens=max_tokens, on_progress=on_progress)
+            found = replace(found, notes=(tuned.point,))
     if cast is not None:
         found = found.with_votes(cast)
     if as_json:
@@ -98,10 +118,19 @@ def compare(
         show_comparison(found, terminal.stdout())
     if out is not None:
         write_report(out, found.to_html())
+    if file is not None and tuned.gained:
+        comparing.write_ensemble(file, name, tuned.config, [found.verdict.headline, tuned.point.text])
+        print(f"ensemble: {terminal.visible(str(file))} [ensembles.{name}]", file=sys.stderr)
     if vote is not None:
         write_report(vote, found.to_voting_page(against, {**earlier, **(cast or {})}), "voting page")
     print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
     return 0
+
+
+def _tuned_place(tune: str | None) -> tuple[Path | None, str]:
+    """The file and the ensemble's name in FILE#NAME."""
+    file, _, name = (tune or "").partition("#")
+    return Path(file) if file else None, name or "tuned"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from specfuse_shared.comparing.question_files import QuestionSet, own_questions,
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run_file import Answer, RunFile
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
-from specfuse_shared.comparing.verdict import Verdict, judged
+from specfuse_shared.comparing.verdict import Point, Verdict, judged
 from specfuse_shared.comparing.voting import Votes, counted, voting_page
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
@@ -30,7 +30,7 @@ class Comparison:
     """Everybody's answers and what follows from them. `answers`: by asker and question, of questions that all answered.
 
     `remarks`: what was left out, and why. `weights`: bytes of each asker's models, 0 where they are unknown. `votes`:
-    what people said (`with_votes`).
+    what people said (`with_votes`). `notes`: what else the verdict says.
     """
 
     questions: tuple[Question, ...]
@@ -40,6 +40,7 @@ class Comparison:
     remarks: tuple[str, ...] = ()
     own: bool = False
     votes: Votes | None = None
+    notes: tuple[Point, ...] = ()
 
     @property
     def members(self) -> tuple[str, ...]:

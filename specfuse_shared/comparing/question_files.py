@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specfuse_shared.comparing.questions import Question, numbered
-from specfuse_shared.errors import ConfigError
+from specfuse_shared.errors import ConfigError, MissingExtraError
 from specfuse_shared.validation import parsed_json
 
 NAMES = {
@@ -74,6 +74,8 @@ def read_questions(path: str | Path) -> QuestionSet:
     remarks: list[str] = []
     try:
         found = QuestionSet.of(list(_parsed(reader(text), remarks)), remarks)
+    except MissingExtraError:
+        raise
     except (ConfigError, csv.Error) as error:
         first = f"; {remarks[0]}" if remarks else ""
         raise ConfigError(f"{path}: {error}{first}") from error
@@ -102,6 +104,8 @@ def _parsed(rows: Rows, remarks: list[str]) -> Iterator[Question]:
             continue
         try:
             question = _question(row)
+        except MissingExtraError:
+            raise
         except ConfigError as error:
             remarks.append(f"{where} is left out: {error}")
             continue

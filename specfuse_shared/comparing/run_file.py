@@ -126,6 +126,11 @@ class RunFile:
     def get(self, key: str) -> dict[str, Any] | None:
         return self._found.get(key)
 
+    def by_question(self) -> dict[str, Answer]:
+        """Question id → the last answer to it, whoever gave it: of a file that holds those of one."""
+        answers = (record for record in self._found.values() if "question" in record)
+        return {str(record["question"]): Answer.from_dict(record) for record in answers}
+
     def answer(self, key: str) -> Answer | None:
         found = self._found.get(key)
         return None if found is None else Answer.from_dict(found)

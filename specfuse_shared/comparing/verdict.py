@@ -55,7 +55,7 @@ def judged(comparison: Comparison) -> Verdict:
     columns = comparison.columns
     whole = columns.get(ALL)
     outcome, headline = _headline(whole) if whole is not None else _headline_of_votes(comparison.votes)
-    points = [*_votes(comparison.votes), *_points(comparison, whole), *_costs(comparison)]
+    points = [*_votes(comparison.votes), *comparison.notes, *_points(comparison, whole), *_costs(comparison)]
     return Verdict(outcome, headline, tuple(points), tuple(_limits(comparison, whole)))
 
 
