@@ -55,6 +55,9 @@ Tune = Annotated[
         "to a TOML file (FILE#NAME; NAME is 'tuned' if unset).",
     ),
 ]
+Judge = Annotated[
+    str | None, typer.Option("--judge", metavar="WHO", help='"members" rate each other\'s answers, nobody its own.')
+]
 Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
@@ -71,6 +74,7 @@ def compare(
     against: Against = None,
     votes: Cast = None,
     tune: Tune = None,
+    judge: Judge = None,
     preset: Preset = "default",
     max_tokens: MaxTokens = None,
     timed: Timed = 3,
@@ -91,6 +95,8 @@ def compare(
     ensemble = chosen_ensemble(member, config, preset)
     if against is not None:
         check_choice("--against", against, ensemble.names)
+    if judge is not None:
+        check_choice("--judge", judge, ("members",))
     file, name = _tuned_place(tune)
     if file is not None:
         comparing.check_config_file(file)
@@ -109,7 +115,10 @@ def compare(
         )
         if file is not None:
             tuned = comparing.tune(ensemble, asked, run=run, max_tokens=max_tokens, on_progress=on_progress)
-            found = replace(found, notes=(tuned.point,))
+            found = replace(found, notes=(*found.notes, tuned.point))
+        if judge is not None:
+            ratings = comparing.rate(found, ensemble, run=run, on_progress=on_progress)
+            found = replace(found, notes=(*found.notes, ratings.point))
     if cast is not None:
         found = found.with_votes(cast)
     if as_json:

@@ -4,6 +4,7 @@ from specfuse_shared.comparing.asking import ENSEMBLE, Asker, OnProgress, Progre
 from specfuse_shared.comparing.comparison import Comparison, compare
 from specfuse_shared.comparing.config_writing import check_config_file, write_ensemble
 from specfuse_shared.comparing.intervals import Interval
+from specfuse_shared.comparing.judging import Rating, Ratings, rate
 from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
@@ -27,6 +28,8 @@ __all__ = [
     "Progress",
     "Question",
     "QuestionSet",
+    "Rating",
+    "Ratings",
     "Tuned",
     "Verdict",
     "Votes",
@@ -34,6 +37,7 @@ __all__ = [
     "check_libraries",
     "compare",
     "own_questions",
+    "rate",
     "read_questions",
     "tunable",
     "tune",

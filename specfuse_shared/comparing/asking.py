@@ -7,7 +7,6 @@ compare; their answers count like the others. What the run's file has already is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run_file import Answer, RunFile, answer_key, key_of
+from specfuse_shared.comparing.together import asked_together
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
 from specfuse_shared.sampling_params import SamplingParams
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
 ENSEMBLE = "the ensemble"
-_MOST_THREADS = 64
 MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
 
 
@@ -67,6 +66,11 @@ def new_engine(config: EnsembleConfig) -> EnsembleEngine:
     from specfuse_shared.serving.engine import EnsembleEngine
 
     return EnsembleEngine(config)
+
+
+def size_of(run: RunFile, member: EnsembleConfig, what: str) -> int:
+    """A member's "memory_bytes" or "parameters", as its engine told; 0 where they are unknown."""
+    return int((run.get(key_of(member, "member")) or {}).get(what, 0))
 
 
 class Asking:
@@ -145,27 +149,11 @@ class Asking:
 
     def _ask_together(self, engine: EnsembleEngine, askers: Sequence[Asker]) -> None:
         self._tell("many at a time")
-        threads = min(engine.config.max_concurrent, _MOST_THREADS)
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="specfuse-comparing")
-        try:
-            self._drain(pool, engine, self._open(askers), 2 * threads)
-        finally:
-            engine.close()  # ends what still runs, so that no thread is waited for
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _drain(
-        self, pool: ThreadPoolExecutor, engine: EnsembleEngine, todo: Iterator[tuple[Asker, Question]], most: int
-    ) -> None:
-        """Ask everything, at most so many at a time: neither memory nor the queue grows with the questions."""
-        running: dict[Future[Answer], tuple[Asker, Question]] = {}
-        while True:
-            while len(running) < most and (following := next(todo, None)) is not None:
-                running[pool.submit(self._generate, engine, *following)] = following
-            if not running:
-                return
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                self._keep(*running.pop(done), done.result)
-                self._tell("many at a time")
+        for (asker, question), done in asked_together(
+            engine, self._open(askers), lambda pair: self._generate(engine, *pair)
+        ):
+            self._keep(asker, question, done.result)
+            self._tell("many at a time")
 
     def _open(self, askers: Sequence[Asker]) -> Iterator[tuple[Asker, Question]]:
         """What is not answered; all answers to a question near each other, so that they share its prompt."""
@@ -203,11 +191,14 @@ class Asking:
             for report in engine.load().describe():
                 key = key_of(config.only([report.name]), "member")
                 if key not in self.run:
-                    self.run.add(key, {"member": report.name, "memory_bytes": report.memory_bytes})
+                    self.run.add(
+                        key,
+                        {"member": report.name, "memory_bytes": report.memory_bytes, "parameters": report.parameters},
+                    )
             yield engine
 
     def _member_bytes(self, config: EnsembleConfig) -> int:
-        return int((self.run.get(key_of(config, "member")) or {}).get("memory_bytes", 0))
+        return size_of(self.run, config, "memory_bytes")
 
     def _is_open(self, asker: Asker, question: Question) -> bool:
         place = asker.name, question.id
