@@ -26,6 +26,8 @@ from specfuse_shared.validation import check_choice
 if TYPE_CHECKING:
     from specfuse_shared.comparing import Comparison, OnProgress, Progress
 
+TENTHS = 10
+
 Questions = Annotated[
     Path | None,
     typer.Option(
@@ -144,15 +146,17 @@ def _tuned_place(tune: str | None) -> tuple[Path | None, str]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[OnProgress]:
-    """A bar with the time left; a line for each stage where nobody watches."""
+    """A bar with the time left; a line for each stage and each tenth where nobody watches."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     if not console.is_terminal:
-        said: list[str] = []
+        said = ("", -1)
 
         def line(progress: Progress) -> None:
-            if progress.stage not in said[-1:]:
-                said.append(progress.stage)
+            nonlocal said
+            now = (progress.stage, TENTHS * progress.done // max(1, progress.total))
+            if now != said:
                 print(terminal.visible(f"{progress.done}/{progress.total} {progress.stage}"), file=sys.stderr)
+            said = now
 
         yield line
         return
@@ -183,16 +187,20 @@ def show_comparison(comparison: Comparison, out: Console) -> None:
 
 
 def _table(comparison: Comparison) -> Table:
+    """A column for each of those who answered."""
     from specfuse_shared.comparing.metrics import LABELS
 
     table = Table("", box=None, pad_edge=False, header_style="dim")
-    names = {name: f"{c.group}, {LABELS[c.metric]}" if c.metric else c.group for name, c in comparison.columns.items()}
-    for heading in (*names.values(), "words", "circles %", "seconds", "first words"):
-        table.add_column(Text(terminal.visible(heading)), justify="right")
-    for asker in comparison.askers:
-        habits, cost = comparison.habits[asker.name], comparison.costs[asker.name]
-        points = [f"{column.means[asker.name]:.1f}" for column in comparison.columns.values()]
-        times = [terminal.duration(cost.seconds), terminal.duration(cost.first_seconds)]
-        cells = [*points, f"{habits.words:.0f}", f"{habits.circles:.0f}", *times]
-        table.add_row(Text(terminal.visible(asker.name)), *cells)
+    names = [asker.name for asker in comparison.askers]
+    for name in names:
+        table.add_column(Text(terminal.visible(name)), justify="right", overflow="fold")
+    for column in comparison.columns.values():
+        title = f"{column.group}, {LABELS[column.metric]}" if column.metric else "all questions"
+        points = [f"{column.means[name]:.1f}" for name in names]
+        table.add_row(Text(terminal.visible(title)), *points)
+    habits, costs = [comparison.habits[n] for n in names], [comparison.costs[n] for n in names]
+    table.add_row("words", *(f"{each.words:.0f}" for each in habits))
+    table.add_row("in circles", *(f"{each.circles:.0f} %" for each in habits))
+    table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
+    table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
     return table

@@ -66,7 +66,7 @@ class Ratings:
         if self.agreed[1]:
             found = share(*self.agreed)
             told = f"{found.mean:.0f} % [{found.low:.0f}, {found.high:.0f}] of {found.rows} pairs"
-            useless = "" if found.low > 50 else ": so they tell nothing here"
+            useless = "" if found.low > 50 else ": no better than chance, as far as these tell"
             parts.append(f"marks agree with references on {told}, 50 % is chance{useless}")
         if self.small:
             names = ", ".join(self.small)

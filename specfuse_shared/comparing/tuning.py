@@ -24,8 +24,9 @@ from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.validation import check
 
-STEP, MOST = 2.0, 8.0
-"""A member's weight is tried at so many times the others', and again, up to so many times."""
+STEPS = (2.0, 8.0)
+"""Each member's weight is tried at so many times the others', the next where the first changes nothing for the better;
+then twice as much, as long as it helps, up to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +152,20 @@ def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuni
             best, mean = candidate, found
         return better
 
-    better = [name for name in config.names if attempt(_heavier(config, name))]
-    while better and _spread(best) < MOST:  # the last one is in `best`: further the same way, as long as it helps
-        if not attempt(_heavier(best, better[-1])):
+    better: list[str] = []
+    for step in STEPS:
+        better = better or [name for name in config.names if attempt(_heavier(config, name, step))]
+    while better and _spread(best) < STEPS[-1]:  # the last one is in `best`: further the same way, as long as it helps
+        if not attempt(_heavier(best, better[-1], STEPS[0])):
             break
     if best.exit == "never":
         attempt(replace(best, exit="entropy"))
     return best, tried
 
 
-def _heavier(config: EnsembleConfig, name: str) -> EnsembleConfig:
-    """A member with a weight of more times the others'."""
-    members = [replace(m, weight=m.weight * STEP) if m.label == name else m for m in config.member_configs]
+def _heavier(config: EnsembleConfig, name: str, step: float) -> EnsembleConfig:
+    """A member with a weight of so many times more."""
+    members = [replace(m, weight=m.weight * step) if m.label == name else m for m in config.member_configs]
     return replace(config, members=members)
 
 

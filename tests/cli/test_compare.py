@@ -33,7 +33,7 @@ def test_the_verdict_is_printed_and_everything_is_kept(folder: Path, capsys: pyt
     assert "than the best member, first, on 22 questions" in " ".join(out.split())
     assert "What it costs: " in out
     assert "What this does not show:" in out
-    assert "66/66 many at a time" not in err
+    assert "66/66 many at a time" in err
     assert "0/66 loading first" in err
     assert err.endswith("report: report.html\nvoting page: vote.html\nanswers: compare.jsonl\n")
     assert "Which answer is better?" in (folder / "vote.html").read_text("utf-8")
@@ -72,6 +72,10 @@ def test_options_reach_the_run(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--votes", "none.html"], "none.html cannot be read"),
         (["--run", "q.jsonl"], "q.jsonl is no file of a run"),
         (["--against", "frist"], "did you mean 'first'?"),
+        (["--judge", "people"], "--judge is 'people': use one of 'members'"),
+        (["--tune", "q.jsonl"], "q.jsonl is no configuration file"),
+        (["--tune", "no/where.toml"], "--tune cannot be written to no/where.toml"),
+        (["--tune", "new.toml"], "tuning takes 40 questions with references or more"),
         (["--timed", "-1"], "timed must be 0 or more"),
         (["--config", "none.toml"], "none.toml cannot be read"),
         (["--config", "pair.toml#pari"], "did you mean 'pair'?"),
@@ -89,6 +93,36 @@ def test_mistakes_are_named_before_any_model_is_loaded(
     assert out == ""
     assert said in err
     assert "loading" not in err
+
+
+def test_members_rate_and_weights_are_tuned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": f"Speak {n}", "reference": SPEECH} for n in range(40)]
+    (folder / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--timed", "0"]
+    assert main([*command, "--judge", "members", "--tune", "tuned.toml#best"]) == 0
+    out, err = capsys.readouterr()
+    assert "Rated by members: " in out
+    assert "below 3 billion parameters" in out
+    assert "Tuned: nothing is better than the settings as they are" in out
+    assert "members rate answers" in err
+    assert not (folder / "tuned.toml").exists(), "nothing is gained, so nothing is written"
+
+
+def test_a_gain_is_written_and_read_by_ask(
+    folder: Path, recite: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two members that are as sure of themselves, the one that is right gets the heavier vote."""
+    right = recite("right", "Another answer entirely.", certainty=7.0)
+    rows = [{"question": f"Speak {n}", "reference": "Another answer entirely."} for n in range(40)]
+    (folder / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["compare", "--member", recite("first", SPEECH), "--member", right, "--questions", "q.jsonl"]
+    assert main([*command, "--timed", "0", "--tune", "tuned.toml#best"]) == 0
+    out, err = capsys.readouterr()
+    assert "Tuned: weights first 33%, right 67% gives +100.0 [+100.0, +100.0] points on the 20 questions" in out
+    assert "ensemble: tuned.toml [ensembles.best]" in err
+    assert "points on the 20 questions that did not choose it" in (folder / "tuned.toml").read_text()
+    assert main(["ask", "Speak", "--config", "tuned.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "Another answer entirely."
 
 
 def test_a_single_member_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

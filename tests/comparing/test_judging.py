@@ -49,7 +49,7 @@ def judges(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes({name: {} for name in CONFIG.names})
 
 
-def comparison(references: str | None = GOOD) -> Comparison:
+def comparison(references: list[str] | str | None = GOOD) -> Comparison:
     """The ensemble is right, one member is now and then, the others are not."""
     texts = {
         "one": [GOOD if n % 4 == 0 else BAD for n in range(24)],
@@ -73,7 +73,7 @@ def test_judges_who_know_mark_the_ensemble_higher_and_agree_with_references(judg
     assert found.agreed[0] == found.agreed[1] > 20
     assert "the ensemble's answers are marked +" in found.point.text
     assert "marks agree with references on 100 % [" in found.point.text
-    assert "tell nothing" not in found.point.text
+    assert "chance, as far" not in found.point.text
 
 
 def test_nobody_rates_its_own_answer_and_every_answer_is_read_in_both_orders(judges: Fakes) -> None:
@@ -98,6 +98,14 @@ def test_judges_who_know_nothing_are_said_to_tell_nothing(judges: Fakes, monkeyp
     assert found.gap.mean == 0
     assert found.agreed == (0, 0), "equal marks say nothing of a pair"
     assert not found.gap.above
+
+
+def test_marks_that_agree_with_references_by_chance_alone_are_said_to(judges: Fakes) -> None:
+    """The judges know the word "sea", and the references say otherwise in half of the rows."""
+    references = [GOOD if n % 2 else "an owl" for n in range(24)]
+    found = rate(comparison(references), CONFIG, make_engine=judges)
+    assert found.agreed[1] > 20
+    assert "no better than chance, as far as these tell" in found.point.text
 
 
 def test_without_references_nothing_is_said_of_agreement(judges: Fakes) -> None:
