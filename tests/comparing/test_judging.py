@@ -101,8 +101,8 @@ def test_judges_who_know_nothing_are_said_to_tell_nothing(judges: Fakes, monkeyp
 
 
 def test_marks_that_agree_with_references_by_chance_alone_are_said_to(judges: Fakes) -> None:
-    """The judges know the word "sea", and the references say otherwise in half of the rows."""
-    references = [GOOD if n % 2 else "an owl" for n in range(24)]
+    """The judges know the word "sea", and the references mostly say otherwise."""
+    references = [GOOD if n % 4 == 1 else "an owl" for n in range(24)]
     found = rate(comparison(references), CONFIG, make_engine=judges)
     assert found.agreed[1] > 20
     assert "no better than chance, as far as these tell" in found.point.text
