@@ -38,7 +38,7 @@ SOURCES = (
 def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
     """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
     if isinstance(ensemble, Mapping):
-        ensemble = _as_config(ensemble)
+        ensemble = named_config(ensemble)
     if isinstance(ensemble, EnsembleConfig):
         return ensemble
     members = _as_members(ensemble)

@@ -196,7 +196,7 @@ class EnsembleEngine:
             raise RequestError("log_probabilities takes a list of texts, none of them empty")
         items: SimpleQueue[Event | Exception] = SimpleQueue()
         opening = Opening(self.config, messages, None, options, texts)
-        opener = self._loaded()
+        opener = self._ready()
         request = opener.open(opening.start(), items.put)
         result_of(EventStream(items, partial(opener.cancel, request)))
         assert isinstance(request.session, ScoringSession)

@@ -6,14 +6,17 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from specfuse_shared import ConfigError, EngineClosedError, SpecFuseError
+from specfuse_shared import ConfigError, EngineClosedError, EnsembleConfig, SpecFuseError
 from specfuse_shared.comparing import ENSEMBLE, Progress, compare
 from specfuse_shared.comparing.run_file import MARK
+from specfuse_shared.comparing.together import asked_together
 from specfuse_shared.members.stages import Close, Draft, DraftAlone, Fault, StageRequest
 from tests.comparing.fakes import Fakes, Script, pair_of
 
@@ -90,6 +93,34 @@ def test_progress_ends_with_everything_and_begins_with_what_is_there(tmp_path: P
     assert (told[0].done, told[0].total) == (30, 90)
     assert told[-1].done == told[-1].total == 90
     assert [p.done for p in told] == sorted(p.done for p in told)
+
+
+def test_a_long_list_is_taken_as_far_as_answers_come() -> None:
+    """So memory does not grow with the questions."""
+    taken, done = 0, 0
+
+    def todo() -> Iterator[int]:
+        nonlocal taken
+        for n in range(500):
+            taken += 1
+            assert taken - done <= 2 * 4 + 1
+            yield n
+
+    with Fakes(SEA)(EnsembleConfig(["first", "second"], max_concurrent=4)) as engine:
+        for item, outcome in asked_together(engine, todo(), lambda n: engine.generate(f"question {n % 30}").text):
+            assert outcome.result().strip() in ("the sea", "a bird"), item
+            done += 1
+    assert done == 500
+    assert engine.closed
+
+
+def test_leaving_early_ends_what_still_runs() -> None:
+    with Fakes(SEA)(EnsembleConfig(["first", "second"])) as engine:
+        answers = asked_together(engine, iter(range(500)), lambda n: engine.generate(f"question {n % 30}"))
+        next(answers)
+        answers.close()  # type: ignore[attr-defined]
+    assert engine.closed
+    assert not [t for t in threading.enumerate() if t.name.startswith("specfuse-comparing")]
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -119,6 +120,13 @@ def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
     assert any("of this machine" in limit for limit in timed.verdict.limits)
     together = made(texts, alone=False, seconds=3.0, first_seconds=1.0)
     assert "an answer takes" not in title(together, "What it costs")
+
+
+def test_half_precision_is_said_to_change_answers_between_runs() -> None:
+    found = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
+    assert not any("half precision" in limit for limit in found.verdict.limits)
+    half = replace(found, in_half=("one",))
+    assert any("half precision" in limit for limit in half.verdict.limits)
 
 
 def test_circles_are_told() -> None:
