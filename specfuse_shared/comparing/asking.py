@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
 ENSEMBLE = "the ensemble"
+HALF = ("bfloat16", "float16")
 MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
 
 
@@ -120,6 +121,11 @@ class Asking:
                 found[asker][question] = answer
         return found
 
+    def in_half(self) -> tuple[str, ...]:
+        """Members that compute in half precision, in which an answer may hang on what else runs."""
+        records = {a.name: self.run.get(key_of(a.config, "member")) or {} for a in self.askers if a.is_member}
+        return tuple(name for name, record in records.items() if record.get("dtype") in HALF)
+
     def weight_bytes(self, asker: Asker) -> int:
         """Bytes of its members' weights; 0 where one is not known."""
         sizes = [self._member_bytes(asker.config.only([name])) for name in asker.config.names]
@@ -191,10 +197,8 @@ class Asking:
             for report in engine.load().describe():
                 key = key_of(config.only([report.name]), "member")
                 if key not in self.run:
-                    self.run.add(
-                        key,
-                        {"member": report.name, "memory_bytes": report.memory_bytes, "parameters": report.parameters},
-                    )
+                    facts = {name: getattr(report, name) for name in ("dtype", "memory_bytes", "parameters")}
+                    self.run.add(key, {"member": report.name, **facts})
             yield engine
 
     def _member_bytes(self, config: EnsembleConfig) -> int:

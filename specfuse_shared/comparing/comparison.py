@@ -30,7 +30,8 @@ class Comparison:
     """Everybody's answers and what follows from them. `answers`: by asker and question, of questions that all answered.
 
     `remarks`: what was left out, and why. `weights`: bytes of each asker's models, 0 where they are unknown. `votes`:
-    what people said (`with_votes`). `notes`: what else the verdict says.
+    what people said (`with_votes`). `notes`: what else the verdict says. `in_half`: members
+    that compute in half precision.
     """
 
     questions: tuple[Question, ...]
@@ -41,6 +42,7 @@ class Comparison:
     own: bool = False
     votes: Votes | None = None
     notes: tuple[Point, ...] = ()
+    in_half: tuple[str, ...] = ()
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -199,6 +201,7 @@ def compared(asking: Asking, asked: QuestionSet) -> Comparison:
         weights={a.name: asking.weight_bytes(a) for a in kept},
         remarks=(*remarks, *_faults(answers)),
         own=asked.own,
+        in_half=asking.in_half(),
     )
 
 

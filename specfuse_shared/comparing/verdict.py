@@ -214,6 +214,8 @@ def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
         yield "as much as so many separate questions would: several are about the same passage."
     if comparison.votes is not None:
         yield "what other people would vote: an interval counts votes as if each were of somebody else."
+    if comparison.in_half:
+        yield "what another run would give: in half precision the same question may get another answer in other company."
     yield "how answers vary: each is a single greedy one."
     if any(cost.timed for cost in comparison.costs.values()):
         yield "seconds elsewhere: these are of this machine, and of few answers."
