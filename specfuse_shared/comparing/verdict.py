@@ -215,7 +215,7 @@ def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
     if comparison.votes is not None:
         yield "what other people would vote: an interval counts votes as if each were of somebody else."
     if comparison.in_half:
-        yield "what another run would give: in half precision the same question may get another answer in other company."
+        yield "what another run would give: in half precision a question may get another answer in other company."
     yield "how answers vary: each is a single greedy one."
     if any(cost.timed for cost in comparison.costs.values()):
         yield "seconds elsewhere: these are of this machine, and of few answers."
@@ -229,6 +229,8 @@ def _limits_of_points(comparison: Comparison, whole: Column) -> Iterator[str]:
         yield f"that {whole.best} is the best member elsewhere: it was found on these rows, which flatters it."
     if unscored := len(comparison.questions) - rows:
         yield f"anything of {unscored} questions without references."
+    if len({column.group for column in comparison.columns.values() if column.metric}) > 1:
+        yield "what it is worth where your kinds of questions come in other shares: here each question counts alike."
     if {column.metric for column in comparison.columns.values()} & {"f1", "rougeL", "chrf"}:
         yield "truth and style: F1, ROUGE-L and chrF count words shared with references, and miss other good answers."
     if (intervals := sum(len(column.differences) for column in comparison.columns.values())) > MANY:
