@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -20,11 +20,12 @@ from rich.text import Text
 from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
 from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble
-from specfuse_shared.config import PRESETS
+from specfuse_shared.config import PRESETS, EnsembleConfig
+from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.validation import check_choice
 
 if TYPE_CHECKING:
-    from specfuse_shared.comparing import Comparison, OnProgress, Progress
+    from specfuse_shared.comparing import Comparison, OnProgress, Progress, QuestionSet, Tuned
 
 TENTHS = 10
 
@@ -84,64 +85,117 @@ def compare(
     verbose: Verbose = False,
 ) -> int:
     """Ask everybody the same questions, and say whether the ensemble is worth it."""
-    if out is not None:
-        check_writable(out, "--out")
     from specfuse_shared import comparing
 
     comparing.check_libraries()
-    earlier = comparing.votes_on(vote) if vote is not None and vote.exists() else {}
-    if vote is not None:
-        check_writable(vote, "--vote")
-    cast = comparing.votes_on(votes) if votes is not None else None
+    pages = _Pages.checked(out, vote, votes, against)
     asked = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
     ensemble = chosen_ensemble(member, config, preset)
     if against is not None:
         check_choice("--against", against, ensemble.names)
-    if judge is not None:
-        check_choice("--judge", judge, ("members",))
-    file, name = _tuned_place(tune)
-    if file is not None:
-        comparing.check_config_file(file)
-        check_writable(file, "--tune")
-        comparing.tunable(ensemble, asked)
+    more = _More.checked(ensemble, asked, tune, judge)
     calm(verbose)
+    how: dict[str, Any] = {"run": run, "max_tokens": max_tokens}
     with _progress(terminal.stderr()) as on_progress:
         found = comparing.compare(
-            ensemble,
-            asked,
-            run=run,
-            leave_one_out=leave_one_out,
-            timed=timed,
-            max_tokens=max_tokens,
-            on_progress=on_progress,
+            ensemble, asked, **how, leave_one_out=leave_one_out, timed=timed, on_progress=on_progress
         )
-        if file is not None:
-            tuned = comparing.tune(ensemble, asked, run=run, max_tokens=max_tokens, on_progress=on_progress)
-            found = replace(found, notes=(*found.notes, tuned.point))
-        if judge is not None:
-            ratings = comparing.rate(found, ensemble, run=run, on_progress=on_progress)
-            found = replace(found, notes=(*found.notes, ratings.point))
-    if cast is not None:
-        found = found.with_votes(cast)
+        found = more.add(found, ensemble, asked, how, on_progress)
+    found = found if pages.cast is None else found.with_votes(pages.cast)
     if as_json:
         print(json.dumps(found.to_dict(), allow_nan=False))
     else:
         show_comparison(found, terminal.stdout())
-    if out is not None:
-        write_report(out, found.to_html())
-    if file is not None and tuned.gained:
-        comparing.write_ensemble(file, name, tuned.config, [found.verdict.headline, tuned.point.text])
-        print(f"ensemble: {terminal.visible(str(file))} [ensembles.{name}]", file=sys.stderr)
-    if vote is not None:
-        write_report(vote, found.to_voting_page(against, {**earlier, **(cast or {})}), "voting page")
+    pages.write(found)
+    more.write(found)
     print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
     return 0
 
 
-def _tuned_place(tune: str | None) -> tuple[Path | None, str]:
-    """The file and the ensemble's name in FILE#NAME."""
-    file, _, name = (tune or "").partition("#")
-    return Path(file) if file else None, name or "tuned"
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """What is written of a comparison, and the votes that saved pages hold: `cast` ones count, `earlier` ones stay."""
+
+    out: Path | None
+    vote: Path | None
+    against: str | None
+    cast: Mapping[str, str] | None
+    earlier: Mapping[str, str]
+
+    @classmethod
+    def checked(cls, out: Path | None, vote: Path | None, votes: Path | None, against: str | None) -> Self:
+        """Raises `ConfigError` for a file that cannot be written or is no voting page."""
+        from specfuse_shared.comparing import votes_on
+
+        earlier = votes_on(vote) if vote is not None and vote.exists() else {}
+        for file, option in ((out, "--out"), (vote, "--vote")):
+            if file is not None:
+                check_writable(file, option)
+        return cls(out, vote, against, votes_on(votes) if votes is not None else None, earlier)
+
+    def write(self, found: Comparison) -> None:
+        if self.out is not None:
+            write_report(self.out, found.to_html())
+        if self.vote is not None:
+            page = found.to_voting_page(self.against, {**self.earlier, **(self.cast or {})})
+            write_report(self.vote, page, "voting page")
+
+
+@dataclass(slots=True)
+class _More:
+    """What is found out besides. A failure is told after the verdict, which it does not touch."""
+
+    file: Path | None
+    name: str
+    judges: bool
+    tuned: Tuned | None = None
+    failure: SpecFuseError | None = None
+
+    @classmethod
+    def checked(cls, ensemble: EnsembleConfig, asked: QuestionSet, tune: str | None, judge: str | None) -> Self:
+        """`tune`: FILE, or FILE#NAME. Raises `ConfigError` before anybody is asked."""
+        from specfuse_shared import comparing
+
+        if judge is not None:
+            check_choice("--judge", judge, ("members",))
+        place, _, name = (tune or "").partition("#")
+        if place:
+            comparing.check_config_file(Path(place))
+            check_writable(Path(place), "--tune")
+            comparing.tunable(ensemble, asked)
+        return cls(Path(place) if place else None, name or "tuned", judge is not None)
+
+    def add(
+        self,
+        found: Comparison,
+        ensemble: EnsembleConfig,
+        asked: QuestionSet,
+        how: Mapping[str, Any],
+        on_progress: OnProgress,
+    ) -> Comparison:
+        """The comparison with what tuned weights and judges say."""
+        from specfuse_shared.comparing import rate, tune
+
+        try:
+            if self.judges:
+                ratings = rate(found, ensemble, run=how["run"], on_progress=on_progress)
+                found = replace(found, notes=(*found.notes, ratings.point))
+            if self.file is not None:
+                self.tuned = tune(ensemble, asked, **how, on_progress=on_progress)
+                found = replace(found, notes=(*found.notes, self.tuned.point))
+        except SpecFuseError as error:
+            self.failure = error
+        return found
+
+    def write(self, found: Comparison) -> None:
+        """The tuned ensemble, where it gained. Raises what kept it from being found."""
+        from specfuse_shared.comparing import write_ensemble
+
+        if self.failure is not None:
+            raise self.failure
+        if self.file is not None and self.tuned is not None and self.tuned.gained:
+            write_ensemble(self.file, self.name, self.tuned.config, [found.verdict.headline, self.tuned.point.text])
+            print(f"ensemble: {terminal.visible(str(self.file))} [ensembles.{self.name}]", file=sys.stderr)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specfuse_shared import PlacementError
 from specfuse_shared.cli.commands import main
 
 SPEECH = "Every member recites one fixed speech, word by next: nothing here may ever repeat itself!"
@@ -123,6 +124,20 @@ def test_a_gain_is_written_and_read_by_ask(
     assert "points on the 20 questions that did not choose it" in (folder / "tuned.toml").read_text()
     assert main(["ask", "Speak", "--config", "tuned.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "Another answer entirely."
+
+
+def test_what_goes_wrong_afterwards_is_told_after_the_verdict(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*given: object, **settings: object) -> None:
+        raise PlacementError("no device has room")
+
+    monkeypatch.setattr("specfuse_shared.comparing.rate", no_room)
+    command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--timed", "0", "--judge", "members"]
+    assert main([*command, "--out", "report.html"]) == 1
+    out, err = capsys.readouterr()
+    assert "than the best member, first, on 22 questions" in " ".join(out.split())
+    assert err.endswith("report: report.html\nspecfuse-llm: no device has room\n")
 
 
 def test_a_single_member_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
