@@ -7,7 +7,7 @@ compare; their answers count like the others. What the run's file has already is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -136,7 +136,8 @@ class Asking:
     def _ask_alone(self, engine: EnsembleEngine, asker: Asker) -> None:
         todo = [question for question in self._timed if self._is_open(asker, question)]
         if todo:
-            engine.generate("Hello", SamplingParams(max_tokens=1))  # a first call pays for what later ones find
+            with suppress(SpecFuseError):  # a first call pays for what later ones find
+                engine.generate("Hello", SamplingParams(max_tokens=1))
         for question in todo:
             self._keep(asker, question, partial(self._generate, engine, asker, question), alone=True)
             self._tell(f"{asker.name}, one at a time")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -125,10 +125,10 @@ class _Judging:
                 done += 1
                 self.on_progress(Progress("members rate answers", done, total))
 
-    def _keep(self, reading: _Reading, found: object) -> None:
+    def _keep(self, reading: _Reading, found: Callable[[], Sequence[float]]) -> None:
         judge = reading.judge.names[0]
         try:
-            logprobs = found()  # type: ignore[operator]
+            logprobs = found()
         except EngineClosedError:
             raise
         except SpecFuseError as error:

@@ -156,6 +156,17 @@ def test_a_member_that_fails_half_way_is_left_out_and_the_rest_is_kept(tmp_path:
     assert list(again.answers) == ["first", "second", ENSEMBLE]
 
 
+def test_a_member_that_fails_from_the_first_word_does_not_keep_the_others_from_being_timed() -> None:
+    found = compare(
+        ["first", "second", "third"],
+        ROWS,
+        make_engine=Fakes({**SEA, "third": SEA["first"]}, disturb=failing("second", after=0).disturb),
+        timed=3,
+    )
+    assert list(found.answers) == ["first", "third", ENSEMBLE]
+    assert found.costs[ENSEMBLE].timed == found.costs["first"].timed == 3
+
+
 def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None:
     found = compare(["first", "second"], ROWS, make_engine=failing("second", after=54), timed=0)
     rows = len(found.questions)
