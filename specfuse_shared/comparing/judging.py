@@ -27,8 +27,9 @@ from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
 
 MARKS = ("1", "2", "3", "4", "5")
-SMALL = 3e9
-"""Parameters below which a judge's marks told nothing where they were measured; gains are known of 7 to 8 billion."""
+SMALL = 6.5e9
+"""Parameters below which nobody has shown that marks help: gains are known of 7 to 8 billion, and at 0.1 to 0.3 they
+told nothing (docs/experiments.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Ratings:
     @property
     def point(self) -> Point:
         """What the verdict says of it."""
-        parts = [f"the ensemble's answers are marked {self.gap} standard deviations higher than {self.to}'s"]
+        gap = f"{self.gap.mean:+.2f} [{self.gap.low:+.2f}, {self.gap.high:+.2f}]"
+        parts = [f"the ensemble's answers are marked {gap} standard deviations higher than {self.to}'s"]
         if self.gap.rows < FEWEST_ROWS:
             parts[0] = f"too few questions to say ({self.gap.rows})"
         if self.agreed[1]:
@@ -70,7 +72,7 @@ class Ratings:
             parts.append(f"marks agree with references on {told}, 50 % is chance{useless}")
         if self.small:
             names = ", ".join(self.small)
-            parts.append(f"marks of models below {SMALL / 1e9:.0f} billion parameters tell little or nothing ({names})")
+            parts.append(f"such marks are known to help from about 7 billion parameters on: fewer have {names}")
         return Point("Rated by members", "; ".join([*parts, *self.failures]) + ".")
 
 
