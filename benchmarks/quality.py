@@ -20,23 +20,23 @@ long answers hang together (`--tokens 400`).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import resource
-import statistics
 import time
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from metrics import sentence_vectors
-from quality_rows import FOLDER, Row, answers_file, question, read_answers, read_rows, stored_as, timing_file
-from quality_table import difference, loudest, measured, plot, rivals_of, seen, show
+from quality_rows import FOLDER, answers_file, read_answers, read_rows, stored_as
+from quality_table import loudest, measured, plot, rivals_of, seen, show
 from rich.progress import Progress
 from variants import BARS, VARIANTS, ensemble
 
-from specfuse_shared import EnsembleEngine, EnsembleResult, Message, SamplingParams
+from specfuse_shared.comparing.asking import Asker, Asking
+from specfuse_shared.comparing.intervals import Interval, difference
+from specfuse_shared.comparing.run_file import RunFile
 
 COMPARED_TASKS = ("open", "rag", "rag-sentence", "ifeval")
 COMPARED = (*BARS, "default", "specfuse")
@@ -63,63 +63,23 @@ def run(
 ) -> None:
     """Answer the rows that a variant has not answered yet."""
     asked = read_rows(data, tasks, half, rows, tokens)
-    for name in variants:
-        stored = stored_as(name, tokens)
-        known = read_answers(stored)
-        todo = [row for row in asked if row["key"] not in known]
-        with EnsembleEngine(ensemble(name, together)).load() as engine:
-            asyncio.run(answer_all(engine, stored, todo))
-            if timed:
-                time_alone(engine, stored, asked, timed)
-
-
-async def answer_all(engine: EnsembleEngine, name: str, todo: Sequence[Row]) -> None:
-    """Answers are written as they come, so that nothing is lost when the run is stopped."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-
-    async def answer(row: Row) -> tuple[Row, EnsembleResult]:
-        params = SamplingParams(max_tokens=row["budget"])
-        return row, await engine.agenerate([Message("user", question(row))], params)
-
-    with answers_file(name).open("a", encoding="utf-8") as file, Progress() as progress:
-        bar = progress.add_task(name, total=len(todo))
-        for job in asyncio.as_completed([answer(row) for row in todo]):
-            row, result = await job
-            file.write(json.dumps({"key": row["key"], **ledger(result)}, ensure_ascii=False) + "\n")
-            file.flush()
-            progress.advance(bar)
-    if todo:
+    for name in variants:
+        start, asker = time.monotonic(), Asker(name, ensemble(name, together))
+        with RunFile(answers_file(stored_as(name, tokens))) as file, Progress() as progress:
+            before, bar = len(file), progress.add_task(name, total=None)
+            asking = Asking(
+                [asker],
+                asked,
+                file,
+                timed=timed,
+                on_progress=lambda p, bar=bar: progress.update(bar, completed=p.done, total=p.total),
+            )
+            asking.ask_all()
         took, memory = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{name}: {len(todo)} answers in {took:.0f} s, at most {memory:.0f} MiB of memory")
-
-
-def ledger(result: EnsembleResult) -> dict[str, Any]:
-    """What the tables need of an answer."""
-    return {
-        "text": result.text,
-        "finish": str(result.finish_reason),
-        "tokens": result.usage.completion_tokens,
-        "rounds": len(result.rounds),
-        "active": statistics.mean(len(r.active) for r in result.rounds) if result.rounds else 0.0,
-        "won": {s.member: s.segments_won for s in result.summary()},
-        "candidates": [
-            [(c.text, c.drafters, c.ends, {j: round(p, 4) for j, p in c.scores.items()}) for c in r.candidates]
-            for r in result.rounds
-        ],
-    }
-
-
-def time_alone(engine: EnsembleEngine, name: str, asked: Sequence[Row], count: int) -> None:
-    """First segment and tokens a second of lone requests, spread over the tasks."""
-    firsts, speeds = [], []
-    for row in list(asked)[:: max(1, len(asked) // count)][:count]:
-        params = SamplingParams(max_tokens=row["budget"])
-        result = engine.generate([Message("user", question(row))], params)
-        firsts.append(result.first_segment_seconds or result.total_seconds)
-        speeds.append(result.usage.completion_tokens / result.total_seconds)
-    found = {"first_segment_seconds": statistics.median(firsts), "tokens_per_second": statistics.median(speeds)}
-    timing_file(name).write_text(json.dumps({**found, "requests": count}) + "\n")
+        print(f"{name}: {len(file) - before} records in {took:.0f} s, at most {memory:.0f} MiB of memory")
+        for (_, row), why in asking.failures.items():
+            print(f"{name}: {row} failed: {why}")
 
 
 @app.command()
@@ -157,7 +117,7 @@ def table(
         print("\n".join(loudest(whole)))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1) + "\n")
+        out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1, default=_plain) + "\n")
         plot(whole, rivals, out.with_suffix(".png"))
 
 
@@ -178,10 +138,15 @@ def beside(
         f"Of the half to {half}, {', '.join(tasks)}; unselected.",
     ]
     for row in read_rows(data, tasks, half, rows):
-        lines += ["", f"## {row['key']}", "", *_quoted(question(row))]
+        lines += ["", f"## {row.id}", "", *_quoted(row.prompt)]
         for name, answers in known.items():
-            lines += ["", f"**{name}**", "", *_quoted(answers[row["key"]]["text"] or "(nothing)")]
+            lines += ["", f"**{name}**", "", *_quoted(answers[row.id].text or "(nothing)")]
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know."""
+    return value.to_dict() if isinstance(value, Interval) else asdict(value)  # type: ignore[call-overload]
 
 
 def _quoted(text: str) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from figures import RESULTS
 from typer import BadParameter
+
+from specfuse_shared.comparing import Answer, Question
+from specfuse_shared.comparing.run_file import RunFile
 
 TASKS = {
     "open": "open",
@@ -30,34 +33,39 @@ PLEAS = {
 """What comes before a passage and its question."""
 FOLDER = RESULTS / "quality"
 
-Row = dict[str, Any]
+KINDS = {"open": "text", "instruct": "text", "rag": "short", "math": "number", "ifeval": "instructions"}
+"""Task of a row → kind of its question."""
 
 
 def read_rows(
     data: Path, tasks: Iterable[str], half: str, most: int | None = None, tokens: int | None = None
-) -> list[Row]:
-    """The rows of a half, each with its set, its budget and a key of its own: sets may share rows."""
+) -> list[Question]:
+    """The questions of a half, each with its set as its group, its budget and an id of its own: sets may share rows."""
     if half not in ("choose", "confirm", "all"):
         raise BadParameter(f"--half must be choose, confirm or all, not {half!r}")
-    found: list[Row] = []
+    found: list[Question] = []
     for task in tasks:
         if task not in TASKS:
             raise BadParameter(f"there is no task {task!r}: use {', '.join(TASKS)}")
         lines = (data / f"{TASKS[task]}.jsonl").read_text(encoding="utf-8").splitlines()
         picked = [json.loads(line) for line in (lines if half == "all" else lines[half == "confirm" :: 2])[:most]]
-        found += [
-            {**row, "set": task, "key": f"{task}/{row['id']}", "budget": tokens or BUDGET[task]} for row in picked
-        ]
+        found += [question(row, task, tokens or BUDGET[task]) for row in picked]
     return found
 
 
-def question(row: Row) -> str:
-    """What is asked; a passage comes with a plea for a short answer, a sum with one for the number."""
-    if row["task"] == "rag":
-        return f"{PLEAS[row['set']]}\n\n{row['context']}\n\n{row['prompt']}"
-    if row["task"] == "math":
-        return f"{row['prompt']}\n\nThink step by step and end with the number that answers the question."
-    return str(row["prompt"])
+def question(row: Mapping[str, Any], task: str, budget: int) -> Question:
+    """A row as it is asked; a passage comes with a plea for a short answer."""
+    asked = f"{PLEAS[task]}\n\n{row['context']}\n\n{row['prompt']}" if task in PLEAS else row["prompt"]
+    checks = zip(row.get("instruction_id_list", ()), row.get("kwargs", ()), strict=True)
+    return Question(
+        text=asked,
+        id=f"{task}/{row['id']}",
+        references=row.get("references", ()),
+        instructions=[{**settings, "name": name} for name, settings in checks],
+        kind=KINDS[row["task"]],
+        group=task,
+        max_tokens=budget,
+    )
 
 
 def stored_as(name: str, tokens: int | None) -> str:
@@ -69,12 +77,9 @@ def answers_file(name: str) -> Path:
     return FOLDER / f"{name}.jsonl"
 
 
-def timing_file(name: str) -> Path:
-    return FOLDER / f"{name}.timing.json"
-
-
-def read_answers(name: str) -> dict[str, dict[str, Any]]:
-    """A variant's answers, by the key of their rows."""
-    file = answers_file(name)
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return {answer["key"]: answer for answer in map(json.loads, lines)}
+def read_answers(name: str) -> dict[str, Answer]:
+    """A variant's answers, by the id of their questions."""
+    if not answers_file(name).is_file():
+        return {}
+    with RunFile(answers_file(name)) as file:
+        return file.by_question()

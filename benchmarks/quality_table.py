@@ -2,67 +2,64 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
-from metrics import COMPARED, Encode, coherence, cosines, goes_in_circles, repeated_share, says_a_line_thrice, score
-from quality_rows import Row, question, read_answers, timing_file
+from metrics import Encode, coherence, cosines, repeated_share, says_a_line_thrice
+from quality_rows import read_answers
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import bootstrap, norm
 from variants import BARS, VARIANTS
 
-POWER = 0.8
-"""Chance of an interval of 95 % without zero that a difference has which "can be seen"."""
+from specfuse_shared.comparing import Question
+from specfuse_shared.comparing.intervals import POWER
+from specfuse_shared.comparing.metrics import goes_in_circles, score
+from specfuse_shared.comparing.scores import cost_of
 
 
 def measured(
-    name: str, asked: Sequence[Row], encode: Encode | None = None, hanging: bool = False
+    name: str, asked: Sequence[Question], encode: Encode | None = None, hanging: bool = False
 ) -> dict[str, Any] | None:
     """Each column's single scores and mean, and how the answers were made; None where answers are missing.
 
     A column is a set of rows and a metric. `encode` is needed for cosines and for `hanging` (coherence).
     """
     answers = read_answers(name)
-    if any(row["key"] not in answers for row in asked):
+    if any(row.id not in answers for row in asked):
         return None
     found: dict[str, Any] = {"columns": {}, "sets": {}}
-    for task in dict.fromkeys(row["set"] for row in asked):
-        rows = [row for row in asked if row["set"] == task]
-        texts = [answers[row["key"]]["text"] for row in rows]
+    for task in dict.fromkeys(row.group for row in asked):
+        rows = [row for row in asked if row.group == task]
+        texts = [answers[row.id].text for row in rows]
         for metric, each in _scores(rows, texts, encode).items():
             found["columns"][f"{task}: {metric}"] = {"each": each, "mean": statistics.mean(each)}
         found["sets"][task] = _habits(rows, texts)
-    made = [answers[row["key"]] for row in asked]
+    made = [answers[row.id] for row in asked]
     if hanging:
         assert encode is not None, "coherence needs an encoder"
-        told = (coherence(question(row), answers[row["key"]]["text"], encode) for row in asked)
+        told = (coherence(row.prompt, answers[row.id].text, encode) for row in asked)
         found["coherence"] = [one for one in told if one]
-    found["active"] = sum(a["active"] * a["rounds"] for a in made) / max(1, sum(a["rounds"] for a in made))
-    found["rounds"] = statistics.mean(a["rounds"] for a in made)
-    timing = timing_file(name)
-    return {**found, "timing": json.loads(timing.read_text()) if timing.is_file() else None}
+    found["active"] = sum(a.active * a.rounds for a in made) / max(1, sum(a.rounds for a in made))
+    found["rounds"] = statistics.mean(a.rounds for a in made)
+    return {**found, "cost": cost_of({row.id: answers[row.id] for row in asked}, 0)}
 
 
-def _scores(rows: Sequence[Row], texts: Sequence[str], encode: Encode | None) -> dict[str, list[float]]:
+def _scores(rows: Sequence[Question], texts: Sequence[str], encode: Encode | None) -> dict[str, list[float]]:
     """Metric → the score of each row, of one set."""
     single = [score(row, text) for row, text in zip(rows, texts, strict=True)]
-    metrics = COMPARED[rows[0]["task"]]
-    found = {metric: [one[metric] for one in single] for metric in metrics if metric != "cosine"}
-    if "cosine" in metrics:
+    found = {metric: [one[metric] for one in single] for metric in single[0]}
+    if rows[0].group == "open":
         assert encode is not None, "cosines need an encoder"
-        found["cosine"] = cosines([row["references"] for row in rows], texts, encode)
+        found["cosine"] = cosines([row.references for row in rows], texts, encode)
     return found
 
 
-def _habits(rows: Sequence[Row], texts: Sequence[str]) -> dict[str, Any]:
+def _habits(rows: Sequence[Question], texts: Sequence[str]) -> dict[str, Any]:
     """How the answers of one set read."""
-    keyed = list(zip((row["key"] for row in rows), texts, strict=True))
+    keyed = list(zip((row.id for row in rows), texts, strict=True))
     return {
         "words": statistics.mean(len(text.split()) for text in texts),
         "circles": 100 * statistics.mean(goes_in_circles(text) for text in texts),
@@ -80,28 +77,12 @@ def rivals_of(whole: Mapping[str, Any], against: str) -> dict[str, str]:
     return {c: max(bars, key=lambda name: whole[name]["columns"][c]["mean"]) for c in columns}
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Mean of the paired differences, its 95 % bootstrap interval, and what such rows can show (`least_seen`)."""
-    gaps = np.subtract(ours, theirs)
-    if not gaps.any():
-        return {"mean": 0.0, "low": 0.0, "high": 0.0, "least_seen": 0.0}
-    found = bootstrap((gaps,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0))
-    low, high = found.confidence_interval
-    return {"mean": float(gaps.mean()), "low": float(low), "high": float(high), "least_seen": least_seen(gaps)}
-
-
-def least_seen(gaps: Sequence[float]) -> float:
-    """The true mean at which paired differences that spread like these have an interval (95 %) above zero in `POWER` of
-    all samples of this size: (z₀.₉₇₅ + z_POWER) · s / √n."""
-    return float((norm.ppf(0.975) + norm.ppf(POWER)) * np.std(gaps, ddof=1) / np.sqrt(len(gaps)))
-
-
 def seen(whole: Mapping[str, Any], rivals: Mapping[str, str]) -> list[str]:
     """For each column how small a difference its rows can show, in the middle over the ensembles of the table."""
     lines = []
     for column, rival in rivals.items():
         told = [facts["columns"][column] for name, facts in whole.items() if name not in (*BARS, rival)]
-        spread = [one["difference"]["least_seen"] for one in told if one["difference"]["least_seen"] > 0]
+        spread = [one["difference"].least_seen for one in told if one["difference"].least_seen > 0]
         if spread:
             count, least = len(told[0]["each"]), statistics.median(spread)
             lines.append(f"{column}, {count} rows: differences below {least:.1f} cannot be seen ({POWER:.0%} power).")
@@ -139,13 +120,13 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Mapping[str, str]) -> di
 
     def compared(column: str) -> str:
         d = facts["columns"][column]["difference"]
-        gap = "" if d["low"] == d["high"] == 0 else f" {d['mean']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
+        gap = "" if d.low == d.high == 0 else f" {d}"
         return f"{facts['columns'][column]['mean']:.1f}{gap}"
 
     def listed(habit: str) -> str:
         return ", ".join(f"{habits[habit]:.0f}" for habits in facts["sets"].values())
 
-    timing, hanging = facts["timing"], facts.get("coherence")
+    cost, hanging = facts["cost"], facts.get("coherence")
     return {
         "variant": name,
         **{f"{column} (to {rival})": compared(column) for column, rival in rivals.items()},
@@ -157,8 +138,8 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Mapping[str, str]) -> di
         "active": f"{facts['active']:.2f}",
         "neighbours": _mean(hanging, "neighbours"),
         "on topic": _mean(hanging, "on_topic"),
-        "first segment": f"{timing['first_segment_seconds']:.2f} s" if timing else "",
-        "tokens/s": f"{timing['tokens_per_second']:.1f}" if timing else "",
+        "first segment": f"{cost.first_seconds:.2f} s" if cost.timed else "",
+        "tokens/s": f"{cost.tokens_per_second:.1f}" if cost.timed else "",
     }
 
 
@@ -194,8 +175,8 @@ def plot(whole: Mapping[str, Any], rivals: Mapping[str, str], file: Path) -> Non
         panel.set_visible(False)
     for panel, (column, rival) in zip(grid.flat, rivals.items(), strict=False):
         gaps = [whole[name]["columns"][column]["difference"] for name in names]
-        means = [g["mean"] for g in gaps]
-        spread = [[g["mean"] - g["low"] for g in gaps], [g["high"] - g["mean"] for g in gaps]]
+        means = [g.mean for g in gaps]
+        spread = [[g.mean - g.low for g in gaps], [g.high - g.mean for g in gaps]]
         colours = ["#8a8f98" if name in BARS else "#0b6e99" for name in names]
         panel.axvline(0, color="#444", linewidth=0.8)
         panel.errorbar(means, range(len(names)), xerr=spread, fmt="none", ecolor=colours, elinewidth=2)

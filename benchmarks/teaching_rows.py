@@ -29,9 +29,9 @@ from typing import Annotated, Any
 import teaching_forms
 import teaching_passages
 import typer
-from metrics import goes_in_circles
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, FinishReason, Message, SamplingParams, demo_members
+from specfuse_shared.comparing.metrics import goes_in_circles
 from specfuse_shared.text.schemas import schema_request
 from specfuse_shared.text.tool_calls import call_text
 

@@ -14,13 +14,13 @@ from specfuse_shared.adapters.records import (
     last_parts,
     ledger,
     openai_logprobs,
-    plain_config,
     reasoning_tokens,
     segment_record,
     usage_record,
 )
 from specfuse_shared.adapters.settings import Engine, EnsembleSettings, OnSegment
 from specfuse_shared.adapters.thoughts import Thoughts
+from specfuse_shared.loading.config_files import plain_config
 from specfuse_shared.messages import CUT_MARK, Role, arguments_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, PlainValidator
 
 from specfuse_shared.adapters.places import found, without_paths
-from specfuse_shared.adapters.records import plain, plain_config
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
+from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble
 from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.member_config import MemberConfig
 
@@ -21,14 +22,15 @@ Members = Annotated[
     PlainSerializer(lambda value: without_paths(plain(value))),
 ]
 Config = Annotated[
-    EnsembleConfig | None,
-    PlainValidator(lambda value: _as_config(value)),
+    EnsembleConfig | str | Path | None,
+    PlainValidator(lambda value: named_config(value)),
     PlainSerializer(lambda value: value and without_paths(plain_config(value))),
 ]
 Ensembles = Annotated[Mapping[str, Any], PlainSerializer(lambda value: without_paths(plain(value)))]
 """Ensembles by name, each as `members` or `config` take them."""
 SOURCES = (
-    'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...); engine=; '
+    'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...) or a TOML file; '
+    "engine=; "
     'or base_url="http://…" of a server'
 )
 
@@ -36,7 +38,7 @@ SOURCES = (
 def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
     """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
     if isinstance(ensemble, Mapping):
-        ensemble = _as_config(ensemble)
+        ensemble = named_config(ensemble)
     if isinstance(ensemble, EnsembleConfig):
         return ensemble
     members = _as_members(ensemble)
@@ -62,9 +64,12 @@ def _as_member(value: Any) -> Any:
     return MemberConfig.from_dict({k: found(v) if isinstance(v, str) else v for k, v in value.items()})
 
 
-def _as_config(value: Any) -> EnsembleConfig | None:
+def named_config(value: Any) -> EnsembleConfig | None:
+    """The configuration that `config` stands for: itself, one as plain JSON, or a TOML file of one."""
     if isinstance(value, Mapping):
         return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
+    if isinstance(value, (str, Path)):
+        return read_ensemble(value)
     if value is None or isinstance(value, EnsembleConfig):
         return value
-    raise ConfigError(f"config must be an EnsembleConfig, not {type(value).__name__}")
+    raise ConfigError(f"config must be an EnsembleConfig or a TOML file, not {type(value).__name__}")

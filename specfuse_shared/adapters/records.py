@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import SegmentEvent
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.loading.config_files import plain
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLogprob, TopLogprob, Usage
@@ -107,22 +106,6 @@ def openai_logprobs(result: EnsembleResult) -> dict[str, Any] | None:
 
 def _probable(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
     return {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
-
-
-def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:
-    """The settings (those that differ from their defaults) as plain JSON; a policy object appears as its repr."""
-    chosen = [f.name for f in fields(config) if not changed or getattr(config, f.name) != f.default]
-    return {name: plain(getattr(config, name), changed) for name in chosen}
-
-
-def plain(value: Any, changed: bool = True) -> Any:
-    if isinstance(value, (EnsembleConfig, MemberConfig)):
-        return plain_config(value, changed=changed)
-    if isinstance(value, Mapping):
-        return {str(k): plain(v, changed) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [plain(v, changed) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
 
 def _winner(record: RoundRecord) -> Candidate:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from specfuse_shared.adapters.ensembles import SOURCES, Config, Members, config_of
+from specfuse_shared.adapters.ensembles import SOURCES, Config, Members, config_of, named_config
 from specfuse_shared.adapters.foreign import TRANSPORT_OPTIONS, known_here
 from specfuse_shared.adapters.records import Detail
 from specfuse_shared.adapters.remote import RemoteEngine
@@ -50,7 +50,8 @@ class EnsembleSettings(BaseModel):
     members: Members = None
     """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
     config: Config = None
-    """Members together with how a round is decided; that of `engine` if one is given."""
+    """Members together with how a round is decided, or a TOML file of them ("FILE", or "FILE#NAME" of several); that of
+    `engine` if one is given."""
     engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
     """An engine to share; without one, equal configurations share one engine of this process."""
     base_url: str | None = None
@@ -143,7 +144,7 @@ class EnsembleSettings(BaseModel):
         """The ensemble in this process; `name` chooses where there are several."""
         if self.engine is not None:
             return self.engine.config
-        return config_of(self.config if self.config is not None else self.members)
+        return named_config(self.config) or config_of(self.members)
 
     def _resolve_engine(self, name: str | None = None, headers: Mapping[str, str] | None = None) -> Engine:
         """Who answers. `headers`: of this call, where it goes to a server."""

@@ -6,24 +6,19 @@ Its tables are `[server]`, `[sampling]`, `[ensembles.NAME]` and `[clients.NAME]`
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from specfuse_shared.adapters.ensembles import config_of
 from specfuse_shared.adapters.remote import KEY_ENV
 from specfuse_shared.addresses import is_loopback
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.loading.config_files import checked, ensembles_of, read_toml, table_of, tables_of
 from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.validation import Settings, check, unknown_setting
+from specfuse_shared.validation import Settings, check
 
-_SCALARS = (str, int, float, bool, NoneType)
-_TABLES = ("server", "sampling", "ensembles", "clients")
 _POSITIVE = (
     *("max_body_bytes", "max_prompt_characters", "max_choices", "max_requests", "max_connections"),
     *("connection_seconds", "stop_seconds"),
@@ -124,12 +119,7 @@ class ServeConfig:
 
 def read_config(path: Path) -> ServeConfig:
     """The configuration in a TOML file. Raises `ConfigError` that names the file, the table and what was expected."""
-    try:
-        data = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+    data = read_toml(path)
     try:
         return _parsed(data)
     except ConfigError as error:
@@ -137,15 +127,11 @@ def read_config(path: Path) -> ServeConfig:
 
 
 def _parsed(data: Mapping[str, Any]) -> ServeConfig:
-    for name in data:
-        if name not in _TABLES:
-            raise unknown_setting("the file", name, _TABLES)
-    tables = {name: _table(name, data.get(name, {})) for name in _TABLES}
-    check(bool(tables["ensembles"]), 'there is no ensemble: add [ensembles.demo] with members = "demo"')
-    server = _typed(ServerSettings, tables["server"], "[server]")
-    sampling = _typed(SamplingParams, tables["sampling"], "[sampling]")
+    tables = tables_of(data)
+    server = checked(ServerSettings, tables["server"], "[server]")
+    sampling = checked(SamplingParams, tables["sampling"], "[sampling]")
     return ServeConfig(
-        ensembles={name: _ensemble(name, table) for name, table in tables["ensembles"].items()},
+        ensembles=ensembles_of(tables),
         server=ServerSettings.from_dict(server),
         sampling=SamplingParams.from_dict(sampling),
         clients={name: _client(name, table) for name, table in tables["clients"].items()},
@@ -154,45 +140,4 @@ def _parsed(data: Mapping[str, Any]) -> ServeConfig:
 
 def _client(name: str, table: Any) -> ClientSettings:
     where = f"clients.{name}"
-    return ClientSettings.from_dict(_typed(ClientSettings, _table(where, table), f"[{where}]"))
-
-
-def _ensemble(name: str, table: Any) -> EnsembleConfig:
-    where = f"[ensembles.{name}]"
-    settings = dict(_typed(EnsembleConfig, _table(f"ensembles.{name}", table), where, also=("preset",)))
-    members, preset = settings.pop("members", None), settings.pop("preset", "default")
-    check(members is not None, f'{where} has no members: add members = "demo", or a list of models')
-    for member in members if isinstance(members, list) else ():
-        if isinstance(member, Mapping):
-            _typed(MemberConfig, member, f"a member of {where}")
-    try:
-        return EnsembleConfig.preset(preset, config_of(members).members, **settings)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _table(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a table, [{name}], not {value!r}")
-    return value
-
-
-def _typed(owner: type, table: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Mapping[str, Any]:
-    """The table, whose keys `owner` has and whose plain values are of the types that it says."""
-    hints = get_type_hints(owner)
-    for key, value in table.items():
-        if key not in hints and key not in also:
-            raise unknown_setting(where, key, [*hints, *also])
-        plain = _plain(hints.get(key, str))
-        if plain and not (type(value) in plain or (type(value) is int and float in plain)):
-            kinds = " or ".join(kind.__name__ for kind in plain if kind is not NoneType)
-            raise ConfigError(f"{where}.{key} is {value!r}: it must be of type {kinds}")
-    return table
-
-
-def _plain(hint: Any) -> tuple[Any, ...]:
-    """The plain types among those of a hint; none where a list or table may stand, which its owner checks."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if any(get_origin(kind) is not None and kind is not dict for kind in kinds):
-        return ()
-    return tuple(kind for kind in kinds if kind in _SCALARS)
+    return ClientSettings.from_dict(checked(ClientSettings, table_of(where, table), f"[{where}]"))

@@ -19,9 +19,11 @@ import typer
 from rich.console import Console
 
 from specfuse_shared.cli import terminal
+from specfuse_shared.cli.compare import compare
 from specfuse_shared.cli.complaints import PROGRAM, in_options, usage_line
+from specfuse_shared.cli.files import check_writable, write_report
 from specfuse_shared.cli.serve import serve
-from specfuse_shared.cli.setup import Members, calm, ensemble_of
+from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble, ensemble_of
 from specfuse_shared.config import EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
@@ -41,6 +43,7 @@ SAMPLING = SamplingParams()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command()(serve)
+app.command()(compare)
 
 Question = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
@@ -106,6 +109,7 @@ def _program(
 def ask(
     question: Question,
     member: Members = None,
+    config: ConfigFile = None,
     system: System = None,
     max_tokens: MaxTokens = SAMPLING.max_tokens,
     temperature: Temperature = SAMPLING.temperature,
@@ -125,19 +129,19 @@ def ask(
 ) -> int:
     """Answer a question, each segment in the colour of its author."""
     if report:
-        _check_writable(report)
+        check_writable(report, "--report")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
     given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
-    config = ensemble_of(member, {"dtype": dtype, "quantization": quantization}, preset, given)
+    ensemble = chosen_ensemble(member, config, preset, {"dtype": dtype, "quantization": quantization}, given)
     messages = _messages(system, question)
     out, notes = _consoles()
-    with _loaded(config, verbose) as engine:
+    with _loaded(ensemble, verbose) as engine:
         events = engine.stream(messages, params)
         result = _result(events) if as_json else terminal.show_answer(events, out, notes)
     if as_json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     if report:
-        _write_report(report, result, messages[-1].content)
+        write_report(report, result.to_html(messages[-1].content))
     if explain and not as_json:
         terminal.show_rounds(result, out)
     if not as_json:
@@ -218,26 +222,6 @@ def _consoles() -> tuple[Console, Console]:
     """The answer goes to stdout; what is said about it joins it on a terminal, else stderr."""
     out = terminal.stdout()
     return out, out if out.is_terminal else terminal.stderr()
-
-
-def _check_writable(path: Path) -> None:
-    """Raises `ConfigError` before any model is loaded for a report that could not be written."""
-    try:
-        existed = path.exists()
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        hint = "name a file in a folder that exists and that you may write to"
-        raise ConfigError(f"--report cannot be written to {path} ({error.strerror}): {hint}") from error
-
-
-def _write_report(path: Path, result: EnsembleResult, question: str) -> None:
-    try:
-        path.write_text(result.to_html(question), "utf-8", errors="xmlcharrefreplace")
-    except OSError as error:
-        raise SpecFuseError(f"the report was not written to {path}: {error.strerror}") from error
-    print(f"report: {terminal.visible(str(path))}", file=sys.stderr)
 
 
 def _result(events: Iterable[Event]) -> EnsembleResult:

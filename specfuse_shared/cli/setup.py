@@ -6,13 +6,15 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.member_config import MemberConfig
 
 Members = Annotated[
@@ -22,6 +24,12 @@ Members = Annotated[
         "--members",
         metavar="MODEL",
         help="Hub id, folder, GGUF file, or MODEL@URL of a vLLM server; repeatable. Unset: the demo models.",
+    ),
+]
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config", metavar="FILE", help="TOML file of an ensemble (FILE#NAME of several); not with --member."
     ),
 ]
 KEY_ENV = "SPECFUSE_SERVER_KEY"
@@ -45,6 +53,24 @@ def ensemble_of(
     from specfuse_shared.loading.demo import demo_members
 
     return replace(config, members=[replace(demo, **member) for demo in demo_members()])
+
+
+def chosen_ensemble(
+    models: Sequence[str] | None,
+    file: str | None,
+    preset: str = "default",
+    member: Mapping[str, Any] = MappingProxyType({}),
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> EnsembleConfig:
+    """The ensemble of a configuration file, or the one that options describe."""
+    if file is None:
+        return ensemble_of(models, member, preset, given)
+    defaults = {f.name: f.default for f in fields(MemberConfig)}
+    said = [name for name, value in {**member, **given}.items() if value not in (None, defaults.get(name))]
+    if models or preset != "default" or said:
+        also = "".join(f", --{name.replace('_', '-')}" for name in said)
+        raise ConfigError(f"--config names the members and how they decide: leave --member, --preset{also} out")
+    return read_ensemble(file)
 
 
 def _member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:

@@ -164,8 +164,8 @@ def show_summary(result: EnsembleResult, notes: Console) -> None:
 def _speed_line(result: EnsembleResult) -> str:
     tokens, seconds = result.usage.completion_tokens, result.total_seconds
     parts = [
-        f"first segment {_seconds(result.first_segment_seconds)}",
-        f"{tokens / seconds if seconds else 0:.1f} tokens/s ({tokens} in {_seconds(seconds)})",
+        f"first segment {duration(result.first_segment_seconds)}",
+        f"{tokens / seconds if seconds else 0:.1f} tokens/s ({tokens} in {duration(seconds)})",
         f"finished: {result.finish_reason}",
     ]
     if result.stop_sequence is not None:
@@ -190,7 +190,7 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
 
 def _round_line(record: RoundRecord) -> str:
     timing = record.timing
-    stages = f"draft {_seconds(timing.draft)}, verify {_seconds(timing.verify)}, commit {_seconds(timing.commit)}"
+    stages = f"draft {duration(timing.draft)}, verify {duration(timing.verify)}, commit {duration(timing.commit)}"
     return visible(f"round {record.index} · {stages}{'' if record.verified else ' · not verified'}{lead_of(record)}")
 
 
@@ -259,7 +259,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "probe error": f"{report.probe_error:.1e}",
         "graphs": report.graphs,
         "stop tokens": ", ".join(map(str, report.stop_token_ids)),
-        "load": _seconds(report.load_seconds),
+        "load": duration(report.load_seconds),
     }
 
 
@@ -299,5 +299,5 @@ def _pairs(numbers: Mapping[str, float]) -> str:
     return visible(", ".join(f"{name} {number(value)}" for name, value in numbers.items()))
 
 
-def _seconds(value: float | None) -> str:
+def duration(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f} s"

@@ -33,16 +33,17 @@ ENDS = {
 
 def document(result: AnswerRecord, title: str | None = None) -> str:
     """The report as a whole HTML file. `title`: its heading, usually the question."""
-    return _environment().get_template("document.html").render(view(result), title=title, running=False)
+    return environment().get_template("document.html").render(view(result), title=title, running=False)
 
 
 def fragment(result: AnswerRecord, *, running: bool = False) -> str:
     """The report as an element to put into another page. `running`: the answer is still being written."""
-    return _environment().get_template("fragment.html").render(view(result), title=None, running=running)
+    return environment().get_template("fragment.html").render(view(result), title=None, running=running)
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Templates that escape what they are given."""
     environment = Environment(
         loader=PackageLoader("specfuse_shared.report"),
         autoescape=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
+from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.members.guesses import MOST_GUESSED
@@ -54,7 +55,7 @@ class Budget:
         own = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
         return int(self._prefix_share * min(own, default=0))
 
-    def needs(self, session: AnswerSession) -> Need:
+    def needs(self, session: AnswerSession | ScoringSession) -> Need:
         """What the answer may need. Raises `RequestError` if it could not even run alone."""
         rows: dict[str, int] = {}
         logits: Counter[str] = Counter()

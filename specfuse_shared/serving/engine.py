@@ -13,8 +13,9 @@ from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
 from specfuse_shared.config import EnsembleConfig, as_config
-from specfuse_shared.errors import EngineClosedError
+from specfuse_shared.errors import EngineClosedError, RequestError
 from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.loading.planning import stated_context
 from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.member_config import MemberConfig
@@ -182,6 +183,24 @@ class EnsembleEngine:
         """
         asked = zip(conversations, one_each(conversations, params), strict=True)
         return results_of([partial(self.stream, each, own, **options) for each, own in asked], return_exceptions)
+
+    def log_probabilities(
+        self, messages: Conversation, texts: Sequence[str], **options: Unpack[CallOptions]
+    ) -> dict[str, tuple[float, ...]]:
+        """Member → natural log p of each text as the beginning of its own answer; nothing is generated.
+
+        Members that fail are missing. Raises `RequestError` before any work if there is nothing to judge, or if the
+        request cannot be served, `GenerationError` where all members fail.
+        """
+        if isinstance(texts, str) or not texts or not all(texts):
+            raise RequestError("log_probabilities takes a list of texts, none of them empty")
+        items: SimpleQueue[Event | Exception] = SimpleQueue()
+        opening = Opening(self.config, messages, None, options, texts)
+        opener = self._ready()
+        request = opener.open(opening.start(), items.put)
+        result_of(EventStream(items, partial(opener.cancel, request)))
+        assert isinstance(request.session, ScoringSession)
+        return request.session.scores
 
     # ── asynchronous ─────────────────────────────────────────────────────────────────────────────
 

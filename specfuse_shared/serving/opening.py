@@ -13,6 +13,7 @@ from typing import Self
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event
+from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import Member
 from specfuse_shared.sampling_params import SamplingParams
@@ -28,15 +29,20 @@ OPENING_THREADS = 4
 class Opening:
     """A call on its way into the queue. Raises what is wrong with it at the first look: `RequestError`, `ConfigError`.
 
-    `deadline`: when its timeout passes, by the monotonic clock.
+    `deadline`: when its timeout passes, by the monotonic clock. `texts`: what members shall judge instead of answering.
     """
 
     def __init__(
-        self, config: EnsembleConfig, messages: Conversation, params: SamplingParams | None, options: CallOptions
+        self,
+        config: EnsembleConfig,
+        messages: Conversation,
+        params: SamplingParams | None,
+        options: CallOptions,
+        texts: Sequence[str] = (),
     ) -> None:
         check_options(options)
         self.config, self.params = config.only(options.get("members")), params or SamplingParams()
-        self.messages = conversation_of(messages)
+        self.messages, self.texts = conversation_of(messages), tuple(texts)
         choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", False)
         self.tools = ToolUse(tools_of(options.get("tools", ())), choice, parallel)
         self._timeout = options.get("timeout")
@@ -117,9 +123,11 @@ class Opener:
             raise
         return request
 
-    def _session(self, opening: Opening) -> AnswerSession:
+    def _session(self, opening: Opening) -> AnswerSession | ScoringSession:
         members = [member for member in self._members if member.name in opening.config.names]
         traffic, check = self._scheduler.traffic, opening.check
+        if opening.texts:
+            return ScoringSession(opening.config, members, opening.messages, opening.texts, check)
         return AnswerSession(opening.config, members, opening.messages, opening.params, opening.tools, traffic, check)
 
     def _cancel_late(self, submitting: asyncio.Future[Request]) -> None:

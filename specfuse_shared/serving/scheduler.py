@@ -25,6 +25,7 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.leading import Traffic
+from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
@@ -46,7 +47,7 @@ class LaneDiedError(RuntimeError):
 class Request:
     """One answer in the scheduler; `deliver` is called from the worker with its events, last with its end."""
 
-    session: AnswerSession
+    session: AnswerSession | ScoringSession
     deliver: Deliver
     deadline: float | None = None
     number: int = 0

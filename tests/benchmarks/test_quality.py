@@ -17,6 +17,9 @@ from typer import BadParameter
 from variants import BARS, PUBLISHED, SMOL, VARIANTS
 
 from specfuse_shared import EnsembleConfig
+from specfuse_shared.comparing import Answer
+from specfuse_shared.comparing.intervals import difference
+from specfuse_shared.comparing.run_file import RunFile
 
 
 @pytest.fixture
@@ -40,11 +43,11 @@ def answered(data: Path) -> Callable[[str, dict[str, str]], None]:
     """Store a variant's answers: one text for each set."""
 
     def store(name: str, texts: dict[str, str]) -> None:
-        made = {"tokens": 3, "rounds": 2, "active": 2.0}
-        rows = quality_rows.read_rows(data, texts, "all")
-        lines = [json.dumps({"key": row["key"], "text": texts[row["set"]], **made}) for row in rows]
         quality_rows.answers_file(name).parent.mkdir(exist_ok=True)
-        quality_rows.answers_file(name).write_text("\n".join(lines))
+        with RunFile(quality_rows.answers_file(name)) as file:
+            for row in quality_rows.read_rows(data, texts, "all"):
+                made = Answer(texts[row.group], "stop", tokens=3, rounds=2, active=2.0, forwards=5)
+                file.add_answer(row.id, made, name, row.id)
 
     return store
 
@@ -56,11 +59,11 @@ def encode(texts: list[str]) -> NDArray[np.float32]:
 
 def test_the_halves_part_the_rows(data: Path) -> None:
     chosen, confirmed, every = (
-        [row["id"] for row in quality_rows.read_rows(data, ["open"], half)] for half in ("choose", "confirm", "all")
+        [row.id for row in quality_rows.read_rows(data, ["open"], half)] for half in ("choose", "confirm", "all")
     )
-    assert (chosen, confirmed) == (["0", "2", "4"], ["1", "3"])
-    assert every == ["0", "1", "2", "3", "4"]
-    assert quality_rows.read_rows(data, ["open"], "all", 2, 400)[1]["budget"] == 400
+    assert (chosen, confirmed) == (["open/0", "open/2", "open/4"], ["open/1", "open/3"])
+    assert len(every) == 5
+    assert quality_rows.read_rows(data, ["open"], "all", 2, 400)[1].max_tokens == 400
     with pytest.raises(BadParameter, match="choose, confirm or all"):
         quality_rows.read_rows(data, ["open"], "neither")
     with pytest.raises(BadParameter, match="no task 'opne'"):
@@ -69,29 +72,9 @@ def test_the_halves_part_the_rows(data: Path) -> None:
 
 def test_a_passage_is_asked_in_two_ways_with_answers_of_their_own(data: Path) -> None:
     few, sentence = (quality_rows.read_rows(data, [task], "all", 1)[0] for task in ("rag", "rag-sentence"))
-    assert few["id"] == sentence["id"]
-    assert few["key"] != sentence["key"]
-    assert "a few words" in quality_rows.question(few)
-    assert "one short sentence" in quality_rows.question(sentence)
-    assert all("It is red." in quality_rows.question(row) for row in (few, sentence))
-
-
-def test_intervals_are_of_paired_differences() -> None:
-    same = quality_table.difference([5.0, 6.0], [5.0, 6.0])
-    assert (same["mean"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
-    gap = quality_table.difference([10.0 * n + 1 for n in range(30)], [10.0 * n for n in range(30)])
-    assert gap["low"] == pytest.approx(1.0) == gap["high"]
-    wide = quality_table.difference([float(n % 2) for n in range(40)], [0.0] * 40)
-    assert 0.2 < wide["low"] < wide["mean"] == 0.5 < wide["high"] < 0.8
-
-
-def test_what_can_be_seen_is_seen_in_four_of_five_samples() -> None:
-    """Simulated: at that true difference, that share of intervals excludes zero."""
-    dice, n = np.random.default_rng(1), 50
-    least = quality_table.least_seen(dice.normal(0, 7, 100_000)) * np.sqrt(100_000 / n)
-    samples = dice.normal(least, 7, (2000, n))
-    found = samples.mean(axis=1) - 1.96 * samples.std(axis=1, ddof=1) / np.sqrt(n) > 0
-    assert found.mean() == pytest.approx(quality_table.POWER, abs=0.03)
+    assert (few.id, sentence.id) == ("rag/0", "rag-sentence/0")
+    assert few.prompt == "Answer the question with a few words.\n\nIt is red.\n\n0?"
+    assert sentence.prompt == "Answer the question in one short sentence.\n\nIt is red.\n\n0?"
 
 
 def test_a_table_has_every_column_against_its_best_member(
@@ -117,7 +100,7 @@ def test_a_table_has_every_column_against_its_best_member(
     for facts in whole.values():
         for column, rival in rivals.items():
             other = whole[rival]["columns"][column]["each"]
-            facts["columns"][column]["difference"] = quality_table.difference(facts["columns"][column]["each"], other)
+            facts["columns"][column]["difference"] = difference(facts["columns"][column]["each"], other)
     quality_table.show(whole, rivals, "title", plain=True)
     head, _, *lines = capsys.readouterr().out.strip().splitlines()
     cells = dict(zip(head.split(" | "), lines[-1].split(" | "), strict=True))
@@ -129,7 +112,7 @@ def test_a_table_has_every_column_against_its_best_member(
 
 def test_below_each_table_stands_what_cannot_be_seen() -> None:
     def facts(each: list[float]) -> dict[str, Any]:
-        return {"columns": {"open: rougeL": {"each": each, "difference": quality_table.difference(each, [0.0] * 40)}}}
+        return {"columns": {"open: rougeL": {"each": each, "difference": difference(each, [0.0] * 40)}}}
 
     noisy = [float(5 * (n % 2)) for n in range(40)]
     [line] = quality_table.seen({BARS[0]: facts([0.0] * 40), "default": facts(noisy)}, {"open: rougeL": BARS[0]})

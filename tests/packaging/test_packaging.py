@@ -22,6 +22,7 @@ EXTRAS = (
     "adapters",
     "demo",
     "grammar",
+    "compare",
     "bench",
     "metrics",
     "serve",
@@ -164,6 +165,22 @@ def test_an_adapter_without_its_extra_says_what_to_install(
     said = run_with_extra(metadata, unpacked, other, code)
     assert said.startswith("MissingExtraError ")
     assert f'pip install "specfuse-llm[{extra}]"' in said
+
+
+def test_comparing_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:
+    code = (
+        "from specfuse_shared.comparing import ENSEMBLE, Answer, Comparison, own_questions\n"
+        "from specfuse_shared.comparing.asking import askers_of\n"
+        "from specfuse_shared import EnsembleConfig\n"
+        "asked = own_questions().questions\n"
+        "answers = {q.id: Answer('Jupiter', 'stop', 1, 1, 1.0, 1) for q in asked}\n"
+        "askers = askers_of(EnsembleConfig(['a', 'b']))\n"
+        "found = Comparison(asked, tuple(askers), {a.name: answers for a in askers}, {})\n"
+        "print(found.verdict.outcome, len(found.to_html()) > 10_000)"
+    )
+    assert run_with_extra(metadata, unpacked, "compare", code).split("\n")[0] == "not seen True"
+    without = "import sys; sys.stderr = sys.stdout; from specfuse_shared.cli.commands import main; main(['compare'])"
+    assert 'needs the "compare" extra' in run_with_extra(metadata, unpacked, "", without)
 
 
 def test_the_server_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:

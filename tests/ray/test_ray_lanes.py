@@ -15,7 +15,7 @@ import pytest
 from transformers import LlamaConfig
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, SamplingParams
-from specfuse_shared.adapters.records import plain_config
+from specfuse_shared.adapters import plain_config
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from tests.engine.test_piped_lane import ASKED, everything
 

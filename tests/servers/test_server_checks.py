@@ -21,7 +21,7 @@ from specfuse_shared import (
     SamplingParams,
     addresses,
 )
-from specfuse_shared.adapters.records import ledger, plain_config
+from specfuse_shared.adapters import ledger, plain_config
 from specfuse_shared.api_server.settings import read_config
 from specfuse_shared.cli.commands import main
 from specfuse_shared.cli.doctor import examine

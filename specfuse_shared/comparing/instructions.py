@@ -11,19 +11,36 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from langdetect import DetectorFactory, LangDetectException, detect
-
-DetectorFactory.seed = 0
+from specfuse_shared.comparing.libraries import library
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.validation import check_choice
 
 Check = Callable[..., bool]
 
 
-def followed(answer: str, instructions: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the answer follows every instruction (strict, by prompt). An empty answer follows none."""
-    if not answer.strip():
-        return False
-    given = zip(instructions, settings, strict=True)
-    return all(CHECKS[name](answer, **{k: v for k, v in s.items() if v is not None}) for name, s in given)
+def followed(answer: str, instructions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the answer follows every instruction (strict, by prompt). An empty answer follows none.
+
+    An instruction is its `name` and what it asks for, such as `{"name": "length_constraints:number_words",
+    "num_words": 20, "relation": "less than"}`.
+    """
+    return bool(answer.strip()) and all(_follows(answer, instruction) for instruction in instructions)
+
+
+def check_instruction(instruction: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for an instruction that cannot be checked."""
+    if not isinstance(instruction, Mapping) or "name" not in instruction:
+        raise ConfigError(f"an instruction is a mapping with its name, not {instruction!r}")
+    check_choice("an instruction's name", instruction["name"], tuple(CHECKS))
+    try:
+        _follows("A word.", instruction)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"the instruction {instruction['name']!r} cannot be checked: {error}") from error
+
+
+def _follows(answer: str, instruction: Mapping[str, Any]) -> bool:
+    asked = {key: value for key, value in instruction.items() if key != "name" and value is not None}
+    return CHECKS[instruction["name"]](answer, **asked)
 
 
 def _relates(count: int, relation: str, bound: int) -> bool:
@@ -39,9 +56,11 @@ def _count(word: str, text: str) -> int:
 
 
 def _is_language(text: str, language: str) -> bool:
+    detector = library("langdetect")
+    detector.DetectorFactory.seed = 0
     try:
-        return bool(detect(text) == language)
-    except LangDetectException:  # nothing in it but digits and marks
+        return bool(detector.detect(text) == language)
+    except detector.LangDetectException:  # nothing in it but digits and marks
         return True
 
 

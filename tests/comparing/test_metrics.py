@@ -1,14 +1,15 @@
-"""What the quality benchmark counts as good."""
+"""What counts as good."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import ifeval
-import numpy as np
 import pytest
-from metrics import STRETCH, coherence, cosines, goes_in_circles, score
-from numpy.typing import NDArray
+
+from specfuse_shared import ConfigError
+from specfuse_shared.comparing import Question
+from specfuse_shared.comparing.instructions import CHECKS, check_instruction, followed
+from specfuse_shared.comparing.metrics import agreement, goes_in_circles, score
 
 YES: list[tuple[str, dict[str, Any], str]] = [
     ("keywords:existence", {"keywords": ["sea", "Moon"]}, "The moon pulls the sea."),
@@ -70,73 +71,105 @@ NO = {
 }
 
 
+def short(*references: str) -> Question:
+    return Question("What?", references=references, kind="short")
+
+
 @pytest.mark.parametrize(("name", "settings", "answer"), YES, ids=[name for name, _, _ in YES])
 def test_every_check_tells_an_answer_that_follows_from_one_that_does_not(
     name: str, settings: dict[str, Any], answer: str
 ) -> None:
-    assert ifeval.followed(answer, [name], [settings])
-    assert not ifeval.followed(NO[name], [name], [settings])
-    assert not ifeval.followed(" \n", [name], [settings])
+    instruction = {"name": name, **settings}
+    check_instruction(instruction)
+    assert followed(answer, [instruction])
+    assert not followed(NO[name], [instruction])
+    assert not followed(" \n", [instruction])
 
 
 def test_every_check_is_tested() -> None:
-    assert {name for name, _, _ in YES} == set(ifeval.CHECKS) == set(NO)
+    assert {name for name, _, _ in YES} == set(CHECKS) == set(NO)
 
 
 def test_every_instruction_has_to_be_followed() -> None:
-    both = ["punctuation:no_comma", "startend:quotation"]
-    assert ifeval.followed('"Yes"', both, [{}, {}])
-    assert not ifeval.followed('"Yes, sir"', both, [{}, {}])
+    both = [{"name": "punctuation:no_comma"}, {"name": "startend:quotation", "unset": None}]
+    assert followed('"Yes"', both)
+    assert not followed('"Yes, sir"', both)
+
+
+def test_an_instruction_that_cannot_be_checked_is_named() -> None:
+    for wrong in (
+        {"name": "punctuation:no_comma", "most": 1},
+        {"names": "x"},
+        "no_comma",
+        {"name": "keywords:existence"},
+    ):
+        with pytest.raises(ConfigError, match="instruction"):
+            check_instruction(wrong)  # type: ignore[arg-type]
 
 
 def test_passages_are_scored_by_shared_words_without_articles_and_marks() -> None:
-    row = {"task": "rag", "references": ["the Moon", "a satellite"]}
-    assert score(row, "Moon.") == {"exact": 100.0, "f1": 100.0, "contains": 100.0}
+    row = short("the Moon", "a satellite")
+    assert score(row, "Moon.") == {"f1": 100.0, "contains": 100.0}
     assert score(row, "the moon above")["f1"] == pytest.approx(200 / 3)
-    assert score({"task": "rag", "references": ["北京"]}, "是北京。")["f1"] == pytest.approx(80.0)
+    assert score(short("北京"), "是北京。")["f1"] == pytest.approx(80.0)
 
 
 def test_a_passage_answer_contains_a_reference_word_by_word() -> None:
-    row = {"task": "rag", "references": ["3 to 9 kg", "nine"]}
+    row = short("3 to 9 kg", "nine")
     assert score(row, "It weighs from 3 to 9 kg, they say.")["contains"] == 100
     assert score(row, "It weighs from 3 to 90 kg.")["contains"] == 0
-    assert score({"task": "rag", "references": ["北京"]}, "首都是北京。")["contains"] == 100
-
-
-def test_meaning_is_that_of_the_nearest_reference() -> None:
-    def encode(texts: list[str]) -> NDArray[np.float32]:
-        """Sea, moon, and against both."""
-        kinds = {"s": [1.0, 0.0], "m": [0.6, 0.8]}
-        return np.array([kinds.get(text[:1], [-1.0, 0.0]) for text in texts], dtype=np.float32)
-
-    found = cosines([["sea", "moon"], ["moon"], ["sea"], ["sea"]], ["moon", "sea", "x", " "], encode)
-    assert found == pytest.approx([100.0, 60.0, 0.0, 0.0])
+    assert score(short("北京"), "首都是北京。")["contains"] == 100
 
 
 def test_sums_are_scored_by_the_last_number() -> None:
-    row = {"task": "math", "references": ["6,000"]}
+    row = Question("How many?", references=["6,000"])
+    assert row.kind == "number"
     assert score(row, "2 times 3000 is $6000.")["exact"] == 100
     assert score(row, "6000 or 7")["exact"] == 0
 
 
-@pytest.mark.parametrize("task", ["open", "instruct", "rag", "math", "ifeval"])
-def test_an_empty_answer_scores_nothing(task: str) -> None:
-    row = {"task": task, "references": ["1"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+def test_a_choice_is_the_first_letter_that_stands_alone() -> None:
+    row = Question("Which?", choices=["a cat", "a dog"], references=["a dog"])
+    assert [score(row, said)["right"] for said in ("B", "B. a dog", "The answer is B", "A", "dog", "AB")] == [
+        *(100.0, 100.0, 100.0, 0.0, 0.0, 0.0)
+    ]
+
+
+def test_running_text_is_scored_by_its_longest_common_sequence_with_the_nearest_reference() -> None:
+    row = Question("Why?", references=["the cat sat on the mat by the door", "a bird sings"], kind="text")
+    assert score(row, "a bird sings") == {"rougeL": 100.0}
+    assert score(row, "the cat sat")["rougeL"] == pytest.approx(50.0)
+    assert score(row, "nothing of it")["rougeL"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Question("x", references=["one two three four five six seven"]),
+        Question("x", references=["семь слов стоят в этом ответе тут"]),
+        Question("x", references=["one"]),
+        Question("x", references=["1"]),
+        Question("x", choices=["a", "b"], references=["a"]),
+        Question("x", instructions=[{"name": "punctuation:no_comma"}]),
+    ],
+    ids=lambda row: f"{row.kind}-{row.references[:1]}",
+)
+def test_an_empty_answer_scores_nothing(row: Question) -> None:
     assert set(score(row, "\n").values()) == {0.0}
+
+
+def test_a_question_without_references_is_not_scored() -> None:
+    assert score(Question("Why?"), "Because.") == {}
+
+
+def test_agreement_is_of_words() -> None:
+    assert agreement("The sea.", "sea") == 100.0
+    assert agreement("", "") == 100.0
+    assert agreement("a bird", "the sea") == 0.0
+    assert agreement("blue sea", "sea") == pytest.approx(200 / 3)
 
 
 def test_circles() -> None:
     assert goes_in_circles("He ran fast.\nShe too.\nHe ran fast.\nHe ran fast.")
     assert goes_in_circles("so " + "and on we go " * 3)
     assert not goes_in_circles("- yes\n- yes\n- yes")
-
-
-def test_coherence_is_of_neighbours_and_of_the_end_with_the_question() -> None:
-    def encode(texts: list[str]) -> NDArray[np.float32]:
-        """Texts about the sea, texts about the moon."""
-        return np.array([[1.0, 0.0] if "sea" in text else [0.0, 1.0] for text in texts], dtype=np.float32)
-
-    sea, moon = "sea " * STRETCH, "moon " * STRETCH
-    assert coherence("The sea?", sea + sea + "moon", encode) == {"neighbours": 100.0, "on_topic": 100.0}
-    assert coherence("The sea?", sea + sea + moon, encode) == {"neighbours": 50.0, "on_topic": 0.0}
-    assert coherence("The sea?", sea, encode) == {}

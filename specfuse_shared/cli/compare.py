@@ -1,0 +1,260 @@
+"""`specfuse-llm compare`: is the ensemble better than its best member, on these questions?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from specfuse_shared.cli import terminal
+from specfuse_shared.cli.files import check_writable, write_report
+from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble
+from specfuse_shared.config import PRESETS, EnsembleConfig
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.validation import check_choice
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing import Comparison, OnProgress, Progress, QuestionSet, Tuned
+
+TENTHS = 10
+
+Questions = Annotated[
+    Path | None,
+    typer.Option(
+        "--questions",
+        metavar="FILE",
+        help="Questions: .txt (one a line), .csv, .tsv or .jsonl.  [default: those of this package]",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the report to an HTML file.")]
+Run = Annotated[
+    Path, typer.Option("--run", metavar="FILE", help="Where answers are kept: run it again, and none is asked twice.")
+]
+LeaveOneOut = Annotated[bool, typer.Option("--leave-one-out", help="Ask the ensemble without each member, too.")]
+Vote = Annotated[Path | None, typer.Option("--vote", metavar="FILE", help="Write a page to vote on hidden answers.")]
+Against = Annotated[
+    str | None, typer.Option("--against", metavar="NAME", help="Member to vote against.  [default: the best one]")
+]
+Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes of a saved voting page.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
+Timed = Annotated[int, typer.Option("--timed", metavar="N", help="Questions to ask one at a time, to time them.")]
+Tune = Annotated[
+    str | None,
+    typer.Option(
+        "--tune",
+        metavar="FILE",
+        help="Choose weights on half of the questions, confirm them on the other; where they gain, write the ensemble "
+        "to a TOML file (FILE#NAME; NAME is 'tuned' if unset).",
+    ),
+]
+Judge = Annotated[
+    str | None, typer.Option("--judge", metavar="WHO", help='"members" rate each other\'s answers, nobody its own.')
+]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
+
+
+def compare(
+    member: Members = None,
+    config: ConfigFile = None,
+    questions: Questions = None,
+    out: Out = None,
+    run: Run = Path("compare.jsonl"),
+    leave_one_out: LeaveOneOut = False,
+    vote: Vote = None,
+    against: Against = None,
+    votes: Cast = None,
+    tune: Tune = None,
+    judge: Judge = None,
+    preset: Preset = "default",
+    max_tokens: MaxTokens = None,
+    timed: Timed = 3,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> int:
+    """Ask everybody the same questions, and say whether the ensemble is worth it."""
+    from specfuse_shared import comparing
+
+    comparing.check_libraries()
+    pages = _Pages.checked(out, vote, votes, against)
+    asked = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
+    ensemble = chosen_ensemble(member, config, preset)
+    if against is not None:
+        check_choice("--against", against, ensemble.names)
+    more = _More.checked(ensemble, asked, tune, judge)
+    calm(verbose)
+    how: dict[str, Any] = {"run": run, "max_tokens": max_tokens}
+    with _progress(terminal.stderr()) as on_progress:
+        found = comparing.compare(
+            ensemble, asked, **how, leave_one_out=leave_one_out, timed=timed, on_progress=on_progress
+        )
+        found = more.add(found, ensemble, asked, how, on_progress)
+    found = found if pages.cast is None else found.with_votes(pages.cast)
+    if as_json:
+        print(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        show_comparison(found, terminal.stdout())
+    pages.write(found)
+    more.write(found)
+    print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """What is written of a comparison, and the votes that saved pages hold: `cast` ones count, `earlier` ones stay."""
+
+    out: Path | None
+    vote: Path | None
+    against: str | None
+    cast: Mapping[str, str] | None
+    earlier: Mapping[str, str]
+
+    @classmethod
+    def checked(cls, out: Path | None, vote: Path | None, votes: Path | None, against: str | None) -> Self:
+        """Raises `ConfigError` for a file that cannot be written or is no voting page."""
+        from specfuse_shared.comparing import votes_on
+
+        earlier = votes_on(vote) if vote is not None and vote.exists() else {}
+        for file, option in ((out, "--out"), (vote, "--vote")):
+            if file is not None:
+                check_writable(file, option)
+        return cls(out, vote, against, votes_on(votes) if votes is not None else None, earlier)
+
+    def write(self, found: Comparison) -> None:
+        if self.out is not None:
+            write_report(self.out, found.to_html())
+        if self.vote is not None:
+            page = found.to_voting_page(self.against, {**self.earlier, **(self.cast or {})})
+            write_report(self.vote, page, "voting page")
+
+
+@dataclass(slots=True)
+class _More:
+    """What is found out besides. A failure is told after the verdict, which it does not touch."""
+
+    file: Path | None
+    name: str
+    judges: bool
+    tuned: Tuned | None = None
+    failure: SpecFuseError | None = None
+
+    @classmethod
+    def checked(cls, ensemble: EnsembleConfig, asked: QuestionSet, tune: str | None, judge: str | None) -> Self:
+        """`tune`: FILE, or FILE#NAME. Raises `ConfigError` before anybody is asked."""
+        from specfuse_shared import comparing
+
+        if judge is not None:
+            check_choice("--judge", judge, ("members",))
+        place, _, name = (tune or "").partition("#")
+        if place:
+            comparing.check_config_file(Path(place))
+            check_writable(Path(place), "--tune")
+            comparing.tunable(ensemble, asked)
+        return cls(Path(place) if place else None, name or "tuned", judge is not None)
+
+    def add(
+        self,
+        found: Comparison,
+        ensemble: EnsembleConfig,
+        asked: QuestionSet,
+        how: Mapping[str, Any],
+        on_progress: OnProgress,
+    ) -> Comparison:
+        """The comparison with what tuned weights and judges say."""
+        from specfuse_shared.comparing import rate, tune
+
+        try:
+            if self.judges:
+                ratings = rate(found, ensemble, run=how["run"], on_progress=on_progress)
+                found = replace(found, notes=(*found.notes, ratings.point))
+            if self.file is not None:
+                self.tuned = tune(ensemble, asked, **how, on_progress=on_progress)
+                found = replace(found, notes=(*found.notes, self.tuned.point))
+        except SpecFuseError as error:
+            self.failure = error
+        return found
+
+    def write(self, found: Comparison) -> None:
+        """The tuned ensemble, where it gained. Raises what kept it from being found."""
+        from specfuse_shared.comparing import write_ensemble
+
+        if self.failure is not None:
+            raise self.failure
+        if self.file is not None and self.tuned is not None and self.tuned.gained:
+            write_ensemble(self.file, self.name, self.tuned.config, [found.verdict.headline, self.tuned.point.text])
+            print(f"ensemble: {terminal.visible(str(self.file))} [ensembles.{self.name}]", file=sys.stderr)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[OnProgress]:
+    """A bar with the time left; a line for each stage and each tenth where nobody watches."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    if not console.is_terminal:
+        said = ("", -1)
+
+        def line(progress: Progress) -> None:
+            nonlocal said
+            now = (progress.stage, TENTHS * progress.done // max(1, progress.total))
+            if now != said:
+                print(terminal.visible(f"{progress.done}/{progress.total} {progress.stage}"), file=sys.stderr)
+            said = now
+
+        yield line
+        return
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("answers", total=None)
+
+        def show(progress: Progress) -> None:
+            stage = terminal.visible(progress.stage)
+            bar.update(task, description=stage, completed=progress.done, total=progress.total)
+
+        yield show
+
+
+def show_comparison(comparison: Comparison, out: Console) -> None:
+    """The verdict, then the numbers behind it."""
+    verdict = comparison.verdict
+    out.print(Text(terminal.visible(verdict.headline), style="bold"))
+    for point in verdict.points:
+        out.print(Text.assemble((f"{point.title}: ", "bold"), terminal.visible(point.text)))
+    if verdict.limits:
+        out.print(Text("What this does not show:", style="dim bold"))
+    for limit in verdict.limits:
+        out.print(Text(f"  {terminal.visible(limit)}", style="dim"))
+    for remark in comparison.remarks:
+        out.print(Text(f"  {terminal.visible(remark)}", style="yellow"))
+    out.print()
+    out.print(_table(comparison))
+
+
+def _table(comparison: Comparison) -> Table:
+    """A column for each of those who answered."""
+    from specfuse_shared.comparing.metrics import LABELS
+
+    table = Table("", box=None, pad_edge=False, header_style="dim")
+    names = [asker.name for asker in comparison.askers]
+    for name in names:
+        table.add_column(Text(terminal.visible(name)), justify="right", overflow="fold")
+    for column in comparison.columns.values():
+        title = f"{column.group}, {LABELS[column.metric]}" if column.metric else "all questions"
+        points = [f"{column.means[name]:.1f}" for name in names]
+        table.add_row(Text(terminal.visible(title)), *points)
+    habits, costs = [comparison.habits[n] for n in names], [comparison.costs[n] for n in names]
+    table.add_row("words", *(f"{each.words:.0f}" for each in habits))
+    table.add_row("in circles", *(f"{each.circles:.0f} %" for each in habits))
+    table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
+    table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
+    return table

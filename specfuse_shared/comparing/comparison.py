@@ -1,0 +1,229 @@
+"""A comparison: everybody's answers to the same questions, what they are worth, and what can be said of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from specfuse_shared.comparing.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.libraries import check_libraries
+from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run_file import Answer, RunFile
+from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
+from specfuse_shared.comparing.verdict import Point, Verdict, judged
+from specfuse_shared.comparing.voting import Votes, counted, voting_page
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.validation import check
+
+LEAST_ANSWERED = 0.5
+"""Who has answered less than this share of the questions is left out, so that the others keep theirs."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everybody's answers and what follows from them. `answers`: by asker and question, of questions that all answered.
+
+    `remarks`: what was left out, and why. `weights`: bytes of each asker's models, 0 where they are unknown. `votes`:
+    what people said (`with_votes`). `notes`: what else the verdict says. `in_half`: members
+    that compute in half precision.
+    """
+
+    questions: tuple[Question, ...]
+    askers: tuple[Asker, ...]
+    answers: Mapping[str, Mapping[str, Answer]]
+    weights: Mapping[str, int]
+    remarks: tuple[str, ...] = ()
+    own: bool = False
+    votes: Votes | None = None
+    notes: tuple[Point, ...] = ()
+    in_half: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of those that answered alone."""
+        return tuple(asker.name for asker in self.askers if asker.is_member)
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Name → points by group and metric; the first is over all questions. Empty where nothing can be scored."""
+        return columns_of(self.questions, self.answers, self.members)
+
+    @cached_property
+    def habits(self) -> dict[str, Habits]:
+        return {name: habits_of(own) for name, own in self.answers.items()}
+
+    @cached_property
+    def costs(self) -> dict[str, Cost]:
+        return {name: cost_of(own, self.weights.get(name, 0)) for name, own in self.answers.items()}
+
+    @cached_property
+    def agreement(self) -> dict[str, float]:
+        """Question → how much the members' answers have in common, 0 to 100."""
+        return agreement_of(self.answers, self.members)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What a reader can act on, with its interval and what the rows cannot show."""
+        return judged(self)
+
+    def without(self, member: str) -> str | None:
+        """Who answers where this member is left out; None if nobody was asked so."""
+        others = [name for name in self.members if name != member]
+        if len(self.members) == 2:
+            return others[0]
+        return next((asker.name for asker in self.askers if asker.without == member), None)
+
+    def to_html(self) -> str:
+        """The report: one HTML file that needs neither a network nor scripts."""
+        from specfuse_shared.comparing.page import document
+
+        return document(self)
+
+    def to_voting_page(self, against: str | None = None, votes: Mapping[str, str] | None = None) -> str:
+        """A page on which a person votes between hidden answers of the ensemble and of a member, the best one if unset.
+
+        `votes` were given before (`votes_on` a saved page). Raises `ConfigError` where all answers are the same.
+        """
+        return voting_page(self, against, votes)
+
+    def with_votes(self, votes: Mapping[str, str]) -> Comparison:
+        """The comparison with what people said; votes on other answers than these do not count, which is said."""
+        tally, others = counted(self, votes)
+        remark = f"{others} of {len(votes)} votes are on other answers and do not count"
+        return replace(self, votes=tally, remarks=(*self.remarks, remark) if others else self.remarks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: verdict, means, differences, habits and costs; not the answers, which the run's file has."""
+        return {
+            "verdict": asdict(self.verdict),
+            "questions": len(self.questions),
+            "columns": {
+                name: {
+                    "rows": len(column.rows),
+                    "best": column.best,
+                    "means": column.means,
+                    "differences": {who: gap.to_dict() for who, gap in column.differences.items()},
+                }
+                for name, column in self.columns.items()
+            },
+            "habits": {name: asdict(each) for name, each in self.habits.items()},
+            "costs": {name: asdict(each) for name, each in self.costs.items()},
+            "votes": None if self.votes is None else {**asdict(self.votes), "share": self.votes.share.to_dict()},
+            "remarks": list(self.remarks),
+        }
+
+
+def compare(
+    members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"],
+    questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None = None,
+    *,
+    run: str | Path | None = None,
+    leave_one_out: bool = False,
+    timed: int = 3,
+    max_tokens: int | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    make_engine: MakeEngine | None = None,
+) -> Comparison:
+    """Is an ensemble of these members better than the best of them, on these questions?
+
+    `questions`: a file (`read_questions`), questions, or None for those of this package. `run`: a file that keeps the
+    answers, so that a run may be stopped and go on. `leave_one_out`: the ensemble without each member answers, too.
+    `timed`: so many questions are asked one at a time, to time them. `max_tokens`: of every answer, instead of each
+    kind's own. `make_engine`: makes the engines. Answers are greedy. Raises `ConfigError` for what cannot be asked,
+    `MissingExtraError` without the extra "compare", and `MemberLoadError`.
+    """
+    check_libraries()
+    config = config_of(members)
+    check(len(config.names) > 1, "a comparison takes two members or more: an ensemble of one is that member")
+    check(timed >= 0, f"timed must be 0 or more, not {timed!r}")
+    asked = question_set(questions)
+    with RunFile(run) as file:
+        asking = Asking(
+            askers_of(config, leave_one_out),
+            asked.questions,
+            file,
+            max_tokens=max_tokens,
+            timed=timed,
+            make_engine=make_engine,
+            on_progress=on_progress,
+        )
+        asking.ask_all()
+        return compared(asking, asked)
+
+
+def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"]) -> EnsembleConfig:
+    """The configuration that `members` stands for. Raises `ConfigError`."""
+    if isinstance(members, EnsembleConfig):
+        return members
+    if members == "demo":
+        from specfuse_shared.loading.demo import demo_members
+
+        return EnsembleConfig(demo_members())
+    return EnsembleConfig(members)
+
+
+def question_set(
+    questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None,
+) -> QuestionSet:
+    """The questions that were named, given, or come with this package. Raises `ConfigError`."""
+    if questions is None:
+        return own_questions()
+    if isinstance(questions, QuestionSet):
+        return questions
+    if isinstance(questions, (str, Path)):
+        return read_questions(questions)
+    return QuestionSet.of(list(questions))
+
+
+def compared(asking: Asking, asked: QuestionSet) -> Comparison:
+    """What came of a run. Raises `SpecFuseError` where too little is left to compare."""
+    answers, remarks = asking.answers(), list(asked.remarks)
+    least = LEAST_ANSWERED * len(asking.questions)
+    kept = [asker for asker in asking.askers if len(answers[asker.name]) >= max(1, least)]
+    remarks += _missing(asking, answers, kept)
+    if ENSEMBLE not in (a.name for a in kept) or not any(a.is_member for a in kept):
+        raise SpecFuseError(f"too few answers came to compare anything: {'; '.join(remarks)}")
+    rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in kept)]
+    if not rows:
+        raise SpecFuseError(f"there is no question that all have answered: {'; '.join(remarks)}")
+    if len(rows) < len(asking.questions):
+        remarks.append(f"{len(asking.questions) - len(rows)} of {len(asking.questions)} questions are left out of it")
+    return Comparison(
+        questions=tuple(rows),
+        askers=tuple(kept),
+        answers={a.name: {q.id: answers[a.name][q.id] for q in rows} for a in kept},
+        weights={a.name: asking.weight_bytes(a) for a in kept},
+        remarks=(*remarks, *_faults(answers)),
+        own=asked.own,
+        in_half=asking.in_half(),
+    )
+
+
+def _missing(asking: Asking, answers: Mapping[str, Mapping[str, Answer]], kept: Sequence[Asker]) -> list[str]:
+    """Who could not answer how many questions, and the first reason."""
+    remarks = []
+    for asker in asking.askers:
+        missing = len(asking.questions) - len(answers[asker.name])
+        reason = next((why for (name, _), why in asking.failures.items() if name == asker.name), "")
+        if missing:
+            out = "" if asker in kept else ", and is left out"
+            remarks.append(
+                f"{asker.name} has no answer to {missing} of {len(asking.questions)} questions{out}: {reason}"
+            )
+    return remarks
+
+
+def _faults(answers: Mapping[str, Mapping[str, Answer]]) -> list[str]:
+    """Members that left answers of an ensemble because they failed: those answers are of the others."""
+    remarks = []
+    for name, own in answers.items():
+        failed = [member for answer in own.values() for member in answer.faults]
+        for member in dict.fromkeys(failed):
+            remarks.append(f"{member} failed in {failed.count(member)} of {len(own)} answers of {name} and left them")
+    return remarks

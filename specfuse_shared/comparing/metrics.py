@@ -1,0 +1,150 @@
+"""How good an answer is, in points from 0 to 100, and what else can be said of its text."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from specfuse_shared.comparing.instructions import followed
+from specfuse_shared.comparing.libraries import library
+from specfuse_shared.fusion.repetition import TIMES, ends_in_circle
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing.questions import Question
+
+LABELS = {
+    "f1": "F1",
+    "contains": "holds a reference",
+    "rougeL": "ROUGE-L",
+    "chrf": "chrF",
+    "exact": "right number",
+    "right": "right choice",
+    "followed": "followed",
+}
+"""Metric → what people call it. The first metric of a question is the one that counts in a verdict."""
+_NUMBER = re.compile(r"-?\$?\d[\d,]*\.?\d*")
+_LATIN_SHARE = 0.9
+
+
+def score(question: Question, answer: str) -> dict[str, float]:
+    """Every metric of the question, 0 to 100, the one that counts first; none where nothing is known of a good answer.
+
+    An empty answer scores 0.
+    """
+    if not question.scored:
+        return {}
+    return {name: 100.0 * value for name, value in _KINDS[str(question.kind)](question, answer.strip()).items()}
+
+
+def number_in(text: str, *, whole: bool = False) -> float | None:
+    """The last number of a text; `whole`: the text is that number and nothing else."""
+    found = _NUMBER.findall(text)
+    if not found or (whole and found[-1].strip() != text.strip().removesuffix(".")):
+        return None
+    return float(found[-1].replace(",", "").replace("$", "").rstrip("."))
+
+
+# ── habits ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def agreement(first: str, second: str) -> float:
+    """How much two answers have in common: F1 of their words, 0 to 100."""
+    one, other = plain_words(first), plain_words(second)
+    return 100.0 if one == other else 100.0 * _f1(one, other)
+
+
+def goes_in_circles(answer: str) -> bool:
+    """Whether a line (of three words or more) stands in the answer three times, or its end is one stretch thrice."""
+    lines = (line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
+    return any_thrice(lines) or ends_in_circle(answer.split())
+
+
+def any_thrice(lines: Iterable[str]) -> bool:
+    return any(count >= TIMES for count in Counter(lines).values())
+
+
+def plain_words(text: str) -> list[str]:
+    """Words in lower case without punctuation and English articles; each Chinese or Japanese character is a word."""
+    bare = "".join(" " if unicodedata.category(c)[0] == "P" else c for c in text.lower())
+    bare = re.sub(r"([\u3040-\u30ff\u3400-\u9fff])", r" \1 ", bare)
+    return [w for w in bare.split() if w not in ("a", "an", "the") and w not in string.punctuation]
+
+
+# ── by kind ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _text(question: Question, answer: str) -> dict[str, float]:
+    """ROUGE-L (Lin 2004) knows the letters a to z alone: other writing is compared by chrF (Popović 2015)."""
+    other = _in_other_letters(question.references)
+    compared = _chrf if other else _rouge
+    return {"chrf" if other else "rougeL": max(compared(reference, answer) for reference in question.references)}
+
+
+def _rouge(reference: str, answer: str) -> float:
+    return float(_rouge_scorer().score(reference, answer)["rougeL"].fmeasure)
+
+
+def _chrf(reference: str, answer: str) -> float:
+    if not answer or not reference:
+        return 0.0
+    return float(library("nltk.translate.chrf_score").sentence_chrf(reference, answer, beta=2.0))
+
+
+@cache
+def _rouge_scorer() -> Any:
+    return library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def _in_other_letters(references: Sequence[str]) -> bool:
+    letters = [c for text in references for c in text if c.isalpha()]
+    return sum(c.isascii() for c in letters) < _LATIN_SHARE * len(letters)
+
+
+def _short(question: Question, answer: str) -> dict[str, float]:
+    """F1 over normalised words (SQuAD, Rajpurkar et al. 2016), and whether a reference is in the answer."""
+    found, wanted = plain_words(answer), [plain_words(reference) for reference in question.references]
+    return {
+        "f1": max(_f1(found, words) for words in wanted),
+        "contains": float(any(_contains(found, words) for words in wanted)),
+    }
+
+
+def _contains(words: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the wanted words stand among the words in a row."""
+    size = len(wanted)
+    return size > 0 and any(list(words[n : n + size]) == list(wanted) for n in range(len(words) - size + 1))
+
+
+def _f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+    shared = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+
+
+def _number(question: Question, answer: str) -> dict[str, float]:
+    """Whether the last number of the answer is one that is wanted."""
+    found, wanted = number_in(answer), [number_in(text) for text in question.references]
+    return {"exact": float(found is not None and any(w is not None and abs(found - w) < 1e-6 for w in wanted))}
+
+
+def _choice(question: Question, answer: str) -> dict[str, float]:
+    """Whether the first letter that stands alone is that of the right choice."""
+    found = re.search(r"\b[A-Z]\b", answer)
+    return {"right": float(found is not None and found[0] == question.letter)}
+
+
+def _instructions(question: Question, answer: str) -> dict[str, float]:
+    return {"followed": float(followed(answer, question.instructions))}
+
+
+_KINDS: dict[str, Callable[[Question, str], dict[str, float]]] = {
+    "short": _short,
+    "text": _text,
+    "number": _number,
+    "choice": _choice,
+    "instructions": _instructions,
+}

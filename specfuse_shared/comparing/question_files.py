@@ -1,0 +1,198 @@
+"""Files of questions: text (a question a line), CSV or TSV with a header, and JSON lines.
+
+A row that cannot be asked is left out and said; the others are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from specfuse_shared.comparing.questions import Question, numbered
+from specfuse_shared.errors import ConfigError, MissingExtraError
+from specfuse_shared.validation import parsed_json
+
+NAMES = {
+    "text": ("question", "prompt", "text"),
+    "references": ("references", "reference", "answers", "answer"),
+    "passage": ("passage", "context"),
+    "choices": ("choices",),
+    "instructions": ("instructions",),
+    "id": ("id",),
+    "kind": ("kind",),
+    "group": ("group",),
+    "max_tokens": ("max_tokens",),
+}
+"""Field of a `Question` → what a column may be called."""
+LISTS = ("references", "choices")
+BETWEEN = "|"
+"""Stands between several references or choices in a cell."""
+_IFEVAL = ("instruction_id_list", "kwargs")
+_FEW = 5
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """What will be asked, and what had to be left out or renamed. `own`: they came with this package."""
+
+    questions: tuple[Question, ...]
+    remarks: tuple[str, ...] = ()
+    own: bool = False
+
+    @classmethod
+    def of(cls, given: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
+        """Questions that were given, each with an id of its own. Raises `ConfigError` where none is left."""
+        made = [_as_question(question) for question in given]
+        questions, more = numbered(made)
+        return cls(tuple(questions), (*remarks, *more))
+
+
+def own_questions() -> QuestionSet:
+    """The package's own: general knowledge and invented documents, in English."""
+    text = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8")
+    return QuestionSet(QuestionSet.of(list(_parsed(_json_rows(text), []))).questions, own=True)
+
+
+def read_questions(path: str | Path) -> QuestionSet:
+    """The questions of a file, by its ending. Raises `ConfigError` that names a file without any."""
+    path = Path(path)
+    readers = {".txt": _lines, ".csv": _table, ".tsv": _table, ".jsonl": _json_rows, ".ndjson": _json_rows}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path} has the ending {path.suffix!r}: give a {', '.join(readers)} file of questions")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a file of questions") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    remarks: list[str] = []
+    try:
+        found = QuestionSet.of(list(_parsed(reader(text), remarks)), remarks)
+    except MissingExtraError:
+        raise
+    except (ConfigError, csv.Error) as error:
+        first = f"; {remarks[0]}" if remarks else ""
+        raise ConfigError(f"{path}: {error}{first}") from error
+    return found
+
+
+def _as_question(given: Question | str | Mapping[str, Any]) -> Question:
+    if isinstance(given, Question):
+        return given
+    if isinstance(given, str):
+        return Question(given)
+    if isinstance(given, Mapping):
+        return Question.from_dict(given)
+    raise ConfigError(f"a question is a text, a mapping or a Question, not {type(given).__name__}")
+
+
+Rows = Iterator[tuple[str, Mapping[str, Any] | str]]
+"""Where a row stands, and the row; a text says what is wrong with it."""
+
+
+def _parsed(rows: Rows, remarks: list[str]) -> Iterator[Question]:
+    unused: dict[str, None] = {}
+    for where, row in rows:
+        if isinstance(row, str):
+            remarks.append(f"{where} is left out: {row}")
+            continue
+        try:
+            question = _question(row)
+        except MissingExtraError:
+            raise
+        except ConfigError as error:
+            remarks.append(f"{where} is left out: {error}")
+            continue
+        unused.update(dict.fromkeys(_unused(row)))
+        yield question
+    if unused:
+        remarks.append(f"columns without effect: {', '.join(list(unused)[:_FEW])}{' …' if len(unused) > _FEW else ''}")
+
+
+def _question(row: Mapping[str, Any]) -> Question:
+    given: dict[str, Any] = {}
+    for field, names in NAMES.items():
+        value = next((row[name] for name in names if row.get(name) not in (None, "", [])), None)
+        if value is not None:
+            given[field] = value
+    if not any(name in row for name in NAMES["text"]):
+        raise ConfigError(f"it has no question: name the column {NAMES['text'][0]!r}")
+    if any(name in row for name in _IFEVAL):
+        given["instructions"] = _ifeval(row)
+    given["id"] = str(given.get("id", ""))
+    choices = given.get("choices")
+    answer = given.get("references")
+    if isinstance(choices, list) and isinstance(answer, int) and 0 <= answer < len(choices):
+        given["references"] = [str(choices[answer])]
+    return Question(**{"text": "", **given})
+
+
+def _ifeval(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The instructions of a row as IFEval has them."""
+    names, settings = (row.get(name) for name in _IFEVAL)
+    if not isinstance(names, list) or not isinstance(settings, list) or len(names) != len(settings):
+        raise ConfigError("instruction_id_list and kwargs must be lists of the same length")
+    return [
+        {**(dict(own) if isinstance(own, Mapping) else {}), "name": name}
+        for name, own in zip(names, settings, strict=True)
+    ]
+
+
+def _unused(row: Mapping[str, Any]) -> Iterable[str]:
+    known = {*_IFEVAL, *(name for names in NAMES.values() for name in names)}
+    return (str(name) for name in row if name not in known)
+
+
+def _lines(text: str) -> Rows:
+    for n, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield f"line {n}", {"question": line.strip()}
+
+
+def _json_rows(text: str) -> Rows:
+    for n, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parsed_json(line)
+        except ValueError as error:
+            yield f"line {n}", f"it is no JSON ({error})"
+            continue
+        yield f"line {n}", row if isinstance(row, Mapping) else "it is no JSON object"
+
+
+def _table(text: str) -> Rows:
+    first = text.partition("\n")[0]
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "\t" in first else ",", strict=True)
+    columns = [name.strip().lower() for name in reader.fieldnames or ()]
+    if not set(columns) & set(NAMES["text"]):
+        raise ConfigError(
+            f"its first line names the columns {', '.join(columns) or '(none)'}: one of them must be 'question'"
+        )
+    for row in reader:
+        cells = {
+            column: cell for column, cell in zip(columns, list(row.values()), strict=False) if isinstance(cell, str)
+        }
+        if None in row:
+            yield f"line {reader.line_num}", "it has more cells than the header: put quotes around cells with commas"
+        elif any(cell.strip() for cell in cells.values()):
+            yield f"line {reader.line_num}", _split(cells)
+
+
+def _split(cells: Mapping[str, str]) -> dict[str, Any]:
+    """Cells with several references or choices as lists, numbers as numbers."""
+    lists = {name for field in LISTS for name in NAMES[field]}
+    row: dict[str, Any] = {}
+    for name, cell in cells.items():
+        row[name] = (
+            [part.strip() for part in cell.split(BETWEEN)] if name in lists and BETWEEN in cell else cell.strip()
+        )
+    if str(row.get("max_tokens", "")).isdigit():
+        row["max_tokens"] = int(row["max_tokens"])
+    return row

@@ -1,0 +1,144 @@
+"""What is asked: questions with or without references, passages, choices and instructions that can be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specfuse_shared.comparing.instructions import check_instruction
+from specfuse_shared.comparing.metrics import number_in
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.validation import Settings, check, check_choice
+
+MOST_TOKENS = {"open": 160, "short": 32, "text": 128, "number": 128, "choice": 8, "instructions": 160}
+"""Kind → longest answer, unless the question says otherwise."""
+KINDS = tuple(MOST_TOKENS)
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+FEW_WORDS = 6
+"""References of at most so many words are short answers."""
+_PLEAS = {"short": "Answer the question with a few words."}
+_ENDINGS = {
+    "number": "Think step by step and end with the number that answers the question.",
+    "choice": "Answer with the letter of the right choice.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Settings):
+    """One question, and what is known of a good answer."""
+
+    text: str
+    """What is asked."""
+    id: str = ""
+    """Its name in records; a number if unset."""
+    references: Sequence[str] = ()
+    """Good answers; of a choice, the right one."""
+    passage: str = ""
+    """A text to answer from, which is put before the question."""
+    choices: Sequence[str] = ()
+    """Answers to choose from."""
+    instructions: Sequence[Mapping[str, Any]] = ()
+    """What a program can check of the answer (`specfuse_shared.comparing.instructions`)."""
+    kind: str | None = None
+    """How answers are scored: "short" (F1, contains), "text" (ROUGE-L, or chrF in other languages), "number",
+    "choice", "instructions", or "open" (not at all). Told from what is given, if unset."""
+    group: str | None = None
+    """Name of the rows that are averaged with it; `kind`, if unset."""
+    max_tokens: int | None = None
+    """Longest answer in tokens of the reference member; by its kind, if unset."""
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.text, str) and bool(self.text.strip()), "the question is empty")
+        for name in ("references", "choices"):
+            given = getattr(self, name)
+            texts = (given,) if isinstance(given, (str, int, float)) else tuple(given or ())
+            object.__setattr__(self, name, tuple(str(text) for text in texts if str(text).strip()))
+        object.__setattr__(self, "instructions", tuple(self.instructions or ()))
+        for instruction in self.instructions:
+            check_instruction(instruction)
+        object.__setattr__(self, "kind", self.kind or self._kind())
+        check_choice("the question's kind", self.kind, KINDS)
+        object.__setattr__(self, "group", self.group or self.kind)
+        tokens = self.max_tokens
+        check(tokens is None or (type(tokens) is int and tokens > 0), f"max_tokens must be above 0, not {tokens!r}")
+        self._check_kind()
+
+    def _kind(self) -> str:
+        if self.instructions:
+            return "instructions"
+        if self.choices:
+            return "choice"
+        if not self.references:
+            return "open"
+        if not self.passage and all(number_in(text, whole=True) is not None for text in self.references):
+            return "number"
+        return "short" if all(len(text.split()) <= FEW_WORDS for text in self.references) else "text"
+
+    def _check_kind(self) -> None:
+        """What its kind needs is there."""
+        if self.kind == "instructions":
+            check(bool(self.instructions), "a question of instructions has none: add instructions")
+        elif self.kind != "open":
+            check(bool(self.references), f"a question of kind {self.kind!r} needs references")
+        if self.kind == "choice":
+            check(2 <= len(self.choices) <= len(LETTERS), f"there are {len(self.choices)} choices: 2 to {len(LETTERS)}")
+            check(len(set(self.choices)) == len(self.choices), "a choice stands there twice")
+            check_choice("the reference", self.references[0], self.choices)
+        if self.kind == "number":
+            for text in self.references:
+                check(number_in(text, whole=True) is not None, f"the reference {text!r} is no number")
+
+    @property
+    def scored(self) -> bool:
+        """Whether an answer can be right or wrong."""
+        return self.kind != "open"
+
+    @property
+    def letter(self) -> str:
+        """Of the right choice."""
+        return LETTERS[self.choices.index(self.references[0])]
+
+    @property
+    def prompt(self) -> str:
+        """What members are asked, word by word."""
+        kind = self.kind or ""
+        listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, self.choices, strict=False))
+        plea = _PLEAS.get(kind, "") if self.passage else ""
+        parts = (plea, self.passage, self.text if not listed else f"{self.text}\n{listed}", _ENDINGS.get(kind, ""))
+        return "\n\n".join(part for part in parts if part)
+
+    def params(self, max_tokens: int | None = None) -> SamplingParams:
+        """Greedy; a choice is held to its letters."""
+        grammar = Grammar.choice(list(LETTERS[: len(self.choices)])) if self.kind == "choice" else None
+        most = MOST_TOKENS[self.kind or "open"]
+        longest = self.max_tokens or (max(max_tokens, most) if max_tokens and grammar else max_tokens) or most
+        return SamplingParams(max_tokens=longest, grammar=grammar)
+
+
+def numbered(questions: Sequence[Question]) -> tuple[list[Question], list[str]]:
+    """The questions with an id each, no question twice; and what had to be done for that."""
+    kept: dict[str, Question] = {}
+    seen: dict[str, str] = {}
+    remarks: list[str] = []
+    for n, question in enumerate(questions, 1):
+        name = question.id or str(n)
+        if (earlier := seen.get(question.prompt)) is not None:
+            remarks.append(f"question {name!r} is the same as {earlier!r}: it is asked once")
+            continue
+        fresh, more = name, 2
+        while fresh in kept:
+            fresh, more = f"{name}-{more}", more + 1
+        if fresh != name:
+            remarks.append(f"two questions have the id {name!r}: the second one is called {fresh!r}")
+        kept[fresh] = _named(question, fresh)
+        seen[question.prompt] = fresh
+    if not kept:
+        raise ConfigError("there are no questions: give at least one")
+    return list(kept.values()), remarks
+
+
+def _named(question: Question, name: str) -> Question:
+    return Question(**{**{field: getattr(question, field) for field in Question.__dataclass_fields__}, "id": name})

@@ -1,0 +1,120 @@
+"""What the answers are worth: a column for each group of questions and metric, everybody against the best member."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from specfuse_shared.comparing.intervals import Interval, difference
+from specfuse_shared.comparing.metrics import agreement, goes_in_circles, score
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run_file import Answer
+
+ALL = "all"
+"""The column in which each question counts with the metric of its kind that counts first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One group and metric: everybody's points (0 to 100) on the same `rows`, and its difference to the best member."""
+
+    group: str
+    metric: str
+    rows: tuple[str, ...]
+    points: Mapping[str, tuple[float, ...]]
+    best: str
+    differences: Mapping[str, Interval] = field(default_factory=dict)
+
+    @property
+    def means(self) -> dict[str, float]:
+        return {name: statistics.mean(each) for name, each in self.points.items()}
+
+    def between(self, ours: str, theirs: str) -> Interval:
+        """How much the first is better."""
+        return difference(self.points[ours], self.points[theirs])
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How somebody's answers read: mean words, per cent in circles, per cent cut off at their longest."""
+
+    words: float
+    circles: float
+    cut: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of lone answers, medians: seconds, seconds to the first words, tokens a second; forwards a token of all answers.
+
+    None where nothing was timed. `weight_bytes`: 0 if unknown.
+    """
+
+    timed: int
+    seconds: float | None
+    first_seconds: float | None
+    tokens_per_second: float | None
+    forwards_per_token: float | None
+    weight_bytes: int
+
+
+def columns_of(
+    questions: Sequence[Question], answers: Mapping[str, Mapping[str, Answer]], members: Sequence[str]
+) -> dict[str, Column]:
+    """Name → column; the first is that of all questions that can be scored. Rows are those that all have answered."""
+    scored = {q.id: {name: score(q, own[q.id].text) for name, own in answers.items()} for q in questions if q.scored}
+    points: dict[tuple[str, str], dict[str, dict[str, float]]] = defaultdict(dict)
+    for question in (q for q in questions if q.scored):
+        each = scored[question.id]
+        metrics = list(next(iter(each.values())))
+        points[ALL, ""][question.id] = {name: found[metrics[0]] for name, found in each.items()}
+        for metric in metrics:
+            group = question.group or ""
+            points[group, metric][question.id] = {name: found[metric] for name, found in each.items()}
+    return {f"{g}: {m}" if m else g: _column(g, m, rows, members) for (g, m), rows in points.items()}
+
+
+def _column(group: str, metric: str, rows: Mapping[str, Mapping[str, float]], members: Sequence[str]) -> Column:
+    names = list(next(iter(rows.values())))
+    points = {name: tuple(each[name] for each in rows.values()) for name in names}
+    best = max(members, key=lambda name: statistics.mean(points[name]))
+    gaps = {name: difference(points[name], points[best]) for name in names if name != best}
+    return Column(group, metric, tuple(rows), points, best, gaps)
+
+
+def habits_of(answers: Mapping[str, Answer]) -> Habits:
+    texts = [answer.text for answer in answers.values()]
+    return Habits(
+        words=statistics.mean(len(text.split()) for text in texts),
+        circles=100 * statistics.mean(goes_in_circles(text) for text in texts),
+        cut=100 * statistics.mean(answer.finish == "length" for answer in answers.values()),
+    )
+
+
+def cost_of(answers: Mapping[str, Answer], weight_bytes: int) -> Cost:
+    alone = [answer for answer in answers.values() if answer.alone]
+    tokens = sum(answer.tokens for answer in answers.values())
+    forwards = sum(answer.forwards for answer in answers.values())
+    return Cost(
+        timed=len(alone),
+        seconds=statistics.median(a.seconds for a in alone) if alone else None,
+        first_seconds=statistics.median(a.first_seconds for a in alone) if alone else None,
+        tokens_per_second=statistics.median(a.tokens / max(a.seconds, 1e-9) for a in alone) if alone else None,
+        forwards_per_token=forwards / tokens if tokens and forwards else None,
+        weight_bytes=weight_bytes,
+    )
+
+
+def agreement_of(answers: Mapping[str, Mapping[str, Answer]], members: Sequence[str]) -> dict[str, float]:
+    """Question → how much the members' answers have in common, the mean of all pairs, 0 to 100."""
+    if len(members) < 2:
+        return {}
+    rows = answers[members[0]]
+    pairs = list(combinations(members, 2))
+    return {
+        row: statistics.mean(agreement(answers[one][row].text, answers[other][row].text) for one, other in pairs)
+        for row in rows
+    }

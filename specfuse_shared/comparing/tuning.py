@@ -1,0 +1,223 @@
+"""Weights of members, and whether some should leave: chosen on half of the questions, confirmed on the other half."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from specfuse_shared.comparing.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.comparison import config_of, question_set
+from specfuse_shared.comparing.config_writing import check_writable_config
+from specfuse_shared.comparing.intervals import Interval, difference
+from specfuse_shared.comparing.libraries import check_libraries
+from specfuse_shared.comparing.metrics import score
+from specfuse_shared.comparing.question_files import QuestionSet
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run_file import RunFile
+from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.validation import check
+
+STEPS = (2.0, 8.0)
+"""Each member's weight is tried at so many times the others', the next where the first changes nothing for the better;
+then twice as much, as long as it helps, up to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The settings that were best on the choosing half, and what the confirming half says of them.
+
+    `change`: in words. `chosen`: points gained on the half that chose them, which flatters. `gain`: on the other half.
+    `best`: the best member of the choosing half, and `to_best` how much better the tuned ensemble is than it.
+    """
+
+    config: EnsembleConfig
+    change: str
+    tried: int
+    chosen: Interval
+    gain: Interval
+    best: str
+    to_best: Interval
+
+    @property
+    def gained(self) -> bool:
+        """Whether the confirming half shows a gain: the interval is above zero, of rows enough to believe it."""
+        return self.gain.above and self.gain.rows >= FEWEST_ROWS
+
+    @property
+    def point(self) -> Point:
+        """What the verdict says of it."""
+        if not self.change:
+            return Point("Tuned", f"nothing is better than the settings as they are, of {self.tried} that were tried.")
+        told = f"{self.change} gives {self.gain} points on the {self.gain.rows} questions that did not choose it"
+        chosen = f"{self.chosen.mean:+.1f} on the {self.chosen.rows} that did, of {self.tried} settings tried"
+        shown = "" if self.gained else ": no gain is shown"
+        return Point("Tuned", f"{told} ({chosen}){shown}; to {self.best} alone {self.to_best}.")
+
+
+def tune(
+    members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"],
+    questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None = None,
+    *,
+    run: str | Path | None = None,
+    max_tokens: int | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    make_engine: MakeEngine | None = None,
+) -> Tuned:
+    """Choose weights, and `exit`, on half of the questions with references, and confirm them on the other half.
+
+    Takes what `compare` takes. Raises `ConfigError`, before any model is loaded, where there are too few questions or
+    the ensemble could not be written to a file.
+    """
+    check_libraries()
+    config, asked = config_of(members), question_set(questions)
+    choosing, confirming = tunable(config, asked)
+    with RunFile(run) as file:
+        tuning = _Tuning(file, max_tokens, on_progress, make_engine)
+        best, tried = _search(config, choosing, tuning)
+        return _confirmed(config, best, tried, choosing, confirming, tuning)
+
+
+def tunable(config: EnsembleConfig, asked: QuestionSet) -> tuple[list[Question], list[Question]]:
+    """The halves of the questions that can be scored. Raises `ConfigError` where they are too few to confirm anything,
+    or the ensemble could not be written to a file."""
+    check(len(config.names) > 1, "tuning takes two members or more")
+    check_writable_config(config)
+    scored = [question for question in asked.questions if question.scored]
+    choosing, confirming = halves(scored)
+    check(
+        len(confirming) >= FEWEST_ROWS,
+        f"tuning takes {2 * FEWEST_ROWS} questions with references or more, half of them to confirm what the other "
+        f"half chose: there are {len(scored)}",
+    )
+    return choosing, confirming
+
+
+def halves(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
+    """Two halves, alike in their groups; questions over the same passage are in the same one."""
+    clusters: dict[tuple[str, str], list[Question]] = defaultdict(list)
+    for question in questions:
+        clusters[question.group or "", question.passage or question.id].append(question)
+    sides: dict[str, tuple[list[Question], list[Question]]] = defaultdict(lambda: ([], []))
+    for (group, _), cluster in clusters.items():
+        first, second = sides[group]
+        (first if len(first) <= len(second) else second).extend(cluster)
+    return [q for first, _ in sides.values() for q in first], [q for _, second in sides.values() for q in second]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuning:
+    """How questions are asked while settings are chosen."""
+
+    run: RunFile
+    max_tokens: int | None
+    on_progress: OnProgress
+    make_engine: MakeEngine | None
+
+    def points(self, askers: Sequence[Asker], questions: Sequence[Question]) -> dict[str, dict[str, float]]:
+        """Asker → question → points by the metric that counts first. What fails is missing."""
+        asking = Asking(
+            askers,
+            questions,
+            self.run,
+            max_tokens=self.max_tokens,
+            timed=0,
+            make_engine=self.make_engine,
+            on_progress=self.on_progress,
+        )
+        asking.ask_all()
+        by_id = {question.id: question for question in questions}
+        return {
+            name: {row: next(iter(score(by_id[row], answer.text).values())) for row, answer in own.items()}
+            for name, own in asking.answers().items()
+        }
+
+
+def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning) -> tuple[EnsembleConfig, int]:
+    """One member after the other heavier, then whether members may leave; the best on these questions."""
+    best, mean, tried = config, _mean(config, questions, tuning), 1
+
+    def attempt(candidate: EnsembleConfig) -> bool:
+        nonlocal best, mean, tried
+        found = _mean(candidate, questions, tuning)
+        tried += 1
+        better = found > mean
+        if better:
+            best, mean = candidate, found
+        return better
+
+    better: list[str] = []
+    for step in STEPS:
+        better = better or [name for name in config.names if attempt(_heavier(config, name, step))]
+    while better and _spread(best) < STEPS[-1]:  # the last one is in `best`: further the same way, as long as it helps
+        if not attempt(_heavier(best, better[-1], STEPS[0])):
+            break
+    if best.exit == "never":
+        attempt(replace(best, exit="entropy"))
+    return best, tried
+
+
+def _heavier(config: EnsembleConfig, name: str, step: float) -> EnsembleConfig:
+    """A member with a weight of so many times more."""
+    members = [replace(m, weight=m.weight * step) if m.label == name else m for m in config.member_configs]
+    return replace(config, members=members)
+
+
+def _spread(config: EnsembleConfig) -> float:
+    weights = [member.weight for member in config.member_configs]
+    return max(weights) / min(weights)
+
+
+def _mean(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning) -> float:
+    points = tuning.points([Asker(ENSEMBLE, config)], questions)[ENSEMBLE]
+    if len(points) < len(questions):
+        missing = len(questions) - len(points)
+        raise SpecFuseError(f"{missing} of {len(questions)} questions were not answered: run it again to go on")
+    return statistics.mean(points.values())
+
+
+def _confirmed(
+    config: EnsembleConfig,
+    best: EnsembleConfig,
+    tried: int,
+    choosing: Sequence[Question],
+    confirming: Sequence[Question],
+    tuning: _Tuning,
+) -> Tuned:
+    """The best settings beside those as they were, on both halves; and beside the best member of the choosing half."""
+    members = [asker for asker in askers_of(config) if asker.is_member]
+    askers = [Asker("before", config), Asker("after", best), *members]
+    ours, theirs = tuning.points(askers, choosing), tuning.points(askers, confirming)
+    rival = max(members, key=lambda m: statistics.mean(ours[m.name].values() or [0.0])).name
+    return Tuned(
+        config=best,
+        change=_told(config, best),
+        tried=tried,
+        chosen=_gap(ours, "after", "before"),
+        gain=_gap(theirs, "after", "before"),
+        best=rival,
+        to_best=_gap(theirs, "after", rival),
+    )
+
+
+def _gap(points: Mapping[str, Mapping[str, float]], ours: str, theirs: str) -> Interval:
+    rows = [row for row in points[ours] if row in points[theirs]]
+    return difference([points[ours][row] for row in rows], [points[theirs][row] for row in rows])
+
+
+def _told(before: EnsembleConfig, after: EnsembleConfig) -> str:
+    """What changed, in words; empty where nothing did."""
+    parts = []
+    if before.member_configs != after.member_configs:
+        total = sum(member.weight for member in after.member_configs)
+        shares = ", ".join(f"{m.label} {m.weight / total:.0%}" for m in after.member_configs)
+        parts.append(f"weights {shares}")
+    if before.exit != after.exit:
+        parts.append(f'exit = "{after.exit}"')
+    return " and ".join(parts)

@@ -1,0 +1,242 @@
+"""What a reader can act on, each claim with its interval, and what the rows cannot show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from specfuse_shared.comparing.asking import ENSEMBLE
+from specfuse_shared.comparing.intervals import POWER
+from specfuse_shared.comparing.metrics import LABELS
+from specfuse_shared.comparing.scores import ALL, Column, Cost
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing.comparison import Comparison
+    from specfuse_shared.comparing.voting import Votes
+
+FEWEST_ROWS = 20
+"""With fewer rows a bootstrap interval is too narrow, and nothing is claimed."""
+NEAR, FAR = 6.0, 10.0
+"""Points between members: within the first others found gains of ensembles, beyond the second none (UniTE,
+arXiv 2410.03777; ModelSwitch, arXiv 2504.00762)."""
+MANY = 10
+"""Intervals of which some exclude zero by chance."""
+EVEN = 50.0
+LOOPS = 5.0
+"""Per cent of answers in circles that are worth a word."""
+Outcome = Literal["better", "worse", "not seen", "too few rows", "no references"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One thing that the verdict says. `title`: what it is about."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict: `outcome` in a word, `headline` in a sentence, then what follows and what cannot be shown."""
+
+    outcome: Outcome
+    headline: str
+    points: tuple[Point, ...]
+    limits: tuple[str, ...]
+
+    def __str__(self) -> str:
+        points = [f"{point.title}: {point.text}" for point in self.points]
+        return "\n".join([self.headline, *points, *(f"Not shown: {limit}" for limit in self.limits)])
+
+
+def judged(comparison: Comparison) -> Verdict:
+    """The verdict on a comparison."""
+    columns = comparison.columns
+    whole = columns.get(ALL)
+    outcome, headline = _headline(whole) if whole is not None else _headline_of_votes(comparison.votes)
+    points = [*_votes(comparison.votes), *comparison.notes, *_points(comparison, whole), *_costs(comparison)]
+    return Verdict(outcome, headline, tuple(points), tuple(_limits(comparison, whole)))
+
+
+def _headline(whole: Column) -> tuple[Outcome, str]:
+    gap, rows = whole.differences[ENSEMBLE], len(whole.rows)
+    against = f"than the best member, {whole.best}, on {rows} question{'' if rows == 1 else 's'}"
+    told = f"{gap} points"
+    if rows < FEWEST_ROWS:
+        return "too few rows", (
+            f"Too few questions to say: the ensemble has {told} more {against}; at least {FEWEST_ROWS} are needed."
+        )
+    if gap.above:
+        return "better", f"Yes: the ensemble is better {against}: {told}."
+    if gap.below:
+        return "worse", f"No: the ensemble is worse {against}: {told}. Use {whole.best} alone."
+    return "not seen", f"No difference is seen: the ensemble has {told} more {against}."
+
+
+def _headline_of_votes(votes: Votes | None) -> tuple[Outcome, str]:
+    """Where no question has a reference, people may have said what is better."""
+    if votes is None or votes.share.rows < FEWEST_ROWS:
+        return "no references", (
+            "Whether the ensemble is better cannot be told: no question has a reference. Vote on its answers "
+            f"({FEWEST_ROWS} votes or more), or add references."
+        )
+    told = f"{votes.share.mean:.0f} % [{votes.share.low:.0f}, {votes.share.high:.0f}] of {votes.share.rows} votes"
+    if votes.share.low > EVEN:
+        return "better", f"Yes: people prefer the ensemble to {votes.against}: it won {told}."
+    if votes.share.high < EVEN:
+        return "worse", f"No: people prefer {votes.against} to the ensemble, which won {told}."
+    return "not seen", f"No difference is seen: the ensemble won {told} against {votes.against}."
+
+
+def _votes(votes: Votes | None) -> Iterator[Point]:
+    if votes is not None:
+        share = votes.share
+        told = f"the ensemble won {votes.ours}, {votes.against} {votes.theirs}, {votes.equal} equal"
+        yield Point(
+            "Votes", f"{told}: {share.mean:.0f} % [{share.low:.0f}, {share.high:.0f}] of those for one of them."
+        )
+
+
+def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
+    if whole is not None:
+        yield from _by_group(comparison)
+        if len(whole.rows) >= FEWEST_ROWS:
+            yield _best_alone(comparison, whole)
+            yield from _drop(comparison, whole)
+        yield from _apart(comparison, whole)
+    if comparison.agreement:
+        mean = sum(comparison.agreement.values()) / len(comparison.agreement)
+        same = sum(value == 100.0 for value in comparison.agreement.values())
+        told = f"members' answers share {mean:.0f} % of their words"
+        yield Point("Agreement", f"{told}; to {same} of {len(comparison.agreement)} questions they are the same.")
+    circles = {name: habits.circles for name, habits in comparison.habits.items()}
+    if max(circles.values()) >= LOOPS:
+        told = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
+        yield Point("In circles", f"answers that say the same again and again: {told}.")
+
+
+def _by_group(comparison: Comparison) -> Iterator[Point]:
+    """Each group by the metric that counts, where there are several."""
+    mains: dict[str, Column] = {}
+    for column in comparison.columns.values():
+        if column.metric:
+            mains.setdefault(column.group, column)
+    if len(mains) < 2:
+        return
+    many = [c for c in mains.values() if len(c.rows) >= FEWEST_ROWS]
+    few = [c for c in mains.values() if len(c.rows) < FEWEST_ROWS]
+    told = [f"{c.group} ({len(c.rows)}, {LABELS[c.metric]}) {c.differences[ENSEMBLE]} to {c.best}" for c in many]
+    if few:
+        means = ", ".join(f"{c.group} {c.differences[ENSEMBLE].mean:+.1f}" for c in few)
+        told.append(f"fewer than {FEWEST_ROWS} questions, too few to say: {means}")
+    yield Point("By kind", "; ".join(told) + ".")
+
+
+def _best_alone(comparison: Comparison, whole: Column) -> Point:
+    means = whole.means
+    others = sorted((name for name in comparison.members if name != whole.best), key=lambda name: -means[name])
+    if not others:
+        return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points.")
+    gap = whole.between(whole.best, others[0])
+    sure = "" if gap.above else f", not told apart from {others[0]} ({means[others[0]]:.1f})"
+    return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points{sure}; to {others[0]} {gap}.")
+
+
+def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
+    """Which member the ensemble is better without, which it needs, and what cannot be told."""
+    gaps = {m: whole.between(other, ENSEMBLE) for m in comparison.members if (other := comparison.without(m))}
+    if not gaps:
+        if len(comparison.members) > 2:
+            yield Point("Which to drop", "not asked: --leave-one-out asks the ensemble without each member.")
+        return
+    drop = {name: gap for name, gap in gaps.items() if gap.above}
+    keep = {name: gap for name, gap in gaps.items() if gap.below}
+    parts = [f"without {name} it is better: {gap}, drop it" for name, gap in drop.items()]
+    parts += [f"without {name} it is worse: {gap}, keep it" for name, gap in keep.items()]
+    parts += [f"without {name} no difference is seen: {gap}" for name, gap in gaps.items() if name not in drop | keep]
+    yield Point("Which to drop", "; ".join(parts) + ".")
+
+
+def _apart(comparison: Comparison, whole: Column) -> Iterator[Point]:
+    """Whether members are near enough in quality for an ensemble to pay."""
+    gaps = {name: whole.between(whole.best, name) for name in comparison.members if name != whole.best}
+    far = {name: gap for name, gap in gaps.items() if gap.mean > NEAR}
+    if not gaps:
+        return
+    if not far:
+        widest = max(gaps.values(), key=lambda gap: gap.mean)
+        sure = "" if widest.high <= NEAR else ", though these questions cannot exclude more"
+        yield Point("Near enough", f"members are within {NEAR:.0f} points of the best{sure} (at most {widest}).")
+        return
+    told = "; ".join(f"{name} is {gap.mean:.1f} [{gap.low:.1f}, {gap.high:.1f}] below" for name, gap in far.items())
+    yield Point(
+        "Too far apart",
+        f"{told} {whole.best}. Others found gains among members within about {NEAR:.0f} points, and none beyond "
+        f"{FAR:.0f}.",
+    )
+
+
+def _costs(comparison: Comparison) -> Iterator[Point]:
+    """What the ensemble costs beside the best member (or, unscored, beside the fastest)."""
+    ours, theirs = comparison.costs.get(ENSEMBLE), {n: comparison.costs[n] for n in comparison.members}
+    rival = comparison.columns[ALL].best if comparison.columns else min(theirs, key=lambda n: theirs[n].seconds or 0.0)
+    if ours is None:
+        return
+    parts = [*_timed(ours, theirs[rival], rival), *_work(ours, theirs[rival], rival)]
+    if parts:
+        yield Point("What it costs", "; ".join(parts) + ".")
+
+
+def _timed(ours: Cost, theirs: Cost, rival: str) -> Iterator[str]:
+    if ours.seconds and theirs.seconds:
+        ratio = ours.seconds / theirs.seconds
+        yield (
+            f"an answer takes {ours.seconds:.2f} s, {ratio:.1f} × {rival}'s {theirs.seconds:.2f} s, first words "
+            f"{ours.first_seconds:.2f} s to {theirs.first_seconds:.2f} s (medians of {min(ours.timed, theirs.timed)})"
+        )
+
+
+def _work(ours: Cost, theirs: Cost, rival: str) -> Iterator[str]:
+    if ours.weight_bytes and theirs.weight_bytes:
+        yield f"weights {ours.weight_bytes / 2**20:,.0f} MiB to {theirs.weight_bytes / 2**20:,.0f}"
+    if ours.forwards_per_token and theirs.forwards_per_token:
+        yield f"{ours.forwards_per_token:.2f} forwards a token to {theirs.forwards_per_token:.2f}"
+
+
+def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
+    """What these rows cannot show: how each claim above could be false."""
+    if comparison.own:
+        yield "how it is on your questions: these came with the package, few, short and in English (--questions FILE)."
+    if whole is not None:
+        yield from _limits_of_points(comparison, whole)
+    if _shared_passages(comparison):
+        yield "as much as so many separate questions would: several are about the same passage."
+    if comparison.votes is not None:
+        yield "what other people would vote: an interval counts votes as if each were of somebody else."
+    if comparison.in_half:
+        yield "what another run would give: in half precision a question may get another answer in other company."
+    yield "how answers vary: each is a single greedy one."
+    if any(cost.timed for cost in comparison.costs.values()):
+        yield "seconds elsewhere: these are of this machine, and of few answers."
+
+
+def _limits_of_points(comparison: Comparison, whole: Column) -> Iterator[str]:
+    least, rows = whole.differences[ENSEMBLE].least_seen, len(whole.rows)
+    if 0 < least < float("inf"):
+        yield f"differences below {least:.1f} points: {rows} rows see them in less than {POWER:.0%} of all samples."
+    if len(comparison.members) > 1:
+        yield f"that {whole.best} is the best member elsewhere: it was found on these rows, which flatters it."
+    if unscored := len(comparison.questions) - rows:
+        yield f"anything of {unscored} questions without references."
+    if len({column.group for column in comparison.columns.values() if column.metric}) > 1:
+        yield "what it is worth where your kinds of questions come in other shares: here each question counts alike."
+    if {column.metric for column in comparison.columns.values()} & {"f1", "rougeL", "chrf"}:
+        yield "truth and style: F1, ROUGE-L and chrF count words shared with references, and miss other good answers."
+    if (intervals := sum(len(column.differences) for column in comparison.columns.values())) > MANY:
+        yield f"that all of {intervals} intervals hold: one in twenty excludes zero by chance."
+
+
+def _shared_passages(comparison: Comparison) -> bool:
+    passages = [question.passage for question in comparison.questions if question.passage]
+    return len(set(passages)) < len(passages)

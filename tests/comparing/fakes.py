@@ -1,0 +1,81 @@
+"""Engines over members of plain Python, which answer each question with what a script tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.members.assembly import Assembly
+from specfuse_shared.members.base import MemberInfo
+from specfuse_shared.members.stages import Fault, Open, StageRequest, Verdict
+from tests.engine.fake_lane import FakeLane, scripted
+
+Script = Mapping[str, Mapping[str, str]]
+"""Member → question → what it says; "" is said to any other question."""
+
+
+class ScriptedLane(FakeLane):
+    """A lane whose one member looks its answer up by the prompt, which it knows by the hashes of its words."""
+
+    def __init__(self, member: MemberConfig, fakes: Fakes) -> None:
+        super().__init__({member.label: scripted(".")}, disturb=fakes.disturb)
+        script = fakes.script[member.label].items()
+        self.script = {tuple(hash(word) for word in question.split()): said for question, said in script}
+        self.of: dict[tuple[int, str], str] = {}
+        self.own, self.weight = fakes.likes, member.weight
+
+    def _info(self, name: str) -> MemberInfo:
+        return replace(super()._info(name), weight=self.weight)
+
+    def _value(self, key, request):  # type: ignore[no-untyped-def]
+        if isinstance(request.op, Open):
+            self.of[key] = self.script.get(tuple(request.op.prompt), self.script.get((), "nothing ."))
+        self.says = {request.member: scripted(self.of.get(key, "."))}
+        return super()._value(key, request)
+
+    def _verdict(self, member, text, ends):  # type: ignore[no-untyped-def]
+        """With `own`, a member likes what it would say itself, and little else."""
+        if not self.own:
+            return super()._verdict(member, text, ends)
+        words = text.split() + ["."] * ends
+        mine = self.says[member]("", len(words)).split()
+        return Verdict((-0.1 if words == mine else -3.0,) * len(words), tuple(map(len, words)))
+
+
+@dataclass
+class Fakes:
+    """Makes engines, and counts what their members were asked. `disturb` injects faults; `likes`: members like their
+    own answers best."""
+
+    script: Script
+    disturb: Callable[[StageRequest], Fault | None] = lambda request: None
+    likes: bool = False
+    engines: list[EnsembleConfig] = field(default_factory=list)
+    lanes: list[ScriptedLane] = field(default_factory=list)
+
+    def __call__(self, config: EnsembleConfig) -> EnsembleEngine:
+        self.engines.append(config)
+        return _FakeEngine(config, self)
+
+    @property
+    def opened(self) -> int:
+        """Prompts that were read, over all members."""
+        return sum(isinstance(request.op, Open) for lane in self.lanes for request in lane.asked)
+
+
+class _FakeEngine(EnsembleEngine):
+    def __init__(self, config: EnsembleConfig, fakes: Fakes) -> None:
+        super().__init__(config)
+        self.fakes = fakes
+
+    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+        lanes = [ScriptedLane(member, self.fakes) for member in self.config.member_configs]
+        self.fakes.lanes += lanes
+        return Assembly(tuple(member for lane in lanes for member in lane.parties()), None, tuple(lanes))
+
+
+def pair_of(first: str, second: str) -> Script:
+    """Two members that say the same to everything."""
+    return {"first": {"": first}, "second": {"": second}}

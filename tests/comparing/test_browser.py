@@ -1,0 +1,160 @@
+"""The report and the voting page in a real browser: filters, keys, contrast, width, and nothing from outside."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from specfuse_shared.comparing import ENSEMBLE, Comparison, votes_on
+from specfuse_shared.comparing.voting import pairs_of
+from tests.comparing.made import answer, made
+from tests.engine.test_report_browser import CHROMIUM, CONTRASTS, DESK, PHONE, QUIET
+
+pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium: apt-get install chromium")
+
+GOOD, BAD = "the sea", "a bird <b>flies</b> & sings 天空"
+LONG = "a-member-with-a-long-name/of-an-organisation"
+
+
+def comparison() -> Comparison:
+    """Twelve questions to which the ensemble is as good as the best, twelve worse, twelve better; two wrote it."""
+    found = made(
+        {"one": [GOOD] * 24 + [BAD] * 12, LONG: [BAD] * 36, ENSEMBLE: ([GOOD] * 12 + [BAD] * 12) * 1 + [GOOD] * 12}
+    )
+    ours = {
+        name: answer(each.text, [("one", each.text[:3]), (LONG, each.text[3:])])
+        for name, each in found.answers[ENSEMBLE].items()
+    }
+    return replace(found, answers={**found.answers, ENSEMBLE: ours}, remarks=("line 7 is left out: <i>no</i> JSON",))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
+        with playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as chromium:
+            yield chromium
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """`opened(html, **context)` → its page; afterwards nothing may have been complained of or fetched."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    contexts = []
+
+    def open_page(html: str, **settings: Any) -> Page:
+        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        file = tmp_path / f"{len(contexts)}.html"
+        file.write_text(html, "utf-8")
+        page.goto(file.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("blob:")] == [
+        (tmp_path / f"{i}.html").as_uri() for i in range(1, len(contexts) + 1)
+    ]
+
+
+def test_the_verdict_comes_first_and_text_is_text(opened: Callable[..., Page]) -> None:
+    found = comparison()
+    page = opened(found.to_html(), java_script_enabled=False)
+    assert page.locator("h1").inner_text() == found.verdict.headline
+    assert page.locator(".said b").count() == 0
+    assert "line 7 is left out: <i>no</i> JSON" in page.locator("main").inner_text()
+
+
+def test_filters_show_the_questions_that_they_name_without_scripts(opened: Callable[..., Page]) -> None:
+    page = opened(comparison().to_html(), java_script_enabled=False)
+    shown = page.locator(".row:visible")
+    assert shown.count() == 36
+    for label, count in (("it is worse (12)", 12), ("the ensemble is better than the best member (12)", 12)):
+        page.get_by_label(label).check()
+        assert shown.count() == count
+    page.get_by_label("all (36)").check()
+    assert shown.count() == 36
+
+
+def test_an_answer_is_in_the_colours_of_those_who_wrote_it(opened: Callable[..., Page]) -> None:
+    page = opened(comparison().to_html())
+    pieces = page.locator("#q1 .ours .seg")
+    assert pieces.all_inner_texts() == ["the", " sea"]
+    assert [p.get_attribute("title") for p in pieces.all()] == ["one", LONG]
+    grounds = [p.evaluate("e => getComputedStyle(e).textDecorationColor") for p in pieces.all()]
+    assert len(set(grounds)) == 2
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast(opened: Callable[..., Page], scheme: str) -> None:
+    found = comparison()
+    for html in (found.to_html(), found.to_voting_page()):
+        page = opened(html, color_scheme=scheme)
+        page.add_style_tag(content=".row { content-visibility: visible !important }")
+        ratios = page.evaluate(CONTRASTS)
+        assert len(ratios) > 10
+        assert ratios[0][0] >= 4.5, ratios[:5]
+
+
+def test_both_pages_fit_a_phone(opened: Callable[..., Page]) -> None:
+    for html in (comparison().to_html(), comparison().to_voting_page()):
+        page = opened(html, viewport=PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+
+
+def test_the_report_prints_without_filters_and_with_whole_answers(opened: Callable[..., Page]) -> None:
+    page = opened(comparison().to_html())
+    page.emulate_media(media="print")
+    assert not page.locator(".filters").is_visible()
+    assert page.locator(".said").first.evaluate("e => getComputedStyle(e).maxBlockSize") == "none"
+
+
+def test_a_person_votes_by_keyboard_and_a_saved_copy_holds_the_votes(
+    opened: Callable[..., Page], tmp_path: Path
+) -> None:
+    found = comparison()
+    pairs = pairs_of(found)
+    page = opened(found.to_voting_page())
+    assert page.locator("#place").inner_text() == f"1 of {len(pairs)}, 0 voted"
+    assert page.locator("#left").inner_text() == pairs[0].left
+    for pair in pairs[:20]:
+        page.keyboard.press({"left": "ArrowLeft", "right": "ArrowRight"}[pair.ours])
+    page.keyboard.press("Backspace")
+    assert page.locator("#place").inner_text() == f"20 of {len(pairs)}, 20 voted"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("r")
+    result = page.locator("#result").inner_text()
+    assert re.match(r"Of 19 votes between them the ensemble won 19, 100 % \[83, 100\], one 0; 1 equal: the", result)
+    with page.expect_download() as download:
+        page.keyboard.press("s")
+    saved = tmp_path / "saved.html"
+    download.value.save_as(saved)
+    votes = votes_on(saved)
+    assert votes == {**{p.key: p.ours for p in pairs[:19]}, pairs[19].key: "equal"}
+    counted = found.with_votes(votes).votes
+    assert counted is not None
+    assert (counted.ours, counted.theirs, counted.equal) == (19, 0, 1)
+    again = opened(saved.read_text("utf-8"))
+    assert again.locator("#place").inner_text() == f"21 of {len(pairs)}, 20 voted"
+
+
+def test_buttons_vote_too(opened: Callable[..., Page]) -> None:
+    page = opened(comparison().to_voting_page())
+    page.get_by_role("button", name="Right →").click()
+    page.get_by_role("button", name="Back ⌫").click()
+    assert page.locator("#vote-right").get_attribute("aria-pressed") == "true"
+    page.get_by_role("button", name="Result").click()
+    assert page.locator("#result").inner_text().startswith("Of 1 votes between them")

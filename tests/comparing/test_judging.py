@@ -1,0 +1,171 @@
+"""Members rate each other's answers: what they read, what counts, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, GenerationError, Message, RequestError
+from specfuse_shared.comparing import ENSEMBLE, Comparison, rate
+from specfuse_shared.comparing.judging import MARKS, mark_of
+from specfuse_shared.members.stages import Close, Fault, Open, Verdict, Verdicts, Verify
+from tests.comparing.fakes import Fakes, ScriptedLane
+from tests.comparing.made import made
+
+GOOD, BAD = "the sea", "a bird"
+CONFIG = EnsembleConfig(["one", "two", "three"])
+
+
+class JudgeLane(ScriptedLane):
+    """A judge that knows the better answer by the word "sea", unless it is `blind`."""
+
+    blind = False
+    seen: list[tuple[str, ...]]
+
+    def _value(self, key, request):  # type: ignore[no-untyped-def]
+        if isinstance(request.op, Verify):
+            good = not self.blind and (hash("sea") in self.about[key])
+            marks = [question.text for question in request.op.questions]
+            return Verdicts(tuple(Verdict((-abs(int(m) - (5 if good else 1)) - 0.5,), (1,)) for m in marks))
+        if isinstance(request.op, Open):
+            self.about = {**getattr(self, "about", {}), key: _rated(request.op.prompt)}
+        return super()._value(key, request)
+
+
+def _rated(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The words of the answer that is asked about, in the prompt of a rating."""
+    words = list(prompt)
+    place = words[len(words) - 1 - words[::-1].index(hash("good")) + 3]
+    letter = {hash(f"{name}?"): hash(f"{name}:") for name in "ABCD"}[place]
+    start = words.index(letter) + 1
+    return tuple(words[start : start + 2])
+
+
+@pytest.fixture
+def judges(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    monkeypatch.setattr("tests.comparing.fakes.ScriptedLane", JudgeLane)
+    return Fakes({name: {} for name in CONFIG.names})
+
+
+def comparison(references: list[str] | str | None = GOOD) -> Comparison:
+    """The ensemble is right, one member is now and then, the others are not."""
+    texts = {
+        "one": [GOOD if n % 4 == 0 else BAD for n in range(24)],
+        "two": ["a bee"] * 24,
+        "three": ["an owl"] * 24,
+        ENSEMBLE: [GOOD] * 24,
+    }
+    return made(texts, references)
+
+
+def test_a_mark_is_the_mean_of_marks_by_their_probabilities_among_each_other() -> None:
+    assert mark_of([math.log(p) for p in (0.1, 0.0001, 0.0001, 0.0001, 0.3)]) == pytest.approx(4.0, abs=0.01)
+    assert mark_of([-1000.0] * 5) == pytest.approx(3.0)
+
+
+def test_judges_who_know_mark_the_ensemble_higher_and_agree_with_references(judges: Fakes) -> None:
+    found = rate(comparison(), CONFIG, make_engine=judges)
+    assert found.to == "one"
+    assert found.gap.above
+    assert found.gap.rows == 24
+    assert found.agreed[0] == found.agreed[1] > 20
+    assert "the ensemble's answers are marked +" in found.point.text
+    assert "marks agree with references on 100 % [" in found.point.text
+    assert "chance, as far" not in found.point.text
+
+
+def test_nobody_rates_its_own_answer_and_every_answer_is_read_in_both_orders(judges: Fakes) -> None:
+    found = rate(comparison(), CONFIG, make_engine=judges)
+    assert not [r for r in found.ratings if r.judge == r.asker]
+    same = [r for r in found.ratings if r.judge == "one" and r.asker == ENSEMBLE]
+    assert len(same) == 18, "where the ensemble says what the judge said itself, it does not count"
+    assert judges.opened == 18 * (4 - 1) * 3 * 2 + 6 * (3 - 1) * 3 * 2
+
+
+def test_marks_are_standardised_by_judge(judges: Fakes) -> None:
+    found = rate(comparison(), CONFIG, make_engine=judges)
+    for judge in CONFIG.names:
+        marks = [r.mark for r in found.ratings if r.judge == judge]
+        assert sum(marks) == pytest.approx(0, abs=1e-9)
+        assert sum(m * m for m in marks) / len(marks) == pytest.approx(1)
+
+
+def test_judges_who_know_nothing_are_said_to_tell_nothing(judges: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JudgeLane, "blind", True)
+    found = rate(comparison(), CONFIG, make_engine=judges)
+    assert found.gap.mean == 0
+    assert found.agreed == (0, 0), "equal marks say nothing of a pair"
+    assert not found.gap.above
+
+
+def test_marks_that_agree_with_references_by_chance_alone_are_said_to(judges: Fakes) -> None:
+    """The judges know the word "sea", and the references mostly say otherwise."""
+    references = [GOOD if n % 4 == 1 else "an owl" for n in range(24)]
+    found = rate(comparison(references), CONFIG, make_engine=judges)
+    assert found.agreed[1] > 20
+    assert "no better than chance, as far as these tell" in found.point.text
+
+
+def test_without_references_nothing_is_said_of_agreement(judges: Fakes) -> None:
+    found = rate(comparison(None), CONFIG, make_engine=judges)
+    assert found.agreed == (0, 0)
+    assert "references" not in found.point.text
+
+
+def test_a_second_run_asks_nothing(judges: Fakes, tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    first = rate(comparison(), CONFIG, run=run, make_engine=judges)
+    engines = len(judges.engines)
+    assert rate(comparison(), CONFIG, run=run, make_engine=judges) == first
+    assert len(judges.engines) == engines
+
+
+def test_a_judge_that_fails_is_named_and_the_others_count(judges: Fakes) -> None:
+    judges.disturb = lambda r: (
+        Fault("RuntimeError", "out of order") if r.member == "two" and isinstance(r.op, Verify) else None
+    )
+    found = rate(comparison(), CONFIG, make_engine=judges)
+    assert {r.judge for r in found.ratings} == {"one", "three"}
+    assert found.failures == ("two could not rate everything: member 'two' could not judge the texts: out of order",)
+    assert found.failures[0] in found.point.text
+
+
+# ── what members think of given texts ────────────────────────────────────────────────────────────
+
+
+def test_log_probabilities_are_those_of_the_texts_by_every_member(tiny_engine: EnsembleEngine) -> None:
+    texts = ["yes", "no, never", "4"]
+    found = tiny_engine.log_probabilities("Is it so?", texts)
+    assert list(found) == ["chat", "base"]
+    for name, scores in found.items():
+        alone = tiny_engine.log_probabilities("Is it so?", texts, members=[name])
+        assert alone == {name: pytest.approx(scores, abs=1e-4)}
+        assert scores == pytest.approx([_naive(tiny_engine, name, "Is it so?", text) for text in texts], abs=1e-3)
+    assert tiny_engine.metrics().running == 0
+
+
+def _naive(engine: EnsembleEngine, name: str, question: str, text: str) -> float:
+    """By the model's own plain forward over everything."""
+    member = next(m for m in engine._members if m.name == name)
+    prompt, ids = member.encode_prompt([Message("user", question)], ()), member.codec.encode(text)
+    lane = next(lane for lane in engine._assembly.lanes if name in [info.name for info in lane.members])
+    logprobs = lane.local[name].runner.plain([*prompt, *ids]).float().log_softmax(-1)  # type: ignore[attr-defined]
+    return sum(float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(ids))
+
+
+def test_there_must_be_something_to_judge(tiny_engine: EnsembleEngine) -> None:
+    for texts in ([], [""], "text"):
+        with pytest.raises(RequestError, match="list of texts"):
+            tiny_engine.log_probabilities("Is it so?", texts)
+
+
+def test_where_all_members_fail_it_is_said() -> None:
+    broken = Fakes(
+        {"a": {}, "b": {}}, disturb=lambda r: None if isinstance(r.op, Close) else Fault("RuntimeError", "no")
+    )
+    with broken(EnsembleConfig(["a", "b"])) as engine:
+        with pytest.raises(GenerationError, match="could not judge the texts: no"):
+            engine.log_probabilities("Is it so?", MARKS)
+        assert engine.metrics().running == 0

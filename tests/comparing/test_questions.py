@@ -1,0 +1,161 @@
+"""Files of questions: what is read, what is left out and said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specfuse_shared import ConfigError
+from specfuse_shared.comparing import Question, QuestionSet, own_questions, read_questions
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text, "utf-8")
+    return file
+
+
+def test_a_text_has_a_question_a_line(tmp_path: Path) -> None:
+    found = read_questions(written(tmp_path, "q.txt", "\ufeffWhy?\n\n  When?  \nWhy?\n"))
+    assert [(q.id, q.text, q.kind) for q in found.questions] == [("1", "Why?", "open"), ("2", "When?", "open")]
+    assert found.remarks == ("question '3' is the same as '1': it is asked once",)
+
+
+def test_a_table_has_a_header_and_several_references_in_a_cell(tmp_path: Path) -> None:
+    text = (
+        'id,Question,references,passage,max_tokens\na,"Where, then?",Rome | Roma,It is Rome.,9\nb,How many?,"1,200",,\n'
+    )
+    first, second = read_questions(written(tmp_path, "q.csv", text)).questions
+    assert (first.id, first.text, first.references, first.passage) == (
+        "a",
+        "Where, then?",
+        ("Rome", "Roma"),
+        "It is Rome.",
+    )
+    assert (first.kind, first.max_tokens, first.params().max_tokens) == ("short", 9, 9)
+    assert (second.kind, second.references) == ("number", ("1,200",))
+    tabbed = read_questions(written(tmp_path, "q.tsv", "question\treference\nWhy, then?\tbecause\n")).questions
+    assert [(q.text, q.references) for q in tabbed] == [("Why, then?", ("because",))]
+
+
+def test_json_lines_may_use_the_names_of_data_sets(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": 7, "prompt": "Who?", "context": "It was Ann.", "references": ["Ann"]},
+        {"question": "Which?", "choices": ["a cat", "a dog"], "answer": 1},
+        {"prompt": "No comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"unset": None}]},
+        {"question": "Why?", "reference": "Because light of short waves is scattered more than that of long ones."},
+    ]
+    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows)))).questions
+    assert [q.kind for q in found] == ["short", "choice", "instructions", "text"]
+    assert [q.id for q in found] == ["7", "2", "3", "4"]
+    assert (found[1].references, found[1].letter) == (("a dog",), "B")
+
+
+def test_a_row_that_cannot_be_asked_is_left_out_and_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+    lines = [
+        '{"question": "Good?"}',
+        '{"question": "  "}',
+        "{no json",
+        '["a list"]',
+        '{"quesion": "Typo?"}',
+        '{"question": "Which?", "choices": ["one"], "answer": "one"}',
+        '{"question": "Which?", "choices": ["one", "two"], "answer": "three"}',
+        '{"question": "Number?", "kind": "number", "reference": "many"}',
+        '{"question": "Kind?", "kind": "shrt", "reference": "x"}',
+        '{"question": "Check?", "instructions": [{"name": "punctuation:no_coma"}]}',
+        '{"question": "Check?", "instructions": [{"name": "keywords:existence", "wrods": []}]}',
+        '{"question": "Long?", "max_tokens": -1}',
+        '{"question": "Also good?", "note": "kept"}',
+    ]
+    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(lines)))
+    assert [q.text for q in found.questions] == ["Good?", "Also good?"]
+    said = dict(remark.split(" is left out: ") for remark in found.remarks if " is left out: " in remark)
+    assert list(said) == [f"line {n}" for n in range(2, 13)]
+    assert said["line 2"] == "the question is empty"
+    assert "no JSON" in said["line 3"]
+    assert said["line 4"] == "it is no JSON object"
+    assert "name the column 'question'" in said["line 5"]
+    assert "there are 1 choices: 2 to 26" in said["line 6"]
+    assert "the reference is 'three'" in said["line 7"]
+    assert "'many' is no number" in said["line 8"]
+    assert "did you mean 'short'?" in said["line 9"]
+    assert "did you mean 'punctuation:no_comma'?" in said["line 10"]
+    assert "'keywords:existence' cannot be checked" in said["line 11"]
+    assert "max_tokens must be above 0, not -1" in said["line 12"]
+    assert found.remarks[-1] == "columns without effect: note"
+
+
+def test_an_id_that_comes_twice_gets_a_number(tmp_path: Path) -> None:
+    text = "id,question\na,One?\na,Two?\na,One?\n"
+    found = read_questions(written(tmp_path, "q.csv", text))
+    assert [(q.id, q.text) for q in found.questions] == [("a", "One?"), ("a-2", "Two?")]
+    assert found.remarks == (
+        "two questions have the id 'a': the second one is called 'a-2'",
+        "question 'a' is the same as 'a': it is asked once",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("q.xlsx", b"PK", r"has the ending '\.xlsx': give a \.txt"),
+        ("q.txt", b"\xff\xfe\x00", r"is not UTF-8 text \(byte 0\)"),
+        ("q.txt", b"\n \n", "there are no questions"),
+        ("q.csv", b"query,answer\nx,y\n", "names the columns query, answer: one of them must be 'question'"),
+        ("q.csv", b"", r"names the columns \(none\)"),
+        ("q.csv", b'question\n"open\n', "unexpected end of data"),
+        ("q.jsonl", b"{}\n", "there are no questions.*; line 1 is left out: it has no question"),
+    ],
+)
+def test_a_file_without_a_question_is_refused_by_name(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"{name}.*{said}"):
+        read_questions(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"none\.txt cannot be read \(No such file"):
+        read_questions("none.txt")
+
+
+def test_a_cell_too_many_is_said(tmp_path: Path) -> None:
+    found = read_questions(written(tmp_path, "q.csv", "question,reference\nWhy, then?,so,\nGood?,yes\n"))
+    assert [q.text for q in found.questions] == ["Good?"]
+    assert found.remarks[0].startswith("line 2 is left out: it has more cells than the header")
+
+
+def test_what_is_asked_holds_the_passage_the_choices_and_a_plea() -> None:
+    passage = Question("Who?", passage="It was Ann.", references=["Ann"])
+    assert passage.prompt == "Answer the question with a few words.\n\nIt was Ann.\n\nWho?"
+    choice = Question("Which?", choices=["a cat", "a dog"], references=["a dog"])
+    assert choice.prompt == "Which?\nA. a cat\nB. a dog\n\nAnswer with the letter of the right choice."
+    assert choice.params(4).grammar is not None
+    assert Question("How many?", references=["12"]).prompt.endswith("end with the number that answers the question.")
+    assert Question("Why?").prompt == "Why?"
+
+
+def test_the_longest_answer_is_the_questions_own_then_what_is_said_then_its_kinds() -> None:
+    assert Question("Why?", max_tokens=5).params(50).max_tokens == 5
+    assert Question("Why?").params(50).max_tokens == 50
+    assert Question("Why?").params().max_tokens == 160
+
+
+def test_the_packages_own_questions_are_of_every_kind() -> None:
+    own = own_questions()
+    assert own.own
+    assert 30 <= len(own.questions) <= 40
+    assert not own.remarks
+    assert {q.kind for q in own.questions} == {"short", "text", "choice", "number", "instructions"}
+    assert all(q.scored for q in own.questions)
+
+
+def test_questions_may_be_given_as_texts_and_mappings() -> None:
+    found = QuestionSet.of(["Why?", {"text": "Who?", "references": ["Ann"]}, Question("When?")])
+    assert [q.id for q in found.questions] == ["1", "2", "3"]
+    with pytest.raises(ConfigError, match="did you mean 'references'"):
+        QuestionSet.of([{"text": "Who?", "reference": ["Ann"]}])
+    with pytest.raises(ConfigError, match="not int"):
+        QuestionSet.of([5])  # type: ignore[list-item]

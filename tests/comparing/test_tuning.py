@@ -1,0 +1,145 @@
+"""Weights chosen on half of the questions, confirmed on the other, and written where they gain."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig
+from specfuse_shared.comparing import ENSEMBLE, Question, Tuned, tune, write_ensemble
+from specfuse_shared.comparing.intervals import Interval
+from specfuse_shared.comparing.tuning import halves
+from specfuse_shared.loading.config_files import read_ensemble
+from tests.comparing.fakes import Fakes, Script
+
+ROWS = [{"text": f"question {n}", "references": [f"word{n} sea"]} for n in range(60)]
+
+
+def script(**right: range) -> Script:
+    """Members that know some of the answers, and are wrong about the others."""
+    return {
+        name: {f"question {n}": f"word{n} sea ." if n in known else f"{name} errs ." for n in range(60)}
+        for name, known in right.items()
+    }
+
+
+def test_the_halves_are_alike_in_their_groups_and_share_no_passage() -> None:
+    rows = [Question(f"q{n}", f"a{n}", ["x"], passage=f"passage {n // 3}") for n in range(12)]
+    rows += [Question(f"p{n}", f"b{n}", ["1"]) for n in range(8)]
+    first, second = halves(rows)
+    assert len(first) == len(second) == 10
+    assert not {q.passage for q in first if q.passage} & {q.passage for q in second if q.passage}
+    assert sum(q.kind == "number" for q in first) == 4
+    assert not {q.id for q in first} & {q.id for q in second}
+
+
+def test_the_weight_of_a_worse_member_falls_and_the_other_half_confirms_it() -> None:
+    """The worse one is first, so that it wins where both are of the same weight."""
+    fakes = Fakes(script(worse=range(0), better=range(60)), likes=True)
+    found = tune(["worse", "better"], ROWS, make_engine=fakes)
+    weights = {m.label: m.weight for m in found.config.member_configs}
+    assert weights["better"] > weights["worse"]
+    assert "better 67%" in found.change
+    assert found.gained
+    assert found.gain == Interval(100.0, 100.0, 100.0, 30, 0.0)
+    assert found.best == "better"
+    assert found.to_best.mean == 0.0
+    assert "gives +100.0 [+100.0, +100.0] points on the 30 questions that did not choose it" in found.point.text
+
+
+def test_where_nothing_is_better_nothing_is_changed() -> None:
+    found = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
+    assert found.change == ""
+    assert not found.gained
+    assert "nothing is better than the settings as they are" in found.point.text
+    assert found.config == EnsembleConfig(["one", "two"])
+
+
+def test_what_helped_only_where_it_was_chosen_is_not_called_a_gain() -> None:
+    choosing, _ = halves([Question(**row) for row in numbered_rows()])  # type: ignore[arg-type]
+    chosen = {int(q.text.split()[1]) for q in choosing}
+    members = {
+        "first": {f"question {n}": "first errs ." for n in range(60)},
+        "second": {f"question {n}": f"word{n} sea ." if n in chosen else "second errs ." for n in range(60)},
+    }
+    found = tune(["first", "second"], ROWS, make_engine=Fakes(members, likes=True))
+    assert found.change
+    assert found.chosen.above
+    assert not found.gained
+    assert "no gain is shown" in found.point.text
+
+
+def numbered_rows() -> list[dict[str, object]]:
+    return [{**row, "id": str(n)} for n, row in enumerate(ROWS, 1)]
+
+
+def test_a_second_run_asks_nothing(tmp_path: Path) -> None:
+    members, run = script(worse=range(0), better=range(60)), tmp_path / "run.jsonl"
+    first = tune(["worse", "better"], ROWS, run=run, make_engine=Fakes(members, likes=True))
+    fakes = Fakes(members, likes=True)
+    assert tune(["worse", "better"], ROWS, run=run, make_engine=fakes) == first
+    assert not fakes.engines
+
+
+def test_too_few_questions_are_refused_before_anybody_is_asked() -> None:
+    fakes = Fakes(script(one=range(9), two=range(9)))
+    with pytest.raises(ConfigError, match=r"tuning takes 40 questions with references or more.*there are 39"):
+        tune(["one", "two"], ROWS[:39], make_engine=fakes)
+    with pytest.raises(ConfigError, match=r"EnsembleConfig\.score is an object, which no file can hold"):
+        tune(EnsembleConfig(["one", "two"], score=lambda *a: 0.0), ROWS, make_engine=fakes)  # type: ignore[arg-type]
+    assert not fakes.engines
+
+
+CONFIG = EnsembleConfig(
+    [
+        MemberConfig("org/one", weight=4.0, template_options={"style": "brief"}, stop_token_ids=(3,)),
+        MemberConfig("org/two", name='the "second"', dtype="float32", thinking=("<t>", "</t>")),
+        MemberConfig("org/three", server="http://127.0.0.1:8000/v1", api_key_env="KEY"),
+    ],
+    segment_tokens=7,
+    first_segment_tokens=9,
+    exit="entropy",
+)
+
+
+def test_an_ensemble_reads_back_as_it_was_written_and_the_rest_of_a_file_stays(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    text = '# ours\n[server]\nport = 9000 # a port\n\n[ensembles.demo]\nmembers = ["org/x"]\n'
+    file.write_text(text)
+    write_ensemble(file, "best of all", CONFIG, ["Yes: it is\nbetter", "second"])
+    written = file.read_text("utf-8")
+    assert written.startswith(text)
+    assert "# Yes: it is better\n# second\n" in written
+    assert read_ensemble(f"{file}#best of all") == CONFIG
+    assert read_ensemble(f"{file}#demo").names == ("x",)
+    write_ensemble(file, "best of all", EnsembleConfig(["org/y"], first_segment_tokens=None))
+    assert read_ensemble(f"{file}#best of all").names == ("y",)
+    assert tomllib.loads(file.read_text())["ensembles"]["best of all"]["first_segment_tokens"] == 5
+    assert file.read_text().startswith(text)
+
+
+def test_a_new_file_holds_the_ensemble_alone(tmp_path: Path) -> None:
+    write_ensemble(tmp_path / "new.toml", "tuned", CONFIG)
+    assert read_ensemble(tmp_path / "new.toml") == CONFIG
+    assert [f.name for f in tmp_path.iterdir()] == ["new.toml"]
+
+
+@pytest.mark.parametrize("text", ["x = 1\n", "[tool.poetry]\nname = 1\n", "no toml"])
+def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is no configuration file"):
+        write_ensemble(file, "tuned", CONFIG)
+    assert file.read_text() == text
+
+
+def test_the_point_of_a_verdict_says_on_which_rows() -> None:
+    gain = Interval(2.0, -1.0, 5.0, 30)
+    told = Tuned(CONFIG, "weights a 67%", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
+    assert told == (
+        "weights a 67% gives +2.0 [-1.0, +5.0] points on the 30 questions that did not choose it (+9.0 on the 30 that "
+        "did, of 5 settings tried): no gain is shown; to a alone +2.0 [-1.0, +5.0]."
+    )
+    assert ENSEMBLE not in told

@@ -1,0 +1,161 @@
+"""What a comparison says, and what it does not say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from specfuse_shared.comparing import ENSEMBLE, Comparison
+from tests.comparing.made import made
+
+GOOD, BAD, HALF = "the sea", "a bird", "the sea bird"
+
+
+def title(comparison: Comparison, name: str) -> str:
+    """What the verdict says about one thing."""
+    return next((point.text for point in comparison.verdict.points if point.title == name), "")
+
+
+def test_better_is_said_where_the_interval_is_above_zero() -> None:
+    found = made({"one": [GOOD] * 10 + [BAD] * 30, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 30 + [BAD] * 10})
+    assert found.verdict.outcome == "better"
+    assert found.verdict.headline.startswith(
+        "Yes: the ensemble is better than the best member, one, on 40 questions: +50.0 ["
+    )
+    gap = found.columns["all"].differences[ENSEMBLE]
+    assert 0 < gap.low < gap.mean == 50 < gap.high
+
+
+def test_worse_names_the_member_to_use() -> None:
+    found = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
+    assert found.verdict.outcome == "worse"
+    assert found.verdict.headline.endswith("Use one alone.")
+
+
+@pytest.mark.parametrize("ours", [[GOOD] * 21 + [BAD] * 19, [GOOD] * 20 + [BAD] * 20])
+def test_nothing_is_claimed_where_zero_is_in_the_interval(ours: list[str]) -> None:
+    found = made({"one": [BAD] * 20 + [GOOD] * 20, "two": [BAD] * 40, ENSEMBLE: ours})
+    assert found.verdict.outcome == "not seen"
+    assert "No difference is seen" in found.verdict.headline
+    assert any("differences below" in limit for limit in found.verdict.limits)
+
+
+def test_nothing_is_claimed_of_few_rows_however_clear_they_are() -> None:
+    found = made({"one": [BAD] * 19, "two": [BAD] * 19, ENSEMBLE: [GOOD] * 19})
+    assert found.verdict.outcome == "too few rows"
+    assert not title(found, "Best alone")
+    assert not title(found, "Which to drop")
+    more = made({"one": [BAD] * 20, "two": [BAD] * 20, ENSEMBLE: [GOOD] * 20})
+    assert more.verdict.outcome == "better"
+
+
+def test_one_row_has_no_interval_and_is_plain_json() -> None:
+    found = made({"one": [BAD], "two": [BAD], ENSEMBLE: [GOOD]})
+    assert found.verdict.outcome == "too few rows"
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert told["columns"]["all"]["differences"][ENSEMBLE]["low"] is None
+    assert "<svg" in found.to_html()
+
+
+def test_without_references_nothing_is_said_to_be_better() -> None:
+    found = made({"one": [GOOD] * 30, "two": [BAD] * 29 + [GOOD], ENSEMBLE: [GOOD] * 30}, references=None)
+    assert found.verdict.outcome == "no references"
+    assert found.columns == {}
+    assert "share 3 % of their words; to 1 of 30 questions they are the same" in title(found, "Agreement")
+    assert "<h2>Points" not in found.to_html()
+
+
+def test_the_member_to_drop_is_the_one_without_which_it_is_better() -> None:
+    texts = {
+        "one": [GOOD] * 40,
+        "two": [GOOD] * 40,
+        "bad": [BAD] * 40,
+        ENSEMBLE: [GOOD] * 20 + [BAD] * 20,
+        "without one": [BAD] * 40,
+        "without two": [GOOD] * 20 + [BAD] * 20,
+        "without bad": [GOOD] * 40,
+    }
+    said = title(made(texts), "Which to drop")
+    assert "without bad it is better: +50.0 [" in said
+    assert "drop it; without one it is worse: -50.0 [" in said
+    assert "without two no difference is seen: +0.0 [+0.0, +0.0]" in said
+
+
+def test_of_two_members_the_one_to_drop_is_told_by_the_other_alone() -> None:
+    found = made({"one": [GOOD] * 40, "bad": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
+    assert "without bad it is better" in title(found, "Which to drop")
+
+
+def test_what_was_not_asked_is_said_to_be_unknown() -> None:
+    found = made({"one": [GOOD] * 40, "two": [BAD] * 40, "three": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert "--leave-one-out" in title(found, "Which to drop")
+
+
+def test_members_more_than_six_points_apart_are_named() -> None:
+    far = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert "two is 100.0 [100.0, 100.0] below one" in title(far, "Too far apart")
+    assert not title(far, "Near enough")
+    near = made({"one": [GOOD] * 40, "two": [GOOD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert title(near, "Near enough").startswith("members are within 6 points of the best (at most")
+    unsure = made({"one": [GOOD, BAD] * 20, "two": [BAD, GOOD] * 19 + [BAD, BAD], ENSEMBLE: [GOOD] * 40})
+    assert "cannot exclude more" in title(unsure, "Near enough")
+
+
+def test_the_best_alone_is_said_to_be_no_better_where_that_is_not_seen() -> None:
+    close = made({"one": [GOOD, BAD] * 20 + [GOOD], "two": [BAD, GOOD] * 20 + [BAD], ENSEMBLE: [GOOD] * 41})
+    assert "not told apart from two" in title(close, "Best alone")
+    clear = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
+    assert "not told apart" not in title(clear, "Best alone")
+
+
+def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
+    texts = {"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4}
+    timed = made(texts, alone=True, seconds=3.0, first_seconds=1.0)
+    assert title(timed, "What it costs") == (
+        "an answer takes 3.00 s, 1.0 × one's 3.00 s, first words 1.00 s to 1.00 s (medians of 4); "
+        "1.50 forwards a token to 1.50."
+    )
+    assert any("of this machine" in limit for limit in timed.verdict.limits)
+    together = made(texts, alone=False, seconds=3.0, first_seconds=1.0)
+    assert "an answer takes" not in title(together, "What it costs")
+
+
+def test_half_precision_is_said_to_change_answers_between_runs() -> None:
+    found = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
+    assert not any("half precision" in limit for limit in found.verdict.limits)
+    half = replace(found, in_half=("one",))
+    assert any("half precision" in limit for limit in half.verdict.limits)
+
+
+def test_circles_are_told() -> None:
+    loop = "so it goes on " * 4
+    found = made({"one": [GOOD] * 9 + [loop], "two": [GOOD] * 10, ENSEMBLE: [GOOD] * 10})
+    assert title(found, "In circles").endswith("one 10 %, two 0 %, the ensemble 0 %.")
+
+
+def test_each_kind_has_its_metric_and_its_best_member() -> None:
+    references = ["the sea"] * 20 + ["7"] * 20 + ["Light of short waves is scattered much more than others."] * 20
+    right = ["the sea"] * 20 + ["It is 7."] * 20 + ["Light of short waves is scattered"] * 20
+    found = made({"one": [BAD] * 60, "two": ["8"] * 60, ENSEMBLE: right}, references)
+    assert list(found.columns) == ["all", "short: f1", "short: contains", "number: exact", "text: rougeL"]
+    assert found.columns["number: exact"].means[ENSEMBLE] == 100
+    assert "short (20, F1) +100.0" in title(found, "By kind")
+    assert "few to say" not in title(found, "By kind")
+
+
+def test_other_writing_is_compared_by_characters() -> None:
+    reference = "Радуга появляется, когда солнечный свет встречает капли дождя в воздухе."
+    found = made({"one": [reference] * 2, "two": ["Не знаю."] * 2, ENSEMBLE: [reference] * 2}, reference)
+    assert list(found.columns) == ["all", "text: chrf"]
+    assert found.columns["text: chrf"].means["one"] == pytest.approx(100)
+    assert found.columns["text: chrf"].means["two"] < 20
+
+
+def test_questions_over_the_same_passage_are_not_taken_for_separate_ones() -> None:
+    found = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
+    assert not any("passage" in limit for limit in found.verdict.limits)
+    passage = [type(q)(q.text, q.id, q.references, "It is the sea.") for q in found.questions]
+    shared = Comparison(tuple(passage), found.askers, found.answers, found.weights)
+    assert any("several are about the same passage" in limit for limit in shared.verdict.limits)

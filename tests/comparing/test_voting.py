@@ -1,0 +1,121 @@
+"""A blind vote: what the page holds, and how votes come back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import ConfigError
+from specfuse_shared.comparing import ENSEMBLE, votes_on
+from specfuse_shared.comparing.voting import Pair, Votes, pairs_of
+from tests.comparing.made import made
+
+TEXTS = {
+    "one": [f"one says {n}" for n in range(40)],
+    "two": [f"two says {n}" for n in range(40)],
+    ENSEMBLE: [f"all say {n}" for n in range(39)] + ["one says 39"],
+}
+
+
+def all_for(pairs: list[Pair], ours: int) -> dict[str, str]:
+    """Votes of which the ensemble gets the first so many."""
+    other = {"left": "right", "right": "left"}
+    return {pair.key: pair.ours if n < ours else other[pair.ours] for n, pair in enumerate(pairs)}
+
+
+def test_only_answers_that_differ_are_voted_on_and_sides_tell_nothing() -> None:
+    pairs = pairs_of(made(TEXTS, references=None))
+    assert len(pairs) == 39
+    left = sum(pair.left.startswith("all") for pair in pairs)
+    assert 8 < left < 31
+    assert all((pair.left if pair.ours == "left" else pair.right).startswith("all") for pair in pairs)
+    assert [pair.question for pair in pairs] != sorted(pair.question for pair in pairs)
+
+
+def test_the_page_names_nobody_before_the_result_is_asked_for() -> None:
+    page = made(TEXTS, references=None).to_voting_page()
+    shown = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "the ensemble" not in shown
+    assert ">one<" not in shown
+
+
+def test_text_of_models_ends_no_script(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><!--"
+    page = made({**TEXTS, ENSEMBLE: [evil] * 40}, references=None).to_voting_page()
+    assert "alert(1)</script>" not in page
+    assert page.count("<script") == 4
+    file = tmp_path / "vote.html"
+    file.write_text(page, "utf-8")
+    assert votes_on(file) == {}
+
+
+def test_votes_decide_where_there_are_no_references() -> None:
+    found = made(TEXTS, references=None)
+    pairs = pairs_of(found)
+    won = found.with_votes(all_for(pairs, 30))
+    assert won.votes == Votes("one", 30, 9)
+    assert won.verdict.outcome == "better"
+    assert won.verdict.headline.startswith("Yes: people prefer the ensemble to one: it won 77 % [62, 87] of 39 votes")
+    assert found.with_votes(all_for(pairs, 5)).verdict.outcome == "worse"
+    assert found.with_votes(all_for(pairs, 20)).verdict.outcome == "not seen"
+    few = found.with_votes(dict(list(all_for(pairs, 19).items())[:19]))
+    assert few.verdict.outcome == "no references"
+    assert "Votes" in {point.title for point in few.verdict.points}
+
+
+def test_votes_stand_beside_references_and_do_not_replace_them() -> None:
+    found = made(TEXTS, references="nothing of the kind")
+    voted = found.with_votes(all_for(pairs_of(found), 39))
+    assert voted.verdict.outcome == found.verdict.outcome == "not seen"
+    assert voted.verdict.points[0].title == "Votes"
+    assert json.loads(json.dumps(voted.to_dict()))["votes"]["ours"] == 39
+
+
+def test_equal_votes_count_for_nobody() -> None:
+    found = made(TEXTS, references=None)
+    votes = {pair.key: "equal" for pair in pairs_of(found)}
+    assert found.with_votes(votes).votes == Votes("one", 0, 0, 39)
+    assert found.with_votes(votes).verdict.outcome == "no references"
+
+
+def test_votes_against_another_member_are_known_by_their_answers() -> None:
+    found = made(TEXTS, references=None)
+    votes = all_for(pairs_of(found, "two"), 10)
+    assert found.with_votes(votes).votes == Votes("two", 10, 30)
+    stray = found.with_votes({**votes, "0" * 24: "left"})
+    assert stray.remarks == ("1 of 41 votes are on other answers and do not count",)
+    with pytest.raises(ConfigError, match="did you mean 'two'"):
+        found.to_voting_page("tow")
+
+
+def test_a_new_page_keeps_the_votes_of_an_older_one(tmp_path: Path) -> None:
+    found = made(TEXTS, references=None)
+    votes = all_for(pairs_of(found), 3)
+    file = tmp_path / "vote.html"
+    file.write_text(found.to_voting_page(votes={**votes, "gone": "left"}), "utf-8")
+    assert votes_on(file) == votes
+
+
+def test_answers_that_are_all_the_same_cannot_be_voted_on() -> None:
+    with pytest.raises(ConfigError, match="nothing to vote on"):
+        made({"one": ["a"] * 3, "two": ["b"] * 3, ENSEMBLE: ["a"] * 3}, references=None).to_voting_page()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a thesis",
+        '<script type="application/json" id="votes">{"a": "up"}</script>',
+        '<script type="application/json" id="votes">[]</script>',
+        '<script type="application/json" id="votes">{</script>',
+    ],
+)
+def test_a_file_that_is_no_voting_page_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "page.html").write_text(text)
+    with pytest.raises(ConfigError, match=r"page\.html is no voting page"):
+        votes_on(tmp_path / "page.html")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        votes_on(tmp_path)

@@ -1,0 +1,36 @@
+"""A comparison of a member on a server and one in this process: as with both here, and a server that goes away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import MemberConfig, ServerUnreachableError
+from specfuse_shared.comparing import ENSEMBLE, compare
+from tests.servers.model_server import Ways, model_server
+
+QUESTIONS = [{"text": f"Name {n} things of the sea.", "references": ["the tide"]} for n in range(6)]
+KEY = "a-key-that-nobody-may-see"
+
+
+def test_members_on_a_server_and_here_are_compared_as_if_both_were_here(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_TESTS", KEY)
+    here = [MemberConfig(str(folder), name=name) for name, folder in folders.items()]
+    run = tmp_path / "run.jsonl"
+    with model_server(folders["chat"], Ways(key=KEY)) as (url, _):
+        served = MemberConfig(str(folders["chat"]), name="chat", server=url, api_key_env="KEY_OF_TESTS")
+        found = compare([served, here[1]], QUESTIONS, run=run, timed=1, max_tokens=12)
+    local = compare(here, QUESTIONS, timed=1, max_tokens=12)
+    for name in ("chat", "base", ENSEMBLE):
+        assert [a.text for a in found.answers[name].values()] == [a.text for a in local.answers[name].values()]
+    assert found.weights["base"] > 0
+    assert found.weights["chat"] == found.weights[ENSEMBLE] == 0, "the server does not tell"
+    assert KEY not in run.read_text("utf-8")
+    assert KEY not in found.to_html()
+    gone = replace(served, server="http://127.0.0.1:9/v1", server_timeout=1.0)
+    with pytest.raises(ServerUnreachableError):
+        compare([gone, here[1]], QUESTIONS, run=run, timed=0, max_tokens=12)
