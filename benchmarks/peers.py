@@ -4,7 +4,9 @@
 
 SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at
 once, all in turns in one run, so that whatever else the machine does falls on all. The engine fuses nothing here: one
-member decodes by itself. The server has to serve the same converted weights (`--print-folder` says where they are).
+member decodes by itself. Where llama-cpp-python is installed, a member on llama.cpp runs along, of the file as it is
+(Q4_1), beside that library itself. The server has to serve the same converted weights (`--print-folder` says where they
+are).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from figures import RESULTS, Figure, report
@@ -24,26 +26,37 @@ from vllm_peer import Peer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
+from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.gguf import converted
 from tests.engine.comparing import local_members
+
+if TYPE_CHECKING:
+    from llama_peer import LlamaPeer
 
 QUESTIONS = [f"Describe entry {n} of the observatory's log: its moon, its wind and its visitors." for n in range(8)]
 
 
 class Peers:
-    def __init__(self, folder: Path, tokens: int, url: str | None) -> None:
+    def __init__(self, folder: Path, file: Path, tokens: int, url: str | None) -> None:
         member = MemberConfig(str(folder), name="smollm2", dtype="bfloat16", device="cpu")
         self.engine = EnsembleEngine(EnsembleConfig([member], reuse_prefixes=False)).load()
         self.local, self.tokens = local_members(self.engine)[0], tokens
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.server = Peer(url) if url is not None else None
+        self.llama: tuple[EnsembleEngine, LlamaPeer] | None = None
+        if has_llama_cpp():
+            from llama_peer import LlamaPeer
+
+            quantised = MemberConfig(str(file), name="smollm2", backend="llama.cpp")
+            there = EnsembleEngine(EnsembleConfig([quantised], reuse_prefixes=False)).load()
+            self.llama = there, LlamaPeer(file, torch.get_num_threads())
         self.prompts = [self.local.encode_prompt([Message("user", question)]) for question in QUESTIONS]
 
-    def ours(self, count: int) -> float:
+    def ours(self, count: int, engine: EnsembleEngine | None = None) -> float:
         """Tokens a second of the engine."""
         params = SamplingParams(max_tokens=self.tokens, min_tokens=self.tokens, ignore_eos=True)
         start = time.perf_counter()
-        results: list[Any] = self.engine.generate_batch(QUESTIONS[:count], params)
+        results: list[Any] = (engine or self.engine).generate_batch(QUESTIONS[:count], params)
         return sum(r.usage.completion_tokens for r in results) / (time.perf_counter() - start)
 
     @torch.inference_mode()
@@ -61,17 +74,21 @@ class Peers:
         figures, kinds = [], {"engine": self.ours, "generate": self.library}
         if (server := self.server) is not None:
             kinds["vLLM"] = lambda n: server.speed(self.prompts[:n], self.tokens)
+        pairs = [("engine", name) for name in list(kinds)[1:]]
+        if self.llama is not None:
+            engine, peer = self.llama
+            kinds["engine on llama.cpp"] = lambda n: self.ours(n, engine)
+            kinds["llama.cpp"] = lambda n: peer.speed(self.prompts[:n], self.tokens)
+            pairs += [("engine on llama.cpp", "llama.cpp"), ("engine on llama.cpp", "engine")]
         for count in (1, len(QUESTIONS)):
             found: dict[str, list[float]] = {name: [] for name in kinds}
             for _ in range(repeats + 1):
                 for name, speed in kinds.items():
                     found[name].append(speed(count))
             rates = {name: statistics.median(values[1:]) for name, values in found.items()}
-            for name in list(kinds)[1:]:
-                detail = f"{rates['engine']:.1f} ÷ {rates[name]:.1f} tokens/s"
-                figures.append(
-                    Figure(f"{count} at once: engine ÷ {name}", rates["engine"] / rates[name], 1, True, detail)
-                )
+            for ours, name in pairs:
+                detail = f"{rates[ours]:.1f} ÷ {rates[name]:.1f} tokens/s"
+                figures.append(Figure(f"{count} at once: {ours} ÷ {name}", rates[ours] / rates[name], 1, True, detail))
         return figures
 
 
@@ -91,7 +108,7 @@ def main() -> None:
     if options.print_folder:
         print(folder)
         return
-    peers = Peers(folder, options.tokens, options.vllm)
+    peers = Peers(folder, Path(smollm2.model), options.tokens, options.vllm)
     figures = peers.run(options.repeats)
     facts = [("vLLM", "not asked" if peers.server is None else f"{peers.server.version}, {peers.server.model}")]
     report("one member beside other engines, SmolLM2-135M, bf16", figures, options.json, facts)

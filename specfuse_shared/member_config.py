@@ -15,7 +15,18 @@ from specfuse_shared.validation import Settings, check, check_choice
 QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SERVER_KINDS = ("vllm", "sglang")
-_SERVERS_OWN = ("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "allow_pickle")
+BACKENDS = ("auto", "llama.cpp", "transformers")
+CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
+OLLAMA = "ollama:"
+"""Begins the name of a model in Ollama's store."""
+_OF_LLAMA_CPP = ("gpu_layers", "threads", "cache_tokens", "cache_type")
+"""What only llama.cpp knows."""
+_OF_TRANSFORMERS = ("quantization", "offload", "attn_implementation", "trust_remote_code", "allow_pickle")
+"""What only transformers knows of how a model is loaded."""
+_SERVERS_OWN = (
+    *("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "allow_pickle", "backend"),
+    *_OF_LLAMA_CPP,
+)
 """What a server decides of the model that it runs."""
 
 
@@ -24,7 +35,8 @@ class MemberConfig(Settings):
     """One model of the ensemble: where it comes from, how it is loaded, and how it takes part."""
 
     model: str
-    """Hub id, local folder or GGUF file. Remote code and pickled weights are refused unless allowed below."""
+    """Hub id, local folder, GGUF file, or "ollama:NAME" for a model in Ollama's store. Remote code and pickled weights
+    are refused unless allowed below."""
     name: str | None = None
     """Its name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
     revision: str | None = None
@@ -32,7 +44,8 @@ class MemberConfig(Settings):
     gguf_file: str | None = None
     """A GGUF file inside the hub repository or folder that `model` names."""
     adapter: str | None = None
-    """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters")."""
+    """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters"); on llama.cpp, a LoRA as GGUF
+    file, which stays beside them."""
     adapter_revision: str | None = None
     """Branch, tag or commit of the adapter's hub repository."""
     tokenizer: str | None = None
@@ -44,6 +57,18 @@ class MemberConfig(Settings):
     quantization: str | None = None
     """"8bit" (torchao) or "4bit" (bitsandbytes, NF4) of the weights when they are loaded, "auto": the widest
     precision that fits (extra "quant")."""
+    backend: str = "auto"
+    """What runs the model: "llama.cpp" (GGUF files as they are, extra "llamacpp"), "transformers", or "auto": llama.cpp
+    for quantised GGUF files where it is installed and no other setting needs transformers."""
+    gpu_layers: int | None = None
+    """Layers that llama.cpp keeps on the graphics card; unset: all that it can, none with `device="cpu"`."""
+    threads: int | None = None
+    """Threads that llama.cpp computes with; unset: the member's share of the cores."""
+    cache_tokens: int | None = None
+    """Tokens that llama.cpp's cache holds for all answers together, taken at load; unset: four answers of 4,096 tokens,
+    or as many as there is memory for."""
+    cache_type: str = "auto"
+    """Numbers in llama.cpp's cache: "f32", "f16" or "q8_0"; "auto": f16, or f32 with `dtype="float32"`."""
     offload: bool = False
     """Layers that fit nowhere may wait in main memory or on disk, which is very slow."""
     weight: float = 1.0
@@ -100,6 +125,7 @@ class MemberConfig(Settings):
             self.quantization in (None, "auto") or not (self.offload or self.adapter),
             "MemberConfig.offload and adapter need whole numbers: leave quantization at None or 'auto'",
         )
+        self._check_backend()
         check(
             math.isfinite(self.weight) and self.weight > 0,
             f"MemberConfig.weight must be a positive number, not {self.weight!r}",
@@ -127,6 +153,33 @@ class MemberConfig(Settings):
         )
         object.__setattr__(self, "resources", MappingProxyType(amounts))
 
+    def _check_backend(self) -> None:
+        """The settings of an engine go with that engine."""
+        check_choice("MemberConfig.backend", self.backend, BACKENDS)
+        check_choice("MemberConfig.cache_type", self.cache_type, CACHE_TYPES)
+        for name, least in (("gpu_layers", 0), ("threads", 1), ("cache_tokens", 256)):
+            count = getattr(self, name)
+            check(count is None or count >= least, f"MemberConfig.{name} must be at least {least}, not {count!r}")
+        if self.backend == "llama.cpp" and (given := self.needs_transformers):
+            check(False, f'MemberConfig.{given[0]} goes with backend="transformers": llama.cpp runs files as they are')
+        if self.backend == "transformers" and (given := self.set_of(_OF_LLAMA_CPP)):
+            check(False, f'MemberConfig.{given[0]} goes with backend="llama.cpp"')
+
+    def set_of(self, names: Sequence[str]) -> list[str]:
+        """Those of some settings that are not at their default."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
+    @property
+    def needs_transformers(self) -> list[str]:
+        """Settings that only transformers can follow."""
+        return self.set_of(_OF_TRANSFORMERS) + (["dtype"] if self.dtype not in ("auto", "float32") else [])
+
+    @property
+    def needs_llama_cpp(self) -> list[str]:
+        """Settings that only llama.cpp can follow."""
+        return self.set_of(_OF_LLAMA_CPP)
+
     def _check_server(self) -> None:
         """The settings of a server suit each other, and none of them would give its key away."""
         check_choice("MemberConfig.server_kind", self.server_kind, SERVER_KINDS)
@@ -136,10 +189,8 @@ class MemberConfig(Settings):
             check(not given, f"MemberConfig.{given and given[0]} goes with server=…, the address of one")
             return
         object.__setattr__(self, "server", server_address("MemberConfig.server", self.server))
-        defaults = {f.name: f.default for f in fields(self)}
-        for name in _SERVERS_OWN:
-            settled = getattr(self, name) == defaults[name]
-            check(settled, f"MemberConfig.{name} is the affair of the server at {self.server}: leave it unset")
+        for name in self.set_of(_SERVERS_OWN):
+            check(False, f"MemberConfig.{name} is the affair of the server at {self.server}: leave it unset")
         check(
             self.api_key_env is None or is_private(str(self.server)),
             f"MemberConfig.server is {self.server}: whoever listens on the way could read the key that api_key_env "
@@ -154,4 +205,6 @@ class MemberConfig(Settings):
     @property
     def label(self) -> str:
         """The name in records and events: `name`, else the last part of `model` without its file ending."""
-        return self.name or Path(self.model).name.removesuffix(".gguf") or self.model
+        if self.name or self.model.startswith(OLLAMA):
+            return self.name or self.model.removeprefix(OLLAMA)
+        return Path(self.model).name.removesuffix(".gguf") or self.model

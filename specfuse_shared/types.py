@@ -249,7 +249,8 @@ class MemberReport:
     its prefix cache) or "prompt" (the context is read again each round). `probe_error`: largest |Δ log p| between the
     cached path and the model's own plain forward, or a server's two ways of scoring. `parameters` and `memory_bytes`
     are 0 where a server does not tell. `graphs`: "captured" (its steps run as CUDA graphs), or "eager: " and why not.
-    `template`: "own", "given" or "plain". `context`: token limit, None if the model states none.
+    `template`: "own", "given" or "plain". `context`: token limit, None if the model states none. `backend`: what runs
+    it, and `why` it is that.
     """
 
     name: str
@@ -268,3 +269,5 @@ class MemberReport:
     context: int | None
     stop_token_ids: tuple[int, ...]
     load_seconds: float
+    backend: str = "transformers"
+    why: str = ""

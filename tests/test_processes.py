@@ -25,7 +25,7 @@ from specfuse_shared import (
     lease_engine,
 )
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading.gguf import gguf_context
+from specfuse_shared.loading.gguf_head import gguf_head
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 FORKED = """
@@ -167,7 +167,7 @@ def test_contexts_are_known_before_anything_is_loaded(folders: list[str], tmp_pa
     demo = ChatSpecFuse(members="demo")
     assert demo._context_limit() == 8192
     for member in demo._ensemble().member_configs:
-        assert gguf_context(Path(member.model)) in (8192, 32768)
+        assert gguf_head(Path(member.model)).context in (8192, 32768)
     assert demo._leases == []
 
 

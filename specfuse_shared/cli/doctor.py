@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 
 import torch
 import transformers
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.loading.backends import has_llama_cpp
+from specfuse_shared.loading.ollama import ollama_models
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import LoadProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
@@ -30,15 +33,17 @@ class Checkup:
     devices: tuple[Device, ...]
     members: tuple[MemberReport, ...]
     problems: tuple[str, ...]
+    ollama: Mapping[str, int] = field(default_factory=dict)
+    """Models in Ollama's store, and bytes of their files."""
 
 
 def examine(config: EnsembleConfig, on_progress: OnProgress = None) -> Checkup:
     """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
     try:
-        return Checkup(_versions(), find_devices(), _load(config, on_progress), ())
+        return Checkup(_versions(), find_devices(), _load(config, on_progress), (), _ollama())
     except MemberLoadError as error:
         members, problems = _one_by_one(config, on_progress)
-        return Checkup(_versions(), find_devices(), members, problems or (str(error),))
+        return Checkup(_versions(), find_devices(), members, problems or (str(error),), _ollama())
 
 
 def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
@@ -69,4 +74,9 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
+        "llama-cpp-python": version("llama-cpp-python") if has_llama_cpp() else "not installed",
     }
+
+
+def _ollama() -> dict[str, int]:
+    return {model.name: model.size for model in ollama_models()}

@@ -23,7 +23,7 @@ Members = Annotated[
         "--member",
         "--members",
         metavar="MODEL",
-        help="Hub id, folder, GGUF file, or MODEL@URL of a vLLM server; repeatable. Unset: the demo models.",
+        help="Hub id, folder, GGUF file, ollama:NAME, or MODEL@URL of a vLLM server; repeatable. Unset: the demo.",
     ),
 ]
 ConfigFile = Annotated[
@@ -52,7 +52,8 @@ def ensemble_of(
         return config
     from specfuse_shared.loading.demo import demo_members
 
-    return replace(config, members=[replace(demo, **member) for demo in demo_members()])
+    backend = member.get("backend", "auto")
+    return replace(config, members=[replace(demo, **member) for demo in demo_members(backend=backend)])
 
 
 def chosen_ensemble(

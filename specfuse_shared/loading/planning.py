@@ -10,7 +10,10 @@ from typing import Any
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberLoadError, SpecFuseError
-from specfuse_shared.loading.gguf import OnStage, converted, gguf_context, gguf_file, known_conversion
+from specfuse_shared.loading.backends import backend_of
+from specfuse_shared.loading.gguf import OnStage, converted, gguf_file, known_conversion
+from specfuse_shared.loading.gguf_head import gguf_head
+from specfuse_shared.loading.llama_spec import llama_spec
 from specfuse_shared.loading.pretrained import explained
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.devices import find_devices
@@ -53,6 +56,8 @@ def plan_ensemble(
 def _spec(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: OnStage) -> MemberSpec:
     on_stage("reading the configuration")
     with explained(config):
+        if backend_of(config, fetch=convert).is_llama_cpp:
+            return llama_spec(config, fetch=convert)
         file = gguf_file(config, fetch=convert)
         settings, stored = _settings(config, file, cache_dir, convert, on_stage)
         sizes = ModelSizes(settings, config.trust_remote_code)
@@ -119,9 +124,9 @@ def _stated_context(config: MemberConfig) -> int | None:
         known = (
             _configured_context(config.model, config.revision, config.trust_remote_code)
             if file is None
-            else gguf_context(file)
+            else gguf_head(file).context
         )
-        limits = [config.max_context, known]
+        limits = [config.max_context, config.cache_tokens, known]
         return min((limit for limit in limits if limit), default=None)
     return config.max_context
 

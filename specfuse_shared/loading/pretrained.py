@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
-from specfuse_shared.loading.gguf import OnStage, cache_folder, converted, gguf_file
+from specfuse_shared.loading.gguf import OnStage, cache_folder, converted, converted_tokenizer, gguf_file
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.plan import Assignment
 
@@ -68,6 +68,27 @@ def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStag
         source, common = _source(config, cache_dir, on_stage)
         on_stage("reading the tokenizer")
         return AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+
+
+def load_gguf_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStage = lambda stage: None) -> Any:
+    """The tokenizer of a GGUF file, without its weights, or the one that is named. Raises `MemberLoadError`."""
+    from transformers import AutoTokenizer
+
+    with explained(config):
+        on_stage("reading the tokenizer")
+        if config.tokenizer is not None:
+            return AutoTokenizer.from_pretrained(config.tokenizer)
+        file = gguf_file(config)
+        assert file is not None
+        try:
+            folder = converted_tokenizer(file, cache_dir, on_stage)
+        except (ValueError, NotImplementedError, KeyError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise MemberLoadError(
+                f"member {config.label!r}: transformers cannot read the tokenizer of {file.name} ({said}): name the "
+                "hub id or folder of it with MemberConfig(tokenizer=…)"
+            ) from error
+        return AutoTokenizer.from_pretrained(str(folder))
 
 
 def load_settings(config: MemberConfig, cache_dir: str | None) -> tuple[Any, Any]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import MissingExtraError
 from specfuse_shared.loading.planning import OnMemberStage, needed_memory, plan_ensemble
-from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_tokenizer
+from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_gguf_tokenizer, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
+from specfuse_shared.members.here import MemberHere
 from specfuse_shared.members.lane_thread import LaneThread
 from specfuse_shared.members.lanes import lanes_of
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.loading import load_here
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
@@ -46,12 +47,13 @@ class Assembly:
 
 def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None = None) -> Member:
     """A member whose model is elsewhere: its tokenizer and template are read here. Raises `MemberLoadError`."""
-    tokenizer = load_tokenizer(config, cache_dir)
+    own = info.report.backend == "llama.cpp"
+    tokenizer = load_gguf_tokenizer(config, cache_dir) if own else load_tokenizer(config, cache_dir)
     prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, info.name, config.thinking)
     return Member(info, MemberText(prompts, info.report.stop_token_ids, info.vocabulary_size))
 
 
-def assemble(members: Sequence[LocalMember], on_forward: OnForward) -> Assembly:
+def assemble(members: Sequence[MemberHere], on_forward: OnForward) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
     lanes = [LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members)]
     own = lanes[0] if lanes else None
@@ -84,16 +86,14 @@ def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress
     return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, *lanes))
 
 
-def load_members(
-    config: EnsembleConfig, here: Sequence[MemberConfig], on_stage: OnMemberStage
-) -> Iterator[LocalMember]:
+def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], on_stage: OnMemberStage) -> Iterator[MemberHere]:
     """Plan where the members of this machine go, then load each into its place. Raises `MemberLoadError`."""
     if not here:
         return
     plan = plan_ensemble(config, convert=True, on_stage=on_stage)
     for member in here:
         tell, place = partial(on_stage, member.label), plan.of(member.label)
-        yield LocalMember(member, cache_dir=config.cache_dir, on_stage=tell, place=place, execution=config.execution)
+        yield load_here(member, cache_dir=config.cache_dir, on_stage=tell, place=place, execution=config.execution)
         tell("ready")
 
 

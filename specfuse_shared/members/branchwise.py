@@ -40,6 +40,8 @@ class _Snapshot:
 class BranchwiseSequence(SequenceState):
     """One snapshot of the prompt, one of the previous trunk and one of the trunk; branches run on copies."""
 
+    runner: ModelRunner
+
     def __init__(self, runner: ModelRunner) -> None:
         self._snapshots: list[_Snapshot] = []
         self._runs: dict[tuple[int, ...], _Snapshot] = {}

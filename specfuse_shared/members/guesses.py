@@ -13,8 +13,8 @@ from specfuse_shared.members.token_tree import Branch
 
 MOST_GUESSED = 24
 """Tokens of one guess."""
-_TOKEN_COST = 0.06
-"""What a token more costs, as a share of a forward; a guess ends where its tokens come true less often."""
+TOKEN_COST = 0.06
+"""What a token more costs, as a share of a forward of one; a guess ends where its tokens come true less often."""
 _GRAMS = (4, 3, 2)
 """So many equal last tokens are looked for, the longest first."""
 Kind = int | str
@@ -97,10 +97,12 @@ class _Fed:
 class Guesses:
     """The guesses of one answer of one member.
 
-    `barred`: ids that it never says. `guessed` tokens went through the model; `accepted` of them were chosen.
+    `barred`: ids that it never says. `token_cost`: what a token more costs it. `guessed` tokens went through the model;
+    `accepted` of them were chosen.
     """
 
     barred: Container[int]
+    token_cost: float = TOKEN_COST
     records: dict[Kind, Record] = field(default_factory=lambda: {k: Record(r) for k, r in _PRIOR.items()})
     guessed: int = 0
     accepted: int = 0
@@ -144,7 +146,7 @@ class Guesses:
         """Take of `ids` what pays; how likely it is that all of that comes."""
         for token in ids:
             chance *= self.records[kind].rate
-            if chance < _TOKEN_COST or token in self.barred:
+            if chance < self.token_cost or token in self.barred:
                 break
             tokens.append(token)
             kinds.append(kind)

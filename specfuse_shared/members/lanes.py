@@ -12,22 +12,22 @@ from collections.abc import Sequence
 
 import torch
 
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.here import MemberHere
 
 
-def lanes_of(members: Sequence[LocalMember]) -> list[tuple[list[LocalMember], int | None]]:
+def lanes_of(members: Sequence[MemberHere]) -> list[tuple[list[MemberHere], int | None]]:
     """Members that take turns, and the cores of each such lane where the processor has several; None: no limit.
 
     A core is never shared, so with more members than cores some take turns, the large ones by themselves.
     """
-    lanes: dict[tuple[str, ...], list[LocalMember]] = defaultdict(list)
+    lanes: dict[tuple[str, ...], list[MemberHere]] = defaultdict(list)
     for member in members:
         lanes[devices_of(member)].append(member)
     beside = lanes.pop(("cpu",), [])
-    found: list[tuple[list[LocalMember], int | None]] = [(lane, None) for lane in lanes.values()]
+    found: list[tuple[list[MemberHere], int | None]] = [(lane, None) for lane in lanes.values()]
     most = cores()
     count = min(len(beside), most)
-    shared: list[list[LocalMember]] = [[] for _ in range(count)]
+    shared: list[list[MemberHere]] = [[] for _ in range(count)]
     for member in sorted(beside, key=_size, reverse=True):
         min(shared, key=lambda lane: sum(map(_size, lane))).append(member)
     return found + [(lane, most // count if count > 1 else None) for lane in shared]
@@ -52,10 +52,10 @@ def use_cores(count: int) -> None:
 _setting_cores = threading.Lock()
 
 
-def devices_of(member: LocalMember) -> tuple[str, ...]:
+def devices_of(member: MemberHere) -> tuple[str, ...]:
     """The devices on which a member computes."""
     return tuple(member.devices)
 
 
-def _size(member: LocalMember) -> int:
+def _size(member: MemberHere) -> int:
     return member.report.memory_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +13,24 @@ from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import load_pretrained, prepared
 from specfuse_shared.member_config import MemberConfig
-from specfuse_shared.members.base import CacheUse, Member, MemberInfo
-from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.base import CacheUse, MemberInfo
+from specfuse_shared.members.branchwise import new_sequence
+from specfuse_shared.members.here import MemberHere
 from specfuse_shared.members.probe import Attempt, probe
-from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
-from specfuse_shared.messages import Message, Tool
+from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.cache_sizes import smallest_row
 from specfuse_shared.runtime.kernels import choose_kernels
+from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.packed_weights import pack_weights
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
 
 
-class LocalMember:
+class LocalMember(MemberHere):
     """A causal language model of transformers in this process, in its `place` or where it fits by itself.
 
-    `loaded`: model and tokenizer that are in memory already; else they are read as `config` says.
+    `loaded`: model and tokenizer that are in memory already; else they are read as `config` says. `why`: it runs here.
     """
 
     def __init__(
@@ -46,45 +43,43 @@ class LocalMember:
         execution: str = "auto",
         loaded: tuple[Any, Any] | None = None,
     ) -> None:
-        start = time.monotonic()
-        self.name, self.weight, self._drafts_under_grammar = config.label, config.weight, config.drafts_under_grammar
+        start, self.why = time.monotonic(), ""
         if loaded is not None:
-            (model, tokenizer), place = loaded, _place_of(loaded[0], self.name)
+            (model, tokenizer), place = loaded, _place_of(loaded[0], config.label)
             model = prepared(model, config)
         else:
-            place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(self.name)
+            place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(config.label)
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         parameters, weights = model.num_parameters(), weight_bytes(model)
         if loaded is None:  # a model that somebody else has stays as it is
             weights += pack_weights(model)
         self.devices = place.caches
-        template, options = config.chat_template, config.template_options
-        self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
-        self.codec = self.prompts.codec
+        super().__init__(config, tokenizer)
         on_stage("checking parity")
         choose_kernels(torch.device(model.device))
         way = probe(model, self.name, execution)
-        self.runner = way.runner(model)
+        self._runner = way.runner(model)
         self.runner.warm_up()
-        self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
-        holders = (getattr(model, "generation_config", None), model.config, tokenizer)
-        self.stop_ids = stop_ids_of(holders, self.prompts, config)
-        special = ids_without_text(tokenizer, self.vocabulary_size, self.stop_ids)
-        self.never_guessed = frozenset((*special, *self.stop_ids))
-        self.banned_token_ids = self._ids(special)
-        self._banned_while_held, self._stops = self._ids([*special, *self.stop_ids]), self._ids(self.stop_ids)
+        holders = (getattr(model, "generation_config", None), model.config)
+        self._know_vocabulary(config, holders, model.get_input_embeddings().num_embeddings)
         text = model.config.get_text_config(decoder=True)
         limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
         self.context_limit: int | None = min((n for n in limits if n), default=None)
         self.bytes_per_token = way.bytes_per_token
-        self.text = MemberText(self.prompts, self.stop_ids, self.vocabulary_size)
         self._report = self._reported(config, place, way, time.monotonic() - start, (parameters, weights))
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._runner
+
+    def new_sequence(self, keeps_spare: bool) -> SequenceState:
+        return new_sequence(self.runner, keeps_spare)
 
     @property
     def report(self) -> MemberReport:
         if self.runner.static is None:
-            return self._report
-        return replace(self._report, graphs=self.runner.static.graphs.report)
+            return replace(self._report, why=self.why)
+        return replace(self._report, why=self.why, graphs=self.runner.static.graphs.report)
 
     def _reported(
         self, config: MemberConfig, place: Assignment, way: Attempt, seconds: float, size: tuple[int, int]
@@ -134,28 +129,6 @@ class LocalMember:
         """Whether it verifies many tokens in one forward, and never reads an answer again."""
         return self.runner.plan is not None and self.runner.longrope.limit is None
 
-    @property
-    def member(self) -> Member:
-        """What the coordinator has of it."""
-        return Member(self.info, self.text)
-
-    @property
-    def vocabulary(self) -> Any:
-        return self.text.vocabulary
-
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        return self.text.encode_prompt(messages, tools)
-
-    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False) -> LocalSession:
-        """A new answer to `prompt`; `speculates`: it may guess what comes next, which changes nothing but the work."""
-        return LocalSession(self, prompt, params, seed, speculates)
-
-    def blocked(self, *, alone: bool, held: bool) -> torch.Tensor | None:
-        """Ids that it must not choose: those without text in a shared answer; those that end a turn that is `held`."""
-        if alone:
-            return self._stops if held else None
-        return self._banned_while_held if held else self.banned_token_ids
-
     def cache_use(self) -> CacheUse:
         """Memory for answers now."""
         pool, prefixes = self.runner.pool, self.runner.prefixes
@@ -165,9 +138,6 @@ class LocalMember:
         """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
         self.runner.prefixes.limit = limit
         self.runner.prefixes.shrink(limit)
-
-    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
 
 
 def _place_of(model: Any, name: str) -> Assignment:

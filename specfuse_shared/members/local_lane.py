@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.here import MemberHere
 from specfuse_shared.members.jobs import Job, feed_all, within
 from specfuse_shared.members.lanes import use_cores
-from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_session import LocalSession
 from specfuse_shared.members.requests import PREFILL_CHUNK
 from specfuse_shared.members.stages import Close, Closed, Fault, Open, Reply, StageRequest, StageResult, TokenCounts
@@ -65,7 +65,7 @@ class LocalLane:
 
     def __init__(
         self,
-        members: Sequence[LocalMember],
+        members: Sequence[MemberHere],
         cores: int | None = None,
         on_forward: OnForward = lambda member, answers, seconds: None,
     ) -> None:
@@ -115,6 +115,7 @@ class LocalLane:
                 session.release()
             sessions.clear()
             self.local[name].runner.stream.wait()  # nothing may still run over memory that others get now
+            self.local[name].close()
 
     # ── its turn ─────────────────────────────────────────────────────────────────────────────────
 
@@ -145,6 +146,8 @@ class LocalLane:
         """
         if self._cores is not None:
             use_cores(self._cores)
+            for member in self.local.values():
+                member.use_cores(self._cores)
             self._cores = None
         began = time.monotonic()
         while self._asked:

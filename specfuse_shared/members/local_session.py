@@ -1,4 +1,4 @@
-"""One answer of a local member: its stages ask for forwards, which those of many answers share."""
+"""One answer of a member of this process: its stages ask for forwards, which those of many answers share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specfuse_shared.members.branchwise import new_sequence
 from specfuse_shared.members.guesses import OWN, TOLD, Guess, Guesses
 from specfuse_shared.members.jobs import Stage
 from specfuse_shared.members.requests import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
@@ -18,29 +17,29 @@ from specfuse_shared.runtime.sampler import Sampler, masked
 from specfuse_shared.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specfuse_shared.members.local import LocalMember
+    from specfuse_shared.members.here import MemberHere
 
 _BEFORE = 8
 """So many tokens before a guess may tell what follows."""
 
 
 class LocalSession(Session[SequenceState]):
-    """One answer of a `LocalMember`: its context is in the cache.
+    """One answer of a member of this process: its context is in the cache.
 
     Where it `speculates`, guesses of what comes next go through the model along with what has to; see
     `specfuse_shared.members.guesses`.
     """
 
     def __init__(
-        self, member: LocalMember, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False
+        self, member: MemberHere, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False
     ) -> None:
         super().__init__(
-            member.text, member.stop_ids, new_sequence(member.runner, speculates and member.may_guess), prompt, params
+            member.text, member.stop_ids, member.new_sequence(speculates and member.may_guess), prompt, params
         )
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._also: tuple[Branch, ...] = ()
-        self._guesses = Guesses(member.never_guessed) if self.context.keeps_spare else None
+        self._guesses = Guesses(member.never_guessed, member.token_cost) if self.context.keeps_spare else None
 
     @property
     def counts(self) -> TokenCounts:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.loading import load_here
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
 
@@ -205,7 +205,7 @@ def serve_members(
 ) -> None:
     """Load members and run their stages, until the coordinator closes the lane or is gone; `cores`: to compute on."""
     forwards: list[tuple[str, int, float]] = []
-    loaded = [LocalMember(member, execution=execution) for member in members]
+    loaded = [load_here(member, execution=execution) for member in members]
     lane = LocalLane(loaded, cores, lambda member, answers, seconds: forwards.append((member, answers, seconds)))
 
     def reply(results: Sequence[StageResult]) -> None:

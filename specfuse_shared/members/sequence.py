@@ -20,7 +20,7 @@ from specfuse_shared.members.requests import (
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.logprobs import Judgement, Line
-from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.model_runner import Reclaimable
 
 
 class SequenceState(ABC):
@@ -31,7 +31,7 @@ class SequenceState(ABC):
     come next. `computed_tokens` counts those that went through the model after the prompt, in so many `forwards`.
     """
 
-    def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
+    def __init__(self, runner: Reclaimable, keeps_spare: bool = False) -> None:
         self.runner, self.keeps_spare = runner, keeps_spare
         self.prompt: tuple[int, ...] = ()
         self.prompt_remaining = 0
@@ -131,6 +131,11 @@ class SequenceState(ABC):
     @abstractmethod
     def run(self, request: ForwardRequest) -> None:
         """Feed what a request holds that the model has not seen, in forwards of its own."""
+
+    def run_together(self, requests: Sequence[ForwardRequest]) -> None:
+        """The same for many sequences of one model, where they are of this kind."""
+        for request in requests:
+            request.context.run(request)
 
     @abstractmethod
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:

@@ -29,6 +29,8 @@ class TreeSequence(SequenceState):
     `keeps_spare`: what went through the model behind a committed branch stays known.
     """
 
+    runner: ModelRunner
+
     def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
         super().__init__(runner, keeps_spare)
         self._row: CacheRow | None = None
@@ -184,13 +186,15 @@ class TreeSequence(SequenceState):
 
 
 def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
-    """Run what sequences of one model ask for: packed ones in one forward, drafts in one run of forwards, others one
-    after another. What each wanted to know, in their order, as far as the device has got."""
+    """Run what sequences of one model ask for: packed ones in one forward, drafts in one run of forwards, others as
+    they do it themselves. What each wanted to know, in their order, as far as the device has got."""
     inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
     drafts: list[tuple[TreeSequence, DraftRequest]] = []
+    others = [request for request in requests if not isinstance(request.context, TreeSequence)]
+    if others:
+        others[0].context.run_together(others)
     for request in requests:
         if not isinstance(request.context, TreeSequence):
-            request.context.run(request)
             continue
         if request.draft is not None:
             drafts.append((request.context, request.draft))

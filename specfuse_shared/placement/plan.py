@@ -76,10 +76,17 @@ class Sizes(Protocol):
     `tied`: numbers that the output layer shares with the embedding.
     """
 
-    kv_values: int
-    tied: int
-    vocabulary: int
-    context: int | None
+    @property
+    def kv_values(self) -> int: ...
+
+    @property
+    def tied(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def context(self) -> int | None: ...
 
     def weights(self, number_format: str, quantization: str | None) -> int:
         """Bytes of all weights."""

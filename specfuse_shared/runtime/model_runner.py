@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,21 @@ from specfuse_shared.runtime.prefix_cache import PrefixCache
 from specfuse_shared.runtime.static_runner import StaticRunner
 from specfuse_shared.runtime.streams import ModelStream
 from specfuse_shared.runtime.transfer import upload
+
+
+class Room(Protocol):
+    """Where answers have their caches; `make_room` gives back what only saves time."""
+
+    make_room: Callable[[], object]
+
+
+class Reclaimable(Protocol):
+    """What runs a model, as far as those who share its memory know it."""
+
+    @property
+    def pool(self) -> Room: ...
+
+    def free_reclaimable(self) -> None: ...
 
 
 class ModelForward:
@@ -60,7 +75,8 @@ class ModelRunner:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
         self.device, self.dtype = _home(model), model.dtype
         self.stream = ModelStream(self.device)
-        self.pool, self.prefixes = CachePool(self.device, slots), PrefixCache()
+        self.pool: CachePool = CachePool(self.device, slots)
+        self.prefixes = PrefixCache()
         share_room([self])
         self._forward = ModelForward(model)
         self.longrope = LongRope(model)
@@ -160,7 +176,7 @@ class ModelRunner:
             self.static.drop()
 
 
-def share_room(runners: Sequence[ModelRunner]) -> None:
+def share_room(runners: Sequence[Reclaimable]) -> None:
     """Let each of runners on the same device make room for any other, when memory is short."""
     held = [weakref.ref(runner) for runner in runners]
 

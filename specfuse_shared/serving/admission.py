@@ -16,14 +16,18 @@ from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.runtime.cache_sizes import next_rows, row_capacity
 
 _PREFIX_SHARE = 0.125
+_BRANCHES = 5
+"""Of an answer, besides one for each member's candidate: its trunk and what holds it, its own draft, guesses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an answer may need: a cache row of each member (its slots), and bytes of logits on each device."""
+    """What an answer may need: a cache row of each member (its slots), or `tokens` of a cache that is there from the
+    start, and bytes of logits on each device."""
 
     rows: Mapping[str, int] = field(default_factory=dict)
     logits: Mapping[str, int] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -49,6 +53,10 @@ class Budget:
         self._of = {m.name: m for m in self._members}
         self._blocks: dict[tuple[str, int], _Blocks] = defaultdict(_Blocks)
         self._logits: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        branches = len(self._members) + _BRANCHES
+        most = [m.cache_branches // branches for m in self._members if m.cache_branches]
+        self.most_answers = max(1, min([config.max_concurrent, *most]))
 
     def prefix_bytes(self, member: MemberInfo) -> int:
         """Bytes for what a member remembers of past answers."""
@@ -58,6 +66,7 @@ class Budget:
     def needs(self, session: AnswerSession | ScoringSession) -> Need:
         """What the answer may need. Raises `RequestError` if it could not even run alone."""
         rows: dict[str, int] = {}
+        tokens: dict[str, int] = {}
         logits: Counter[str] = Counter()
         prompts = session.participants.prompt_tokens
         drafted = self._config.longest_segment * len(prompts)
@@ -67,7 +76,10 @@ class Budget:
             slots += session.max_thinking_tokens if member.thinks else 0
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
-            rows[member.name] = row_capacity(slots, member.smallest_row)
+            if member.cache_tokens is not None:
+                tokens[member.name] = min(slots, member.cache_tokens)
+            else:
+                rows[member.name] = row_capacity(slots, member.smallest_row)
             for device, share in member.devices.items():
                 logits[device] += int(share * tried * member.vocabulary_size * LOGIT_BYTES)
         alone = Counter(logits)
@@ -80,19 +92,20 @@ class Budget:
                     f"{self._room(device) / 2**30:.2f} GiB are there for all answers: shorten the prompt, lower "
                     f"max_tokens, or raise EnsembleConfig(cache_bytes=…)"
                 )
-        return Need(rows, dict(logits))
+        return Need(rows, dict(logits), tokens)
 
     def take(self, need: Need, running: int) -> bool:
         """Reserve, if there is room."""
-        if running >= self._config.max_concurrent:
+        if running >= self.most_answers or not self._has_tokens(need):
             return False
-        taken = Need({}, need.logits)
+        taken = Need({}, need.logits, need.tokens)
         self._logits.update(need.logits)
+        self._tokens.update(need.tokens)
         for name, capacity in need.rows.items():
             if not self._add_row(name, capacity, alone=not running):
                 self.free(taken)
                 return False
-            taken = Need({**taken.rows, name: capacity}, need.logits)
+            taken = Need({**taken.rows, name: capacity}, need.logits, need.tokens)
         if running and not self._has_room():
             self.free(taken)
             return False
@@ -100,6 +113,7 @@ class Budget:
 
     def free(self, need: Need) -> None:
         self._logits.subtract(need.logits)
+        self._tokens.subtract(need.tokens)
         for name, capacity in need.rows.items():
             blocks = self._blocks[name, capacity]
             blocks.used -= 1
@@ -107,6 +121,11 @@ class Budget:
             least = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
             while blocks.sizes and sum(blocks.sizes[:-1]) >= least:
                 blocks.sizes.pop()
+
+    def _has_tokens(self, need: Need) -> bool:
+        """Whether caches that are there from the start have room for one more answer."""
+        rooms = {name: self._of[name].cache_tokens or 0 for name in need.tokens}
+        return all(self._tokens[name] + count <= rooms[name] for name, count in need.tokens.items())
 
     def _add_row(self, name: str, capacity: int, alone: bool) -> bool:
         """One more row in use; whether there is room for the block that it may take, or for as much of it."""

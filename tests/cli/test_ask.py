@@ -152,7 +152,7 @@ def test_verbose_describes_the_members_on_stderr(members: list[str], capsys: pyt
 def test_doctor_reports_members_versions_and_devices(members: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", *members]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report["versions"]) == {"python", "torch", "transformers"}
+    assert set(report["versions"]) == {"llama-cpp-python", "python", "torch", "transformers"}
     assert report["devices"][0]["name"] == "cpu"
     assert [m["name"] for m in report["members"]] == ["first", "second"]
     assert report["members"][0]["architecture"] == "LlamaForCausalLM"

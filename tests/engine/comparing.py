@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,14 +13,15 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingPar
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.participants import Participant
 from specfuse_shared.fusion.session import AnswerSession
+from specfuse_shared.members.here import MemberHere
 from specfuse_shared.members.lane_thread import LaneThread
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.members.local_session import LocalSession
-from specfuse_shared.members.stages import Op, StageRequest, StageResult
+from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import RoundRecord
-from tests.engine.naive import NaiveRound, naive_rounds
+from tests.engine.naive import NaiveMember, NaiveRound, naive_rounds
 
 SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte", "stretch": "word"})
 """Settings of the scores that are held against the naive rounds."""
@@ -56,12 +57,16 @@ class OpenAnswer:
     """One answer of members in this thread, without a scheduler: its session, and the lane that it asks."""
 
     def __init__(
-        self, config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
+        self, config: EnsembleConfig, members: Sequence[MemberHere], messages: list[Message], params: SamplingParams
     ) -> None:
         self.lane = LocalLane(members)
         self._session = AnswerSession(config, [member.member for member in members], messages, params)
         self._work = self._session.run()
-        self.release = self.lane.close
+
+    def release(self) -> None:
+        """Free the caches; the members stay."""
+        self.lane.submit([StageRequest(0, name, Close()) for name in self.lane.local], lambda results: None)
+        self.lane.step()
 
     @property
     def text(self) -> str:
@@ -104,7 +109,7 @@ class OpenAnswer:
 
 
 def open_session(
-    config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
+    config: EnsembleConfig, members: Sequence[MemberHere], messages: list[Message], params: SamplingParams
 ) -> OpenAnswer:
     return OpenAnswer(config, members, messages, params)
 
@@ -132,20 +137,21 @@ def eager(members: list[LocalMember]) -> Iterator[None]:
 
 def assert_equals_naive(
     config: EnsembleConfig,
-    members: list[LocalMember],
+    members: Sequence[MemberHere],
     messages: list[Message],
     params: SamplingParams,
     rounds: int,
     tolerance: float = 1e-3,
+    kind: type[NaiveMember] = NaiveMember,
 ) -> list[RoundRecord]:
     """Same candidates, scores, winners, segments and active members, round by round; returns the engine's."""
     session = open_session(config, members, messages, params)
     records = run_rounds(session, rounds)
     session.release()
     fused = [r for r in records if len(r.active) > 1]
-    with eager(members):
+    with eager([member for member in members if isinstance(member, LocalMember)]):
         naive: list[NaiveRound] = []
-        for found in naive_rounds(config, members, messages, params):
+        for found in naive_rounds(config, members, messages, params, kind):
             naive.append(found)
             if len(naive) == len(fused):
                 break

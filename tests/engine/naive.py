@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.here import MemberHere
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
 from specfuse_shared.text.codec import common_prefix, cut_candidate, whole_characters
@@ -33,8 +34,9 @@ class NaiveRound:
 
 
 class NaiveMember:
-    def __init__(self, member: LocalMember, messages: list[Message], params: SamplingParams) -> None:
-        self.name, self.codec, self.stop_ids, self.m = member.name, member.codec, list(member.stop_ids), member
+    def __init__(self, member: MemberHere, messages: list[Message], params: SamplingParams) -> None:
+        self.name, self.codec, self.stop_ids = member.name, member.codec, list(member.stop_ids)
+        self.m: Any = member
         self.prompt = member.encode_prompt(messages)
         self.sampler = Sampler(params, params.seed or 0, member.name, member.runner.device)
         self.turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
@@ -113,9 +115,13 @@ def _stretch(judged: Judged, whole: bool, word: bool) -> dict[Draft, float]:
 
 @torch.inference_mode()
 def naive_rounds(
-    config: EnsembleConfig, members: list[LocalMember], messages: list[Message], params: SamplingParams
+    config: EnsembleConfig,
+    members: Sequence[MemberHere],
+    messages: list[Message],
+    params: SamplingParams,
+    kind: type[NaiveMember] = NaiveMember,
 ) -> Iterator[NaiveRound]:
-    active = [NaiveMember(m, messages, params) for m in members]
+    active = [kind(m, messages, params) for m in members]
     weight = {m.name: m.weight / sum(other.weight for other in members) for m in members}
     quality = dict.fromkeys(weight, 0.0)
     answer, index, verified = "", 0, 0

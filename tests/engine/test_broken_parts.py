@@ -15,7 +15,7 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.errors import EngineClosedError, MemberLoadError
-from specfuse_shared.loading.gguf import gguf_context
+from specfuse_shared.loading.gguf_head import gguf_head
 from specfuse_shared.members.base import CacheUse
 from specfuse_shared.members.lane_thread import LaneThread
 from specfuse_shared.members.piped_lane import Answered, PipedLane, Ready
@@ -256,7 +256,7 @@ def test_the_head_of_a_gguf_file_that_lies_is_refused(tmp_path: Path, data: byte
     file = tmp_path / "m.gguf"
     file.write_bytes(data)
     with pytest.raises(MemberLoadError, match=says):
-        gguf_context(file)
+        gguf_head(file)
     engine = EnsembleEngine([str(file)])
     assert engine.context_limit is None
     with pytest.raises(MemberLoadError, match=r"m\.gguf"):
@@ -268,4 +268,5 @@ def test_the_head_of_a_gguf_file_says_its_context(tmp_path: Path) -> None:
     scalars = text(b"s") + struct.pack("<IIQ4H", 9, 2, 4, *range(4))
     strings = text(b"t") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + text(b"b")
     file.write_bytes(head(scalars, strings, CONTEXT, count=3))
-    assert gguf_context(file) == 4096
+    assert gguf_head(file).context == 4096
+    assert gguf_head(file).values["s"] == (0, 1, 2, 3)

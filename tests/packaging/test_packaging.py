@@ -27,6 +27,7 @@ EXTRAS = (
     "metrics",
     "serve",
     "servers",
+    "llamacpp",
     "ray",
     "quant",
     "docs",

@@ -1,0 +1,69 @@
+"""llama.cpp by itself, as llama-cpp-python's C interface has it: greedy decoding of one or several sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+_QUIET = lib.llama_log_callback(lambda level, text, data: None)
+"""Held as long as the library, which calls it for every line of its log."""
+
+
+class LlamaPeer:
+    """A model of a file, with `threads`."""
+
+    def __init__(self, file: Path, threads: int, sequences: int = 8, context: int = 4096) -> None:
+        lib.llama_log_set(_QUIET, None)
+        params = lib.llama_model_default_params()
+        # as members have it: kernels for AMX end the process on some machines
+        params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+        self.model = lib.llama_model_load_from_file(str(file).encode(), params)
+        options = lib.llama_context_default_params()
+        options.n_ctx, options.n_seq_max, options.kv_unified = context, sequences, True
+        options.n_threads = options.n_threads_batch = threads
+        self.context = lib.llama_init_from_model(self.model, options)
+        self.memory = lib.llama_get_memory(self.context)
+        self.vocabulary = lib.llama_model_get_vocab(self.model)
+        self.size = lib.llama_vocab_n_tokens(self.vocabulary)
+        self.batch = lib.llama_batch_init(2048, 0, 1)
+
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, ends: bool = False) -> list[list[int]]:
+        """Greedy tokens behind each prompt, all in one batch a step; up to the end of the turn where it `ends`."""
+        lib.llama_memory_clear(self.memory, True)
+        said: list[list[int]] = [[] for _ in prompts]
+        fed = [(n, at, token) for n, prompt in enumerate(prompts) for at, token in enumerate(prompt)]
+        last = {n: len(prompt) - 1 for n, prompt in enumerate(prompts)}
+        open_ones = set(range(len(prompts)))
+        while open_ones:
+            self._run([(n, at, token, at == last[n]) for n, at, token in fed])
+            fed = []
+            for row, n in enumerate(sorted(open_ones)):
+                logits = np.ctypeslib.as_array(lib.llama_get_logits(self.context), (len(open_ones), self.size))[row]
+                token = int(logits.argmax())
+                if not (ends and lib.llama_vocab_is_eog(self.vocabulary, token)):
+                    said[n].append(token)
+                if len(said[n]) < tokens and not (ends and lib.llama_vocab_is_eog(self.vocabulary, token)):
+                    last[n] += 1
+                    fed.append((n, last[n], token))
+            open_ones = {n for n, _, _ in fed}
+        return said
+
+    def speed(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Tokens a second."""
+        start = time.perf_counter()
+        self.decode(prompts, tokens)
+        return len(prompts) * tokens / (time.perf_counter() - start)
+
+    def _run(self, tokens: Sequence[tuple[int, int, int, bool]]) -> None:
+        batch: Any = self.batch
+        batch.n_tokens = len(tokens)
+        for place, (sequence, position, token, wanted) in enumerate(tokens):
+            batch.token[place], batch.pos[place] = token, position
+            batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, sequence, wanted
+        if status := lib.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode: {status}")

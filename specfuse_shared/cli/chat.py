@@ -1,0 +1,181 @@
+"""`specfuse-llm chat`: a conversation in a terminal, with the members loaded once.
+
+Ctrl-C stops an answer, not the program. Lines that begin with "/" are commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from specfuse_shared.cli import terminal
+from specfuse_shared.cli.complaints import in_options
+from specfuse_shared.cli.loading import consoles, loaded
+from specfuse_shared.cli.options import (
+    MEMBER,
+    SAMPLING,
+    Backend,
+    MaxTokens,
+    Preset,
+    Quantization,
+    Seed,
+    System,
+    Temperature,
+    Verbose,
+)
+from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.events import Event, SegmentEvent
+from specfuse_shared.messages import Message
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specfuse_shared.serving.engine import EnsembleEngine
+
+PROMPT = "> "
+WELCOME = "Ask; /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves."
+
+
+def chat(
+    member: Members = None,
+    config: ConfigFile = None,
+    system: System = None,
+    max_tokens: MaxTokens = SAMPLING.max_tokens,
+    temperature: Temperature = SAMPLING.temperature,
+    seed: Seed = None,
+    preset: Preset = "default",
+    backend: Backend = MEMBER["backend"],
+    quantization: Quantization = None,
+    verbose: Verbose = False,
+) -> int:
+    """Talk with the ensemble, turn by turn."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    ensemble = chosen_ensemble(member, config, preset, {"backend": backend, "quantization": quantization})
+    out, notes = consoles()
+    with loaded(ensemble, verbose) as engine:
+        Conversation(engine, params, system, out, notes).run(sys.stdin.isatty())
+    return 0
+
+
+class Conversation:
+    """What was said so far, and what a person may do with it."""
+
+    def __init__(
+        self, engine: EnsembleEngine, params: SamplingParams, system: str | None, out: Console, notes: Console
+    ) -> None:
+        self._engine, self._params, self._out, self._notes = engine, params, out, notes
+        self._system = [Message("system", system)] if system else []
+        self.messages: list[Message] = list(self._system)
+        self._last: EnsembleResult | None = None
+        self._commands: Mapping[str, tuple[Callable[[str], None], str]] = {
+            "/members": (self._show_members, "who answers, and on what"),
+            "/why": (self._show_rounds, "every round of the last answer"),
+            "/save": (self._save, "FILE: write the conversation as JSON"),
+            "/clear": (self._clear, "begin anew"),
+            "/help": (self._help, "this list"),
+            "/exit": (self._leave, "leave; Ctrl-D, too"),
+        }
+
+    def run(self, asks: bool) -> None:
+        """Until the input ends; `asks`: somebody types it."""
+        if asks:
+            with suppress(ImportError):
+                import readline  # noqa: F401 lines can be edited, and earlier ones come back
+            self._notes.print(WELCOME, style="dim")
+        while (line := self._line(asks)) is not None:
+            with suppress(_Left):
+                self._take(line.strip())
+                continue
+            return
+
+    def _line(self, asks: bool) -> str | None:
+        """The next line; an empty one for Ctrl-C, None at the end."""
+        try:
+            return input(PROMPT if asks else "")
+        except KeyboardInterrupt:
+            self._notes.print()
+            return ""
+        except EOFError:
+            if asks:
+                self._notes.print()
+            return None
+
+    def _take(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name in self._commands:
+            self._commands[name][0](rest.strip())
+        elif name.startswith("/"):
+            self._say(f"no command {name}: /help lists them")
+        elif line:
+            self._answer(line)
+
+    def _answer(self, question: str) -> None:
+        """What came of the answer before Ctrl-C is part of the conversation; a question that is refused is not."""
+        asked = [*self.messages, Message("user", question)]
+        said: list[str] = []
+        self._last = None
+        try:
+            with closing(self._engine.stream(asked, self._params)) as events:  # type: ignore[type-var]
+                self._last = terminal.show_answer(_heard(events, said), self._out, self._notes)
+        except KeyboardInterrupt:
+            self._say("stopped")
+        except SpecFuseError as error:
+            self._say(in_options(str(error)))
+        if said:
+            self.messages = [*asked, Message("assistant", "".join(said))]
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────
+
+    def _show_members(self, _: str) -> None:
+        terminal.show_members(self._engine.describe(), self._notes)
+
+    def _show_rounds(self, _: str) -> None:
+        if self._last is None:
+            self._say("there is no whole answer to explain")
+            return
+        terminal.show_rounds(self._last, self._notes)
+        terminal.show_summary(self._last, self._notes)
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("/save FILE: name the file")
+            return
+        turns = [{"role": message.role, "content": message.content} for message in self.messages]
+        try:
+            Path(name).expanduser().write_text(json.dumps(turns, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        except OSError as error:
+            self._say(f"not saved: {name}: {error.strerror}")
+        else:
+            self._say(f"saved: {name}")
+
+    def _clear(self, _: str) -> None:
+        self.messages, self._last = list(self._system), None
+
+    def _help(self, _: str) -> None:
+        for name, (_run, what) in self._commands.items():
+            self._say(f"{name:9} {what}")
+
+    def _leave(self, _: str) -> None:
+        raise _Left
+
+    def _say(self, text: str) -> None:
+        self._notes.print(terminal.visible(text), style="dim")
+
+
+class _Left(Exception):
+    """The person left."""
+
+
+def _heard(events: Iterable[Event], said: list[str]) -> Iterator[Event]:
+    """The events, whose text is kept as it comes."""
+    for event in events:
+        if isinstance(event, SegmentEvent):
+            said.append(event.text)
+        yield event

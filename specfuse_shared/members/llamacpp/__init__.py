@@ -1,0 +1,1 @@
+"""A member whose GGUF file llama.cpp runs in this process, as it is."""

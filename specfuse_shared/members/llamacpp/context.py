@@ -1,0 +1,207 @@
+"""A context of llama.cpp: one cache for all answers of a member, whose cells belong to sequences, and its forwards.
+
+A copy of a sequence copies nothing: its cells then belong to both. Tokens of many sequences go through the model in
+one batch, and a token may belong to several.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.members.llamacpp.library import LlamaModel, last_errors
+
+SEQUENCES = 128
+"""Of a context; the library keeps a row of logits for each."""
+RECURRENT_STATES = 64
+"""The same where each takes a state of its own."""
+BATCH_TOKENS = 512
+BATCH_OUTPUTS = 128
+"""Tokens of a batch, and those of them whose logits are wanted: the library keeps memory for as many."""
+SPARE_CELLS = 256
+"""Cells besides those that answers may take: the library takes some in blocks."""
+_NO_ROOM, _ABORTED = 1, 2
+_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+"""The library's numbers of the types of a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class FedToken:
+    """A token at `position` of some sequences; `wanted`: its logits."""
+
+    token: int
+    position: int
+    sequences: Sequence[int]
+    wanted: bool
+
+
+class LlamaContext:
+    """`tokens` cells for all sequences of `model`. `close` frees them. Raises `MemberLoadError` for lack of memory.
+
+    `make_room`: called where no cell is free; whether any is then.
+    """
+
+    def __init__(self, name: str, model: LlamaModel, tokens: int, threads: int, cache_type: str) -> None:
+        lib = self._lib = model.lib
+        self.model, self.tokens = model, tokens
+        self.make_room: Callable[[], bool] = lambda: False
+        params = lib.llama_context_default_params()
+        params.n_ctx = tokens + SPARE_CELLS
+        params.n_batch = params.n_ubatch = BATCH_TOKENS
+        params.n_outputs_max = BATCH_OUTPUTS
+        params.n_seq_max = sequences = RECURRENT_STATES if model.is_recurrent else SEQUENCES
+        params.kv_unified = params.swa_full = params.no_perf = True
+        params.type_k = params.type_v = _TYPES[cache_type]
+        if cache_type == "f32":  # its flash attention on a processor calculates in half precision
+            params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.n_threads = params.n_threads_batch = threads
+        pointer = lib.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            raise MemberLoadError(
+                f"member {name!r}: llama.cpp has no memory for a cache of {tokens} tokens, or cannot run this model "
+                f"({last_errors() or 'no reason given'}): lower MemberConfig(cache_tokens=…)"
+            )
+        self._pointer, self._memory = pointer, lib.llama_get_memory(pointer)
+        self.close = weakref.finalize(self, _free, lib, pointer, model)
+        self.close.atexit = False
+        self.sequences, self._free = sequences, list(range(sequences - 1, -1, -1))
+        self._use_adapters()
+
+    def use_threads(self, count: int) -> None:
+        self._lib.llama_set_n_threads(self._pointer, count, count)
+
+    # ── sequences ────────────────────────────────────────────────────────────────────────────────
+
+    def new_sequence(self) -> int:
+        """An empty sequence. Raises `MemoryError` where there are too many."""
+        while not self._free:
+            if not self.make_room():
+                raise MemoryError(f"llama.cpp keeps at most {self.sequences} sequences")
+        return self._free.pop()
+
+    def copy(self, sequence: int, length: int) -> int:
+        """A new sequence with the first `length` tokens of another."""
+        made = self.new_sequence()
+        self._lib.llama_memory_seq_cp(self._memory, sequence, made, 0, length)
+        return made
+
+    def share(self, sequence: int, other: int, start: int, end: int) -> None:
+        """Let another sequence have the tokens from `start` to `end`, too."""
+        self._lib.llama_memory_seq_cp(self._memory, sequence, other, start, end)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, length, -1)
+
+    def free(self, *sequences: int) -> None:
+        for sequence in sequences:
+            self._lib.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            self._free.append(sequence)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[int]:
+        """A sequence for a while."""
+        sequence = self.new_sequence()
+        try:
+            yield sequence
+        finally:
+            self.free(sequence)
+
+    # ── forwards ─────────────────────────────────────────────────────────────────────────────────
+
+    def plain(self, ids: Sequence[int], wanted: int) -> torch.Tensor:
+        """Logits (wanted, V) behind the last tokens of a text that is read by itself."""
+        with self.borrowed() as sequence:
+            behind = len(ids) - wanted
+            rows = self.decode([FedToken(t, n, (sequence,), n >= behind) for n, t in enumerate(ids)])
+        return torch.stack(rows)
+
+    def decode(self, tokens: Sequence[FedToken]) -> list[torch.Tensor]:
+        """Feed tokens, parents first; logits (V) of those that are wanted. Raises `MemoryError`, `RuntimeError`.
+
+        What is in the cache of the fed sequences afterwards is unknown if it raises.
+        """
+        rows: list[torch.Tensor] = []
+        for batch in _batches(tokens):
+            self._decode(batch)
+            if count := sum(token.wanted for token in batch):
+                rows += self._logits(count)
+        return rows
+
+    def _decode(self, tokens: Sequence[FedToken]) -> None:
+        batch = _Batch(self._lib, tokens)
+        while (status := self._lib.llama_decode(self._pointer, batch.struct)) == _NO_ROOM:
+            if not self.make_room():
+                raise MemoryError(f"llama.cpp's cache of {self.tokens} tokens is full: raise cache_tokens")
+        if status != 0:
+            said = last_errors()
+            if status == -2:
+                raise MemoryError(f"llama.cpp had no memory for a batch of {len(tokens)} tokens: {said}")
+            raise RuntimeError(f"llama.cpp failed ({status}) on a batch of {len(tokens)} tokens: {said}")
+
+    def _logits(self, count: int) -> list[torch.Tensor]:
+        """A copy: the library's own rows are those of the last batch."""
+        size = self.model.vocabulary_size
+        first = self._lib.llama_get_logits(self._pointer)
+        rows = (ctypes.c_float * (count * size)).from_address(ctypes.addressof(first.contents))
+        return list(torch.frombuffer(rows, dtype=torch.float32).clone().view(count, size))
+
+    def _use_adapters(self) -> None:
+        if found := self.model.adapters:
+            pointers = (self._lib.llama_adapter_lora_p_ctypes * len(found))(*found)
+            scales = (ctypes.c_float * len(found))(*[1.0] * len(found))
+            self._lib.llama_set_adapters_lora(self._pointer, pointers, len(found), scales)
+
+
+def _free(lib: Any, pointer: Any, model: LlamaModel) -> None:
+    """Free a context; `model` is held until then, whoever goes first."""
+    lib.llama_free(pointer)
+
+
+class _Batch:
+    """Tokens as the library takes them; holds the memory that `struct` points to."""
+
+    def __init__(self, lib: object, tokens: Sequence[FedToken]) -> None:
+        count, library = len(tokens), lib
+        flat = [sequence for token in tokens for sequence in token.sequences]
+        starts, at = [], 0
+        for token in tokens:
+            starts.append(at)
+            at += len(token.sequences)
+        self._sequences = (ctypes.c_int32 * len(flat))(*flat)
+        base, size = ctypes.addressof(self._sequences), ctypes.sizeof(ctypes.c_int32)
+        self._rows = (ctypes.c_void_p * count)(*[base + size * start for start in starts])
+        self._ids = (ctypes.c_int32 * count)(*[token.token for token in tokens])
+        self._positions = (ctypes.c_int32 * count)(*[token.position for token in tokens])
+        self._counts = (ctypes.c_int32 * count)(*[len(token.sequences) for token in tokens])
+        self._wanted = (ctypes.c_int8 * count)(*[token.wanted for token in tokens])
+        self.struct = library.llama_batch(  # type: ignore[attr-defined]
+            n_tokens=count,
+            token=self._ids,
+            embd=None,
+            pos=self._positions,
+            n_seq_id=self._counts,
+            seq_id=ctypes.cast(self._rows, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._wanted,
+        )
+
+
+def _batches(tokens: Sequence[FedToken]) -> Iterator[list[FedToken]]:
+    """The tokens in pieces that the library takes."""
+    batch: list[FedToken] = []
+    wanted = 0
+    for token in tokens:
+        if len(batch) == BATCH_TOKENS or wanted + token.wanted > BATCH_OUTPUTS:
+            yield batch
+            batch, wanted = [], 0
+        batch.append(token)
+        wanted += token.wanted
+    if batch:
+        yield batch

@@ -1,0 +1,174 @@
+"""A member on llama.cpp: its file as it is, one cache for all its answers, its tokenizer as transformers reads it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.errors import UnsupportedModelError
+from specfuse_shared.loading.backends import backend_of, lora_files
+from specfuse_shared.loading.gguf import OnStage, gguf_file
+from specfuse_shared.loading.llama_spec import LOGIT_ROWS, LlamaSizes, cache_type_of, llama_spec
+from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.pretrained import load_gguf_tokenizer
+from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.members.base import CacheUse, MemberInfo
+from specfuse_shared.members.here import MemberHere
+from specfuse_shared.members.llamacpp.context import LlamaContext
+from specfuse_shared.members.llamacpp.library import ALL_LAYERS, LlamaModel
+from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
+from specfuse_shared.members.llamacpp.rows import new_sequence
+from specfuse_shared.members.llamacpp.runner import LlamaRunner
+from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence
+from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
+from specfuse_shared.types import MemberReport
+
+_TOKEN_COST_ON_CPU = 0.6
+"""Products of quantised weights gain little from more rows there: 0.4 to 0.9 for models of 0.1 to 1.5 billion."""
+_SHARE_OF_FREE = 0.25
+"""Of what is free once the weights are there, for a cache of no given size."""
+
+
+class LlamaMember(MemberHere):
+    """A causal language model of a GGUF file, in its `place` or where it fits by itself. Raises `MemberLoadError`."""
+
+    devices = {"cpu": 1.0}  # noqa: RUF012 logits come there, and its thread is one of the processor's
+    bytes_per_token = 0
+    """Of memory that answers take as they come: the cache is there from the start."""
+
+    def __init__(
+        self,
+        config: MemberConfig,
+        *,
+        cache_dir: str | None = None,
+        on_stage: OnStage = lambda stage: None,
+        place: Assignment | None = None,
+    ) -> None:
+        began, self._layers = time.monotonic(), 0
+        self._config, self._why = config, backend_of(config)
+        place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(config.label)
+        on_stage("reading the file")
+        model, context = self._model(place), None
+        try:
+            super().__init__(config, load_gguf_tokenizer(config, cache_dir, on_stage))
+            if 0 < model.window < TREE_ROOM:
+                raise UnsupportedModelError(
+                    f"member {self.name!r}: its layers see {model.window} tokens, and a round on llama.cpp takes up to "
+                    f'{TREE_ROOM}: use MemberConfig(backend="transformers")'
+                )
+            context, bytes_per_token = self._context(model)
+            self._runner = LlamaRunner(context, bytes_per_token)
+            on_stage("checking parity")
+            self._know_vocabulary(config, [_Ends(model.turn_ends)], model.vocabulary_size)
+            self._different = check_tokenizer(self.name, self.codec, model)
+            self._error = probe(self.name, self._runner)
+        except BaseException:
+            if context is not None:
+                context.close()
+            model.close()
+            raise
+        limits = (config.max_context, model.context, self._runner.context.tokens)
+        self.context_limit: int | None = min(limit for limit in limits if limit)
+        self._parameters, self._weights, self._description = model.parameters, model.weight_bytes, model.description
+        self._place, self._seconds = place, time.monotonic() - began
+        if not (model.lib.llama_supports_gpu_offload() and self._layers):
+            self.token_cost = _TOKEN_COST_ON_CPU
+
+    def _model(self, place: Assignment) -> LlamaModel:
+        config = self._config
+        file = gguf_file(config)
+        assert isinstance(file, Path)
+        if config.device != "cpu":
+            self._layers = ALL_LAYERS if config.gpu_layers is None else config.gpu_layers
+        device = place.place.partition(":")
+        card = int(device[2] or 0) if device[0] != "cpu" and device[0] else None
+        return LlamaModel(config.label, file, self._layers, lora_files(config), card)
+
+    def _context(self, model: LlamaModel) -> tuple[LlamaContext, int]:
+        """The context, and bytes of a token in its cache."""
+        sizes = llama_spec(self._config).sizes
+        assert isinstance(sizes, LlamaSizes)
+        tokens = sizes.tokens(int(free_memory("cpu") * _SHARE_OF_FREE))
+        threads = self._config.threads or torch.get_num_threads()
+        return LlamaContext(self.name, model, tokens, threads, cache_type_of(self._config)), sizes.bytes_per_token
+
+    @property
+    def runner(self) -> LlamaRunner:
+        return self._runner
+
+    def new_sequence(self, keeps_spare: bool) -> LlamaSequence:
+        return new_sequence(self._runner, keeps_spare)
+
+    @property
+    def may_guess(self) -> bool:
+        return not self._runner.is_recurrent
+
+    @property
+    def report(self) -> MemberReport:
+        context = self._runner.context
+        memory = context.tokens * self._runner.bytes_per_token + LOGIT_ROWS * self.vocabulary_size * LOGIT_BYTES
+        return MemberReport(
+            name=self.name,
+            model=self._config.model,
+            architecture=self._description,
+            parameters=self._parameters,
+            memory_bytes=self._weights,
+            device=self._place.place,
+            quantization=None,
+            dtype=self._place.number_format,
+            attention=f"llama.cpp, cache of {context.tokens:,} tokens in {cache_type_of(self._config)}, {_mib(memory)}",
+            verification="rows" if self._runner.is_recurrent else "packed",
+            probe_error=self._error,
+            graphs="llama.cpp's own",
+            template=self.prompts.kind,
+            context=self.context_limit,
+            stop_token_ids=self.stop_ids,
+            load_seconds=self._seconds,
+            backend="llama.cpp",
+            why=self._why.reason,
+        )
+
+    @property
+    def info(self) -> MemberInfo:
+        return MemberInfo(
+            name=self.name,
+            weight=self.weight,
+            devices=self.devices,
+            context_limit=self.context_limit,
+            thinks=self.prompts.thinks,
+            bytes_per_token=0,
+            smallest_row=1,
+            vocabulary_size=self.vocabulary_size,
+            report=self.report,
+            drafts_under_grammar=self._drafts_under_grammar,
+            may_guess=self.may_guess,
+            cache_tokens=self._runner.context.tokens,
+            cache_branches=self._runner.context.sequences,
+        )
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse(self._runner.cache_bytes, self._runner.prefix_bytes, self._runner.reused_tokens)
+
+    def remember(self, limit: int) -> None:
+        self._runner.remember_at_most(limit)
+
+    def use_cores(self, count: int) -> None:
+        self._runner.context.use_threads(self._config.threads or count)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class _Ends:
+    """What the file says ends a turn."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.eos_token_id = list(ids)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f} MiB"

@@ -1,0 +1,110 @@
+"""What a lane and its answers need of a model on llama.cpp: a context, what earlier answers left in it, and a count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specfuse_shared.members.llamacpp.context import LlamaContext
+from specfuse_shared.runtime.prefix_cache import SHORTEST_PREFIX, common_length
+from specfuse_shared.runtime.streams import ModelStream
+
+_MOST_PREFIXES = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prefix:
+    ids: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+
+class CacheRoom:
+    """The cache as those who share memory know it."""
+
+    def __init__(self) -> None:
+        self.make_room: Callable[[], object] = lambda: None
+
+
+class LlamaRunner:
+    """Runs answers in `context`; what they remember stays there as sequences of its own.
+
+    `held`: tokens of running answers. `reused_tokens`: of prompts that were not read again.
+    """
+
+    device = torch.device("cpu")
+    """Where logits come."""
+    reserve_bytes = 0
+
+    def __init__(self, context: LlamaContext, bytes_per_token: int) -> None:
+        self.context, self.bytes_per_token = context, bytes_per_token
+        self.pool, self.stream = CacheRoom(), ModelStream(self.device)
+        self.held: dict[int, int] = {}
+        self.limit = 0
+        self.reused_tokens = 0
+        self._prefixes: list[_Prefix] = []
+        context.make_room = self._forget_oldest
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.context.model.is_recurrent
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(list(self.held.values())) * self.bytes_per_token
+
+    @property
+    def prefix_bytes(self) -> int:
+        return sum(len(prefix.ids) for prefix in list(self._prefixes)) * self.bytes_per_token
+
+    def start(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """A sequence for an answer to `prompt`, and how many of its tokens, never the last one, it holds already."""
+        wanted = tuple(prompt[:-1])
+        sizes = [common_length(prefix.ids, wanted) for prefix in self._prefixes]  # none of a state that cannot be cut
+        size = max(sizes, default=0)
+        if size < SHORTEST_PREFIX:
+            return self.context.new_sequence(), 0
+        prefix = self._prefixes.pop(sizes.index(size))
+        self._prefixes.append(prefix)
+        self.reused_tokens += size
+        return self.context.copy(prefix.sequences[0], size), size
+
+    def remember(self, ids: Sequence[int], sequences: Sequence[int]) -> None:
+        """Keep sequences that hold `ids`, in place of those that it begins with; or free them."""
+        ids = tuple(ids)
+        most = min(self.limit // max(1, self.bytes_per_token), self.context.tokens // 2)
+        sizes = {id(prefix): common_length(prefix.ids, ids) for prefix in self._prefixes}
+        if not SHORTEST_PREFIX <= len(ids) <= most or len(ids) in sizes.values():
+            self.context.free(*sequences)
+            return
+        self._drop([prefix for prefix in self._prefixes if sizes[id(prefix)] == len(prefix.ids)])
+        self._prefixes.append(_Prefix(ids, tuple(sequences)))
+        while len(self._prefixes) > _MOST_PREFIXES or sum(len(prefix.ids) for prefix in self._prefixes) > most:
+            self._forget_oldest()
+
+    def remember_at_most(self, limit: int) -> None:
+        """At most `limit` bytes from now on."""
+        self.limit = limit
+        while self._prefixes and self.prefix_bytes > limit:
+            self._forget_oldest()
+
+    def free_reclaimable(self) -> None:
+        """Free what only saves time."""
+        self._drop(list(self._prefixes))
+
+    def close(self) -> None:
+        """Give all memory back. Safe to call twice."""
+        self._prefixes.clear()
+        self.context.close()
+        self.context.model.close()
+
+    def _forget_oldest(self) -> bool:
+        oldest = self._prefixes[:1]
+        self._drop(oldest)
+        return bool(oldest)
+
+    def _drop(self, prefixes: Sequence[_Prefix]) -> None:
+        for prefix in prefixes:
+            self._prefixes.remove(prefix)
+            self.context.free(*prefix.sequences)

@@ -1,0 +1,273 @@
+"""One answer in a context of llama.cpp: branches are sequences that share the cells of one trunk.
+
+Whatever all answers of a member want of a step goes through the model in one batch (`feed`). The winner's sequence is
+the new trunk, so a commit copies nothing.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+
+from specfuse_shared.members.llamacpp.context import FedToken, LlamaContext
+from specfuse_shared.members.llamacpp.runner import LlamaRunner
+from specfuse_shared.members.requests import ForwardRequest
+from specfuse_shared.members.sequence import SequenceState
+from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+
+TREE_ROOM = 64
+"""Tokens of a round for which there is room behind an answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A sequence of the library: the first `trunk` committed tokens, then `nodes` of the tree, one below the other."""
+
+    sequence: int
+    trunk: int
+    nodes: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.trunk + len(self.nodes)
+
+
+@dataclass(slots=True)
+class Feed:
+    """What one answer puts into a batch: tokens, the `nodes` whose logits it wants, and what it changed for that.
+
+    `made` runs are new, `grown` ones hold the nodes that they are to get; `prompt` counts tokens of it.
+    """
+
+    tokens: list[FedToken] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    made: list[Run] = field(default_factory=list)
+    grown: dict[int, tuple[Run, list[int]]] = field(default_factory=dict)
+    prompt: int = 0
+
+
+class LlamaSequence(SequenceState):
+    """The state of one answer. `_runs` hold what is in the cache; one of them has the whole trunk."""
+
+    runner: LlamaRunner
+
+    def __init__(self, runner: LlamaRunner, keeps_spare: bool = False) -> None:
+        super().__init__(runner, keeps_spare)
+        self._runs: list[Run] = []
+        self._anchors: tuple[int, ...] = ()
+        self._is_open = False
+
+    @property
+    def context(self) -> LlamaContext:
+        return self.runner.context
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
+
+    def run(self, request: ForwardRequest) -> None:
+        feed([request])
+
+    def run_together(self, requests: Sequence[ForwardRequest]) -> None:
+        feed(requests)
+
+    def release(self, remember: bool = False) -> None:
+        kept = self._trunk_run() if remember and self._is_open and not self.prompt_remaining else None
+        for run in self._runs:
+            if run is not kept:
+                self.context.free(run.sequence)
+        if kept is not None:
+            self.context.cut(kept.sequence, self.length)
+            self.runner.remember(self.prompt + self.answer, (kept.sequence, *self._anchors))
+        else:
+            self.context.free(*self._anchors)
+        self._anchors = ()
+        self._runs, self._end, self._is_open = [], None, False
+        self._forget_tree()
+        self.runner.held.pop(id(self), None)
+
+    # ── into a batch ─────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, request: ForwardRequest, planned: Feed) -> None:
+        """Add what the request needs of the model to `planned`."""
+        assert self._is_open, "the sequence was released"
+        if not self._runs:
+            sequence, known = self.runner.start(self.prompt)
+            self._runs, self.prompt_remaining = [Run(sequence, known)], len(self.prompt) - known
+        if request.prompt:
+            self._plan_prompt(request.prompt, planned)
+        elif self.needs(request):
+            paths = [self._path(branch) for branch in (*request.branches, *request.guesses)]
+            self._plan_paths([path for path in paths if path], planned)
+
+    @abstractmethod
+    def _plan_prompt(self, count: int, planned: Feed) -> None:
+        """The next `count` tokens of the prompt, or fewer where fewer are left."""
+
+    @abstractmethod
+    def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
+        """Whatever is not known of these nodes."""
+
+    def _made(self, run: Run, planned: Feed) -> Run:
+        """A run that is new with this feed."""
+        self._runs.append(run)
+        planned.made.append(run)
+        return run
+
+    def take(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
+        """Logits (V) of the nodes that were fed, or of the end of the prompt."""
+        for run, nodes in planned.grown.values():
+            run.nodes = run.nodes + nodes
+        if planned.prompt:
+            self._take_prompt(planned, rows)
+        elif planned.tokens:
+            self._rows.update(zip(planned.nodes, rows, strict=True))
+            self.computed_tokens += len(planned.tokens)
+            self.forwards += 1
+        self.runner.held[id(self)] = self.length + len(self._tree.nodes)
+
+    def _take_prompt(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
+        self._runs[-1].trunk += planned.prompt
+        self.prompt_remaining -= planned.prompt
+        if rows:
+            self._end = rows[-1]
+
+    def undo(self, planned: Feed) -> None:
+        """The feed failed: the cache holds what it held before."""
+        for run in planned.made:
+            self._runs.remove(run)
+            self.context.free(run.sequence)
+        for run, _ in planned.grown.values():
+            self.context.cut(run.sequence, run.length)
+        if planned.prompt and self._runs:
+            self.context.cut(self._runs[-1].sequence, self._runs[-1].length)
+
+    # ── the trunk ────────────────────────────────────────────────────────────────────────────────
+
+    def _trunk_run(self) -> Run | None:
+        """A run that holds all that is committed."""
+        return next((run for run in self._runs if run.trunk >= self.length), None)
+
+
+class LlamaTree(LlamaSequence):
+    """Any part of a sequence can be shared and any end be cut off: candidates are a tree behind one trunk.
+
+    Where layers have windows, the library takes cells for other tokens that the only sequence they belong to has no
+    more use for, as it goes on; a branch from further back would. So the trunk has a second sequence, its anchor.
+    """
+
+    @property
+    def room(self) -> int:
+        return max(0, TREE_ROOM - len(self._rows))
+
+    def _plan_prompt(self, count: int, planned: Feed) -> None:
+        start, [run] = len(self.prompt) - self.prompt_remaining, self._runs
+        ids = self.prompt[start : start + count]
+        last = len(self.prompt) - 1
+        planned.tokens += [FedToken(t, n, (run.sequence,), n == last) for n, t in enumerate(ids, start)]
+        planned.prompt = len(ids)
+
+    def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
+        """Every leaf of what is new gets a sequence; a token belongs to those of all leaves below it."""
+        new = sorted({node for path in paths for node in path if node not in self._rows})
+        parents = {self._tree.nodes[node].parent for node in new}
+        owners: dict[int, list[int]] = {node: [] for node in new}
+        for leaf in (node for node in new if node not in parents):
+            line = [node for node in reversed(self._tree.lineage(leaf)) if node in owners]
+            run = self._run_behind(self._tree.nodes[line[0]].parent, self._tree.nodes[line[0]].trunk, planned)
+            planned.grown[id(run)] = run, line
+            for node in line:
+                owners[node].append(run.sequence)
+        nodes = self._tree.nodes
+        planned.tokens += [FedToken(nodes[n].token, nodes[n].position, owners[n], True) for n in new]
+        planned.nodes += new
+
+    def _run_behind(self, parent: int, trunk: int, planned: Feed) -> Run:
+        """A run that ends with the node `parent`, or with so much of the trunk: one that is there, or a copy."""
+        size = trunk if parent == ROOT else self._tree.nodes[parent].position + 1
+        holding = [run for run in self._runs if self._reach(run, parent, trunk) is not None]
+        for run in holding:
+            if run.length == size and id(run) not in planned.grown:
+                return run
+        source = holding[0]
+        reach = self._reach(source, parent, trunk) or 0
+        copied = self.context.copy(source.sequence, size)
+        return self._made(Run(copied, size - reach, source.nodes[:reach]), planned)
+
+    def _reach(self, run: Run, parent: int, trunk: int) -> int | None:
+        """How many of the run's nodes stand in front of what comes behind `parent`; None if it does not hold that."""
+        if parent == ROOT:
+            return 0 if run.trunk >= trunk else None
+        return run.nodes.index(parent) + 1 if parent in run.nodes else None
+
+    # ── commit ───────────────────────────────────────────────────────────────────────────────────
+
+    def commit(self, branch: Branch) -> None:
+        if not self.keeps_spare:
+            super().commit(branch)
+            return
+        self.extend([branch])
+        last, trunk = self._end_of(branch)
+        tree, rows, below = self._tree, self._rows, self._tree.below(last, trunk, sorted(self._rows))
+        super().commit(branch)
+        self._plant(tree, rows, last, below)
+
+    def _end_of(self, branch: Branch) -> tuple[int, int]:
+        """The branch's last node, and how many tokens are committed with it."""
+        path = self._path(branch)
+        return path[-1] if path else ROOT, len(self.prompt) + branch.base + len(branch.tokens)
+
+    def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
+        """The trunk is the sequence that holds the branch, or those that hold more, where that is to be kept."""
+        last, trunk = self._end_of(branch)
+        behind = {
+            id(run): run.nodes[reach:] for run in self._runs if (reach := self._reach(run, last, trunk)) is not None
+        }
+        holding = [run for run in self._runs if id(run) in behind]
+        kept = [run for run in holding if self.keeps_spare and behind[id(run)]] or holding[:1]
+        for run in kept:
+            run.trunk, run.nodes = trunk, behind[id(run)] if self.keeps_spare else []
+            self.context.cut(run.sequence, run.length)
+        for run in self._runs:
+            if run not in kept:
+                self.context.free(run.sequence)
+        self._runs = kept
+        if self._anchors:
+            self.context.cut(self._anchors[0], len(self.prompt) + branch.base)
+            self.context.share(kept[0].sequence, self._anchors[0], len(self.prompt) + branch.base, trunk)
+
+    def _take_prompt(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
+        super()._take_prompt(planned, rows)
+        if not self.prompt_remaining and self.context.model.window:
+            self._anchors = (self.context.copy(self._runs[0].sequence, len(self.prompt)),)
+
+    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> None:
+        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
+        numbers = {root: ROOT}
+        for old in below:
+            new = self._tree.child(numbers[tree.nodes[old].parent], self.length, tree.nodes[old].token)
+            numbers[old], self._rows[new] = new, rows[old]
+        for run in self._runs:
+            run.nodes = [numbers[node] for node in run.nodes]
+
+
+def feed(requests: Sequence[ForwardRequest]) -> None:
+    """Put what answers of one member want through its model in one batch, all of it or nothing."""
+    planned: list[tuple[LlamaSequence, ForwardRequest, Feed]] = []
+    for request in requests:
+        assert isinstance(request.context, LlamaSequence)
+        planned.append((request.context, request, Feed()))
+    try:
+        for context, request, own in planned:
+            context.plan(request, own)
+        tokens = [token for _, _, own in planned for token in own.tokens]
+        rows = iter(planned[0][0].context.decode(tokens) if tokens else ())
+    except BaseException:
+        for context, _, own in planned:
+            context.undo(own)
+        raise
+    for context, _, own in planned:
+        context.take(own, list(islice(rows, sum(token.wanted for token in own.tokens))))

@@ -1,0 +1,104 @@
+"""`specfuse-llm chat`: turns, commands, Ctrl-C in a real terminal, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared.cli.commands import main
+from tests.cli.test_pty import COMMAND, _hear_interrupts
+
+
+@pytest.fixture
+def speaker(recite: Callable[..., str]) -> list[str]:
+    return ["--member", recite("speaker", "Plain words spoken here.")]
+
+
+def said(lines: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return main(["chat", *arguments])
+
+
+def test_turns_are_answered_and_saved(
+    speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.json"
+    assert said(f"One?\n\nTwo?\n/save {file}\n", [*speaker, "--system", "Be kind."], monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Plain words spoken here.\n" * 2
+    turns = json.loads(file.read_text("utf-8"))
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert [turn["content"] for turn in turns[1:3]] == ["One?", "Plain words spoken here."]
+
+
+def test_commands_explain_list_and_begin_anew(
+    speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.json"
+    lines = f"/why\nOne?\n/why\n/members\n/help\n/nothing\n/clear\n/save {file}\n/save\n/exit\nNever asked\n"
+    assert said(lines, speaker, monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Plain words spoken here.\n"
+    for part in ("no whole answer", "round 1", "transformers", "/save", "no command /nothing", "name the file"):
+        assert part in shown.err
+    assert json.loads(file.read_text("utf-8")) == []
+
+
+def test_a_refused_question_is_no_turn(
+    speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.json"
+    assert said(f"{'long ' * 5000}\nOne?\n/save {file}\n", speaker, monkeypatch) == 0
+    assert "shorten the prompt" in capsys.readouterr().err
+    assert [turn["content"] for turn in json.loads(file.read_text("utf-8"))] == ["One?", "Plain words spoken here."]
+
+
+def test_what_cannot_be_saved_is_said(
+    speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(f"/save {tmp_path}/no/talk.json\n", speaker, monkeypatch) == 0
+    assert "not saved" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str]) -> None:
+    master, slave = pty.openpty()
+    endless = recite("talker", "Plain words spoken here", endless=True)
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "--member", endless, "--max-tokens", "3000"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=_hear_interrupts,
+    )
+    os.close(slave)
+    seen = _until(master, b"> ")
+    os.write(master, b"Go on\n")
+    seen += _until(master, b"spoken here")
+    process.send_signal(signal.SIGINT)
+    seen += _until(master, b"stopped")
+    os.write(master, b"/members\n")
+    seen += _until(master, b"talker:")
+    os.write(master, b"\x04")
+    assert process.wait(30) == 0, seen[-500:]
+    os.close(master)
+
+
+def _until(master: int, wanted: bytes) -> bytes:
+    seen, limit = b"", time.monotonic() + 120
+    while wanted not in seen:
+        assert time.monotonic() < limit, seen[-500:]
+        if select.select([master], [], [], 0.2)[0]:
+            seen += os.read(master, 65536)
+    return seen

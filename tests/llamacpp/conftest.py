@@ -1,0 +1,53 @@
+"""Tiny F32 GGUF files of several architectures, and members that llama.cpp runs from them, where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
+from tests.llamacpp.tiny_gguf import write_gguf
+
+collect_ignore_glob: list[str] = []
+FILES = {
+    "llama": ("llama", byte_level_tokenizer, 0),
+    "spoken": ("llama", metaspace_tokenizer, 1),
+    "qwen2": ("qwen2", byte_level_tokenizer, 2),
+    "window": ("gemma3", metaspace_tokenizer, 3),
+    "recurrent": ("mamba", byte_level_tokenizer, 4),
+}
+"""Architecture, tokenizer and seed; "window" has one of 64 tokens, "recurrent" a state in place of a cache."""
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("gguf")
+    return {
+        name: write_gguf(folder / f"{name}.gguf", architecture, tokenizer(), seed)
+        for name, (architecture, tokenizer, seed) in FILES.items()
+    }
+
+
+def member_config(file: Path, backend: str = "llama.cpp", **settings: object) -> MemberConfig:
+    """A member in float32."""
+    name = f"{file.stem}-there" if backend == "transformers" else file.stem
+    return MemberConfig.from_dict(
+        {"model": str(file), "name": name, "backend": backend, "dtype": "float32", **settings}
+    )
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("converted"))
+
+
+@pytest.fixture(scope="module")
+def llama_engine(files: Mapping[str, Path], cache_dir: str) -> Iterator[EnsembleEngine]:
+    """Two members of different make on llama.cpp."""
+    pytest.importorskip("llama_cpp")
+    members = [member_config(files["llama"]), member_config(files["spoken"])]
+    with EnsembleEngine(EnsembleConfig(members, segment_tokens=6, first_segment_tokens=None, cache_dir=cache_dir)) as e:
+        yield e.load()
