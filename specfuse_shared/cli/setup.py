@@ -53,6 +53,8 @@ def ensemble_of(
     from specfuse_shared.loading.demo import demo_members
 
     backend = member.get("backend", "auto")
+    if backend == "llama.cpp":
+        typer.echo("on llama.cpp the demo runs without its adapters, which are no GGUF files", err=True)
     return replace(config, members=[replace(demo, **member) for demo in demo_members(backend=backend)])
 
 

@@ -182,3 +182,13 @@ def test_doctor_tells_the_good_members_from_the_bad(
     assert "broken" in report["problems"][0]
     assert err.count("\n") == 1
     assert "broken" in err
+
+
+def test_the_demo_on_llama_cpp_says_that_its_adapters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    from specfuse_shared.cli.setup import ensemble_of
+
+    config = ensemble_of(None, {"backend": "llama.cpp"})
+    assert [(member.backend, member.adapter) for member in config.member_configs] == [("llama.cpp", None)] * 2
+    assert "without its adapters" in capsys.readouterr().err
+    assert all(member.adapter for member in ensemble_of(None, {}).member_configs)
+    assert capsys.readouterr().err == ""
