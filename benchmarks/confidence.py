@@ -19,12 +19,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from metrics import score
-from quality_rows import PLEAS
+from quality_rows import question
 from rich.console import Console
 from rich.table import Table
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, SamplingParams, demo_members
+from specfuse_shared.comparing.metrics import score
 
 BUDGET, ROOM = 32, 16
 """Most tokens of an answer, and how many more it may take where it is dictated to a member with other tokens."""
@@ -51,7 +51,7 @@ def interval(numbers: Sequence[float], right: Sequence[bool], seed: int = 0) -> 
 
 
 def asked(row: Mapping[str, Any]) -> str:
-    return f"{PLEAS['rag']}\n\n{row['context']}\n\n{row['prompt']}"
+    return question(row, "rag", BUDGET).text
 
 
 def told_of(engine: EnsembleEngine, row: Mapping[str, Any]) -> tuple[bool, Told]:
@@ -61,7 +61,8 @@ def told_of(engine: EnsembleEngine, row: Mapping[str, Any]) -> tuple[bool, Told]
     for name in engine.config.names:
         told[f"mean log p of {name}"] = mean_logprob(engine, row, text, name) if text else None
     own = [value for name, value in told.items() if name != "agreement" and value is not None]
-    return score(row, text)["contains"] > 0, {**told, "mean of both": statistics.mean(own) if own else None}
+    is_right = score(question(row, "rag", BUDGET), text)["contains"] > 0
+    return is_right, {**told, "mean of both": statistics.mean(own) if own else None}
 
 
 def mean_logprob(engine: EnsembleEngine, row: Mapping[str, Any], text: str, member: str) -> float | None:

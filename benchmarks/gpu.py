@@ -113,20 +113,21 @@ class Bench:
 
     def run(self, minutes: float, peer: Peer | None, save: Callable[[], None]) -> None:
         """All parts that begin within so many minutes; `save` is called after each."""
-        end = time.monotonic() + 60 * minutes
-        for name, part in self.parts(peer):
-            if time.monotonic() > end:
-                self.facts.append((name, f"left out: {minutes:g} minutes were over"))
-                continue
-            try:
-                self.figures += part()
-            except KeyboardInterrupt:
-                self.facts.append((name, "interrupted; what came before is complete"))
+        end, name = time.monotonic() + 60 * minutes, ""
+        try:
+            for name, part in self.parts(peer):
+                if time.monotonic() > end:
+                    self.facts.append((name, f"left out: {minutes:g} minutes were over"))
+                    continue
+                try:
+                    self.figures += part()
+                except Exception as error:  # a card of another size or make: the rest still says something
+                    self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
                 save()
-                return
-            except Exception as error:  # a card of another size or make: the rest still says something
-                self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
+        except KeyboardInterrupt:
+            self.facts.append((name, "interrupted; what came before is complete"))
             save()
+            return
         self.facts.append(("graphs", "; ".join(f"{m.name}: {m.report.graphs}" for m in self.members)))
         self.facts.append(("memory", self._memory()))
         save()
