@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,8 @@ from tests.hostile.strategies import chain, grammars
 
 LONGEST_SECONDS = 2.0
 """Of the processor, for the slowest round of an answer."""
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 30
+"""Of the processor, for a whole answer."""
 EXPECTED = {"an answer", "GrammarError", "ValueTooLongError", "UnfinishedValueError"}
 """None of them is a failure of the server."""
 
@@ -58,13 +60,20 @@ class Watched:
 
     def _read(self, process: subprocess.Popen[str]) -> Any:
         assert process.stdout is not None
-        if not select.select([process.stdout], [], [], PATIENCE_SECONDS)[0]:
-            process.kill()  # the next grammar gets a process that is not busy with this one
-            process.wait()
-            raise AssertionError("it never ends")
+        began = _processor_seconds(process)
+        while not select.select([process.stdout], [], [], 1.0)[0]:
+            if _processor_seconds(process) - began > PATIENCE_SECONDS:
+                process.kill()  # the next grammar gets a process that is not busy with this one
+                process.wait()
+                raise AssertionError("it never ends")
         line = process.stdout.readline()
         assert line, f"the process died with {process.wait()}"
         return json.loads(line)
+
+
+def _processor_seconds(process: subprocess.Popen[str]) -> float:
+    used = psutil.Process(process.pid).cpu_times()
+    return used.user + used.system
 
 
 @pytest.fixture(scope="module")
