@@ -19,8 +19,8 @@ from langchain_specfuse.answers import PROVIDER, Answer, Whole
 from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
+from langchain_specfuse.identity import DescribedModel, InferredProfile
 from langchain_specfuse.messages import to_messages
-from langchain_specfuse.selves import OwnProfile, ToldModel
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
@@ -46,7 +46,7 @@ class _Request:
     options: CallOptions
 
 
-class ChatSpecFuse(ToldModel, SegmentEvents, EngineBatches):
+class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     """Several local models answer together, segment by segment.
 
         model = ChatSpecFuse(members=["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m-it"])
@@ -92,7 +92,7 @@ class ChatSpecFuse(ToldModel, SegmentEvents, EngineBatches):
         if not isinstance(values, Mapping):
             return values
         values = {key: value for key, value in values.items() if key in cls.model_fields or key not in _TRANSPORT}
-        if isinstance(values.get("profile"), OwnProfile):  # of the model that this one is a copy of
+        if isinstance(values.get("profile"), InferredProfile):  # of the model that this one is a copy of
             del values["profile"]
         name = values.get("model", values.get("model_name"))
         if name is None or any(values.get(key) is not None for key in ("members", "config", "engine", "base_url")):

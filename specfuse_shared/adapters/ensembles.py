@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, PlainValidator
 
-from specfuse_shared.adapters.places import found, without_paths
+from specfuse_shared.adapters.local_paths import found, without_paths
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble

@@ -13,11 +13,11 @@ from langchain_specfuse.errors import as_langchain
 from specfuse_shared.adapters import EnsembleSettings
 
 
-class OwnProfile(dict[str, Any]):
+class InferredProfile(dict[str, Any]):
     """A profile that a model found out about itself, and nobody set."""
 
 
-class ToldModel(EnsembleSettings, BaseChatModel):
+class DescribedModel(EnsembleSettings, BaseChatModel):
     """A chat model over an ensemble, as far as it only says what it is."""
 
     @property
@@ -54,7 +54,7 @@ class ToldModel(EnsembleSettings, BaseChatModel):
             structured_output=True,
             reasoning_output=self._thinks(),
         )
-        return cast("ModelProfile", OwnProfile(profile))
+        return cast("ModelProfile", InferredProfile(profile))
 
     def load(self, on_progress: Any = None) -> Self:
         """Load the members now, or ask the server for its model; `profile` has their sizes then.
@@ -63,6 +63,6 @@ class ToldModel(EnsembleSettings, BaseChatModel):
         """
         with as_langchain():
             super().load(on_progress)
-        if isinstance(self.profile, OwnProfile):
+        if isinstance(self.profile, InferredProfile):
             self.profile = self._resolve_model_profile()
         return self
