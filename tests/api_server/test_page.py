@@ -86,7 +86,7 @@ def test_an_answer_grows_while_it_is_written(
     page = opened(endless[0])
     ask(page, tokens=3000)
     for _ in range(3):
-        count = segments(page)
+        count = max(1, segments(page))
         until(lambda before=count: segments(page) > before)  # type: ignore[misc]
         assert page.locator("#report .facts dd").first.inner_text() == "not yet"
         assert page.locator("#status").inner_text() == "The members are writing …"
@@ -108,6 +108,37 @@ def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client
     assert len({ground for _, ground in colours}) == 2, "each in a colour of its own"
     for heading in ("Weights", "Time", "Members"):
         assert page.locator("#report").get_by_text(heading, exact=True).first.is_visible()
+
+
+def test_the_page_goes_on_with_a_conversation(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    asked: list[list[dict[str, str]]] = []
+    page.on("request", lambda r: asked.append(r.post_data_json["messages"]) if r.method == "POST" else None)
+    assert not page.locator("#follow-field").is_visible()
+    page.locator("details summary").click()
+    page.fill("#system", "Be brief.")
+    answers = []
+    for question in ("Who?", "And when?"):
+        ask(page, question, tokens=8)
+        expect(page.locator("#status")).to_have_text("Finished")
+        answers.append(page.locator("#spoken").text_content() or "")
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
+    assert asked[0] == [system, user]
+    assert asked[1][:2] == asked[0]
+    assert asked[1][2]["role"] == "assistant"
+    assert asked[1][2]["content"].strip() == answers[0].strip()
+    assert asked[1][3] == {"role": "user", "content": "And when?"}
+    assert page.locator("#before li").all_text_contents()[0] == "Who?"
+    page.get_by_label("Go on from this answer").uncheck()
+    ask(page, "Something else?", tokens=8)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert asked[2] == [system, {"role": "user", "content": "Something else?"}]
+    assert page.locator("#before li").count() == 0
+    page.locator("#history button").last.click()
+    page.get_by_label("Go on from this answer").check()
+    ask(page, "Whose?", tokens=8)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert [turn["content"] for turn in asked[3] if turn["role"] == "user"] == ["Who?", "Whose?"]
 
 
 def test_a_segments_card_opens_by_mouse_and_by_keyboard(opened: Callable[..., Page], client: httpx.Client) -> None:

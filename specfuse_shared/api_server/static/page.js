@@ -66,11 +66,14 @@ function showLastRound() {
   if (rounds.length && !report.dataset.chosen) rounds[rounds.length - 1].checked = true;
 }
 
-function clear(question) {
+function clear(answer) {
+  const before = answer.turns.slice(0, -1).filter(turn => turn.role !== "system");
+  at("before").replaceChildren(...before.map(turn =>
+    Object.assign(document.createElement("li"), { textContent: turn.content, className: turn.role, dir: "auto" })));
   report.replaceChildren();
   spoken.replaceChildren();
   delete report.dataset.chosen;
-  asked.textContent = question;
+  asked.textContent = answer.question;
   asked.hidden = false;
   save.hidden = true;
   complain("");
@@ -99,7 +102,10 @@ async function refusal(response) {
 function take(chunk, answer) {
   if (chunk.error) throw new Error(chunk.error.message);
   for (const { delta, specfuse } of chunk.choices) {
-    if (delta.content) spoken.append(Object.assign(document.createElement("span"), { textContent: delta.content }));
+    if (delta.content) {
+      answer.text += delta.content;
+      spoken.append(Object.assign(document.createElement("span"), { textContent: delta.content }));
+    }
     if (specfuse?.report) {
       answer.report = specfuse.report;
       answer.document = specfuse.document;
@@ -111,14 +117,21 @@ function take(chunk, answer) {
   }
 }
 
+// The turns that the next question follows: those of the answer that is shown.
+function conversation() {
+  const shown = answers.find(answer => answer.shown && answer.text);
+  return shown ? [...shown.turns, { role: "assistant", content: shown.text }] : [];
+}
+
 async function ask(question) {
-  const answer = { question, report: "", state: "answering", began: new Date(), shown: true };
+  const turns = at("follow").checked ? conversation() : [];
+  if (!turns.length && at("system").value.trim()) turns.push({ role: "system", content: at("system").value });
+  turns.push({ role: "user", content: question });
+  const answer = { question, turns, text: "", report: "", state: "answering", began: new Date(), shown: true };
   const stopping = running = new AbortController();
-  const turns = [{ role: "user", content: question }];
-  if (at("system").value.trim()) turns.unshift({ role: "system", content: at("system").value });
   for (const other of answers) other.shown = false;
   answers.unshift(answer);
-  clear(question);
+  clear(answer);
   list();
   control();
   say("The members read the question …", "busy");
@@ -171,7 +184,7 @@ function list() {
     button.append(name, about);
     button.setAttribute("aria-current", String(answer.shown));
     button.addEventListener("click", () => {
-      clear(answer.question);
+      clear(answer);
       show(answer);
       list();
       asked.focus();
@@ -181,6 +194,7 @@ function list() {
   });
   history.querySelector("ol").replaceChildren(...items);
   history.hidden = !items.length;
+  at("follow-field").hidden = !conversation().length;
 }
 
 // ── the server ──────────────────────────────────────────────────────────────────────────────────
