@@ -3,7 +3,7 @@
     python benchmarks/agents.py [--settings JSON]
 
 `create_agent` of LangChain and LlamaIndex's `FunctionAgent`, `tool_choice` "auto", no examples in the prompt. Neither
-the tools nor the questions are those the demo's members were taught with.
+the tools nor the questions, nor the questions' forms, are those the demo's members were taught with.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
 
 NEEDED = (
-    ("What is the weather in San Francisco, CA?", "get_weather"),
+    ("Should I expect sun in San Francisco, CA?", "get_weather"),
     ("What's the weather like in Madrid?", "get_weather"),
     ("Is it raining in Glasgow right now?", "get_weather"),
     ("Tell me the weather in Toronto.", "get_weather"),
     ("How is the weather in Lisbon today?", "get_weather"),
-    ("What is 17 times 25?", "multiply"),
-    ("Multiply 6 by 14.", "multiply"),
+    ("Can you work out 17 × 25 for me?", "multiply"),
+    ("I need the product of 6 and 14.", "multiply"),
     ("How much is 33 times 12?", "multiply"),
     ("Please compute 19 * 8.", "multiply"),
     ("What do you get if you multiply 41 and 7?", "multiply"),

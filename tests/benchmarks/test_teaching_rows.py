@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,24 @@ def test_calls_are_ones_that_the_engine_would_read_and_fit_their_schema(rows: li
 
 
 def test_what_is_measured_is_not_what_was_taught() -> None:
-    questions = {question.format_map(_Any()) for tool in TAUGHT for question in tool.questions}
-    assert not {question for question, _ in NEEDED} & questions
+    assert [question for question, _ in NEEDED if was_taught(question)] == []
     assert not set(NOT_NEEDED) & {question for question, _ in TALK}
     assert not {tool.__name__ for tool in TOOLS} & {tool.name for tool in TAUGHT}
 
 
-class _Any(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return random.Random(key).choice(["a", "b"])
+@pytest.mark.parametrize("question", ["Multiply 6 by 14.", "What is 17 times 25?", "is it hot in Lisbon"])
+def test_a_question_of_a_taught_form_is_noticed(question: str) -> None:
+    assert was_taught(question)
+
+
+def was_taught(question: str) -> bool:
+    """Whether some filling of a taught form gives the question, whatever its case and its last mark."""
+    return any(_form(form).fullmatch(question) for tool in TAUGHT for form in tool.questions)
+
+
+def _form(form: str) -> re.Pattern[str]:
+    filled = re.sub(r"\\\{\w+\\\}", ".+", re.escape(form.rstrip(".?!")))
+    return re.compile(filled + r"[.?!]?", re.IGNORECASE)
 
 
 def test_rows_of_both_kinds_can_be_learned_from(rows: list[dict[str, Any]], tmp_path: Path) -> None:

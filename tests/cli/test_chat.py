@@ -83,22 +83,28 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
         preexec_fn=_hear_interrupts,
     )
     os.close(slave)
-    seen = _until(master, b"> ")
-    os.write(master, b"Go on\n")
-    seen += _until(master, b"spoken here")
-    process.send_signal(signal.SIGINT)
-    seen += _until(master, b"stopped")
-    os.write(master, b"/members\n")
-    seen += _until(master, b"talker:")
-    os.write(master, b"\x04")
-    assert process.wait(30) == 0, seen[-500:]
-    os.close(master)
+    try:
+        rest = _until(master, b"> ")
+        os.write(master, b"Go on\n")
+        rest = _until(master, b"spoken here", rest)
+        process.send_signal(signal.SIGINT)
+        rest = _until(master, b"> ", _until(master, b"stopped", rest))
+        os.write(master, b"/members\n")
+        # what is typed before the prompt reaches the terminal in another mode
+        rest = _until(master, b"> ", _until(master, b"talker:", rest))
+        os.write(master, b"\x04")
+        assert process.wait(30) == 0, rest[-500:]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
 
 
-def _until(master: int, wanted: bytes) -> bytes:
-    seen, limit = b"", time.monotonic() + 120
+def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
+    """Read until this is shown; what came behind it."""
+    limit = time.monotonic() + 120
     while wanted not in seen:
         assert time.monotonic() < limit, seen[-500:]
         if select.select([master], [], [], 0.2)[0]:
             seen += os.read(master, 65536)
-    return seen
+    return seen.partition(wanted)[2]

@@ -109,7 +109,7 @@ def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
     found = [copy.copy(member) for member in local_members(exact_engine)]
     for member in found:
         model = member.runner.model
-        member.runner = ModelRunner(model, member.runner.plan, graphs=Graphs(model.device, member.name))
+        member._runner = ModelRunner(model, member.runner.plan, graphs=Graphs(model.device, member.name))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
 from tests.llamacpp.tiny_gguf import write_gguf
 
-collect_ignore_glob: list[str] = []
+collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
+"""Its tests need the extra "llamacpp"."""
 FILES = {
     "llama": ("llama", byte_level_tokenizer, 0),
     "spoken": ("llama", metaspace_tokenizer, 1),
