@@ -88,12 +88,16 @@ def with_langchain(engine: EnsembleEngine) -> Ask:
     agent = create_agent(ChatSpecFuse(engine=engine, max_tokens=80), TOOLS)
 
     def ask(question: str) -> tuple[list[str], str]:
+        messages: list[Any] = []
+        asked = {"messages": [("user", question)]}
         try:
-            messages = agent.invoke({"messages": [("user", question)]}, {"recursion_limit": 8})["messages"]
+            for state in agent.stream(asked, {"recursion_limit": 8}, stream_mode="values"):
+                messages = state["messages"]
+            answer = messages[-1].text
         except Exception as error:
-            return [], f"{type(error).__name__}: {error}"
+            answer = f"{type(error).__name__}: {error}".partition("\n")[0]
         calls = [call for message in messages if isinstance(message, AIMessage) for call in message.tool_calls]
-        return [f"{call['name']}({call['args']})" for call in calls], messages[-1].text
+        return [f"{call['name']}({call['args']})" for call in calls], answer
 
     return ask
 
