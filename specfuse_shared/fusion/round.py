@@ -102,14 +102,18 @@ class Round(InRound):
         return choices[election.winner]
 
     def _unstuck(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
-        """The winner's text and why it ends the answer; nothing more, where all that is left is a circle.
+        """The winner's text and why it ends the answer; where all that is left is a circle, what closes the answer.
 
-        A single member is never cut short: alone, it answers as it always does.
+        That is nothing, or the rest of a value under a grammar. A single member is never cut short: alone, it answers
+        as it always does.
         """
-        guarded = self._config.repetition_guard and self._constraint is None and len(self._participants.sides) > 1
-        if guarded and not self._drafting.hold and is_stuck(self._answer.text, winner.text):
-            return "", FinishReason.REPETITION
-        return winner.text, winner.reason
+        guarded = self._config.repetition_guard and len(self._participants.sides) > 1 and not self._drafting.hold
+        if not guarded or not is_stuck(self._answer.text, winner.text):
+            return winner.text, winner.reason
+        closing = "" if self._constraint is None else self._constraint.finish()
+        if self._constraint is not None and not self._constraint.accepts(closing):
+            return winner.text, winner.reason
+        return closing, FinishReason.REPETITION
 
     def _own_count(self) -> int | None:
         """Tokens of the answer with this round, where the reference member decodes alone and knows."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
 from specfuse_shared.fusion.repetition import ends_in_circle, is_stuck, repeats
+from tests.api_server.serving import reciting
 
 
 @pytest.mark.parametrize(
@@ -82,3 +88,20 @@ def test_an_answer_is_stuck_that_says_again_what_it_said(answer: str, segment: s
 )
 def test_what_may_belong_there_does_not_end_an_answer(answer: str, segment: str) -> None:
     assert not is_stuck(answer, segment)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+
+
+def test_a_value_that_goes_in_circles_is_closed(tmp_path: Path) -> None:
+    config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
+    params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(SCHEMA))
+    with EnsembleEngine(config) as engine:
+        result = engine.generate("Speak.", params)
+        alone = engine.generate("Speak.", params, members=["ann"])
+        with EnsembleEngine(replace(config, repetition_guard=False)) as unguarded:
+            plain = unguarded.generate("Speak.", params)
+    assert result.finish_reason == "repetition"
+    assert 1 < json.loads(result.text)["a"].count("people sleep") < 4
+    assert result.usage.completion_tokens < 100
+    assert plain.finish_reason == alone.finish_reason == "length", "the guard is of shared answers"
