@@ -18,6 +18,7 @@ import multiprocessing
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +97,11 @@ async def wave(address: str, asking: list[Client], tokens: int) -> list[Outcome]
         return await asyncio.gather(*(ask(http, client, tokens) for client in asking))
 
 
-def idle(address: str) -> None:
+def idle(address: str, headers: Mapping[str, str] | None = None) -> None:
     """Wait until nothing runs, waits or is held."""
     quiet = ("running", "waiting", "cache_bytes")
     while True:
-        told = httpx.get(f"{address}/metrics").text.splitlines()
+        told = httpx.get(f"{address}/metrics", headers=headers).text.splitlines()
         if all(float(next(v for v in told if v.startswith(f"specfuse_{name}{{")).split()[-1]) == 0 for name in quiet):
             return
         time.sleep(0.1)

@@ -1,11 +1,12 @@
 """Good clients beside bad ones at `specfuse-llm serve`: what do the good ones wait, and is the memory back at the end?
 
-    python benchmarks/hostile.py [--good 10] [--bad 5] [--seconds 60] [--tokens 16]
+    python benchmarks/hostile.py [--good 10] [--bad 5] [--limit 1] [--seconds 60] [--tokens 16]
 
-The server is a process of its own over the demo members. Good clients ask short questions one after another; then they
-do so beside bad ones that send, in turns, what once stalled the server: 200,000 stop strings, a million wrong messages,
-a grammar that takes 900 steps to close, 25,000 turns. Told: seconds of a good answer (p50, p95) without and with the
-bad ones, their ratio, what the bad ones were answered, and the server's memory before and after.
+The server is a process of its own over the demo members, and every client has a key. Good clients ask short questions
+one after another; then they do so beside bad ones, whose keys have `max_answers` (`--limit`; 0 is none). Those send, in
+turns, what once stalled the server: 200,000 stop strings, a million wrong messages, eight answers under a grammar that
+takes 900 steps to close, 25,000 turns. Told: seconds of a good answer (p50, p95) without and with the bad ones, their
+ratio, what the bad ones were answered, and the server's memory before and after.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import string
 import time
 from collections import Counter
@@ -22,11 +24,23 @@ from typing import Any
 
 import httpx
 import psutil
-from clients import QUESTIONS, _serve, idle, kept, percentile
+from clients import QUESTIONS, idle, kept, percentile
 
 from specfuse_shared import EnsembleConfig, demo_members
+from specfuse_shared.api_server.run import serve
+from specfuse_shared.api_server.settings import ClientSettings, ServeConfig, ServerSettings
 
 PATH = "/v1/chat/completions"
+
+
+def serve_to(clients: dict[str, ClientSettings], told: Any) -> None:
+    """In a process of its own. Every client's key is its name."""
+    os.environ |= {name: name for name in clients}
+    serve(ServeConfig({"demo": EnsembleConfig(demo_members())}, ServerSettings(port=0), clients=clients), told.put)
+
+
+def headers(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}", "Content-Type": "application/json"}
 
 
 def bad_bodies() -> list[bytes]:
@@ -52,7 +66,8 @@ async def good(http: httpx.AsyncClient, number: int, end: float, tokens: int) ->
             return seconds
         began = time.monotonic()
         turns = [{"role": "user", "content": question}]
-        response = await http.post(PATH, json={"model": "demo", "messages": turns, "max_tokens": tokens})
+        body = {"model": "demo", "messages": turns, "max_tokens": tokens}
+        response = await http.post(PATH, json=body, headers=headers(f"good{number}"))
         response.raise_for_status()
         seconds.append(time.monotonic() - began)
     return seconds
@@ -64,7 +79,7 @@ async def bad(http: httpx.AsyncClient, number: int, end: float, bodies: list[byt
         if time.monotonic() > end:
             return
         try:
-            answer = await http.post(PATH, content=body, headers={"Content-Type": "application/json"})
+            answer = await http.post(PATH, content=body, headers=headers(f"bad{number}"))
             statuses[str(answer.status_code)] += 1
         except httpx.TransportError as error:
             statuses[type(error).__name__] += 1
@@ -87,25 +102,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--good", type=int, default=10)
     parser.add_argument("--bad", type=int, default=5)
+    parser.add_argument("--limit", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--tokens", type=int, default=16)
     options = parser.parse_args()
 
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
-    server = context.Process(target=_serve, args=(EnsembleConfig(demo_members()), told))
+    limits = {"good": (options.good, None), "bad": (options.bad, options.limit or None)}
+    clients = {
+        f"{kind}{number}": ClientSettings(api_key_env=f"{kind}{number}", max_answers=most)
+        for kind, (count, most) in limits.items()
+        for number in range(count)
+    }
+    server = context.Process(target=serve_to, args=(clients, told))
     server.start()
     address, process = told.get(), psutil.Process(server.pid)
     while httpx.get(f"{address}/health").status_code != 200:
         time.sleep(0.5)
     asyncio.run(phase(address, options, []))  # warm up
-    idle(address)
+    idle(address, headers("good0"))
     before = kept(process)
     without = asyncio.run(phase(address, options, []))
     print(json.dumps({"without": without}), flush=True)
     with_bad = asyncio.run(phase(address, options, bad_bodies()))
     print(json.dumps({"with": with_bad}), flush=True)
-    idle(address)
+    idle(address, headers("good0"))
     time.sleep(10)
     ratio = with_bad["p95 s"] / without["p95 s"]
     print(json.dumps({"p95 with ÷ without": round(ratio, 2), "before": before, "after": kept(process)}))

@@ -87,7 +87,7 @@ class Service:
             asked, call = await self._read(request, called)
             answers = [Answer(i, call, asked.extension) for i in range(len(call.choices))]
             request.state.told = {"model": call.model.id}
-            pieces, form = run_choices(call, answers), write(asked, call)
+            pieces, form = run_choices(call, answers, request.state.client), write(asked, call)
             if not asked.stream:
                 folded = await unless_gone(request, fold(pieces, answers))
                 request.state.told |= usage_of(answers)
@@ -119,8 +119,7 @@ class Service:
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
         """What `read` makes of the body, in a thread: bodies, grammars and texts may take a while to check."""
         raw = await self._raw(request)
-        reading = asyncio.get_running_loop().run_in_executor(self.threads, read, raw)
-        return await unless_gone(request, reading)
+        return await unless_gone(request, request.state.client.read(raw, read, self.threads))
 
     async def _raw(self, request: Request) -> bytes:
         """The body. Raises `HttpError` for one that is too long, too slow, or is not said to be JSON."""
@@ -153,7 +152,7 @@ class Service:
     async def health(self, request: Request) -> Response:
         """Whether requests are answered. What is loaded or lost is told to those who have a key, or need none."""
         status = self.models.status
-        told = {"status": status, "stage": self.models.stage} if request.state.known else {"status": status}
+        told = {"status": status, "stage": self.models.stage} if request.state.client else {"status": status}
         return JSONResponse(told, 200 if status in ("ok", "degraded") else 503)
 
     async def live(self, request: Request) -> Response:

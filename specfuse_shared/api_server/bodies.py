@@ -66,6 +66,8 @@ MOST_FIELDS = 64
 """Of one object that is no free JSON."""
 MOST_VALUES = 100_000
 """Objects, lists and scalars of a body; a thousand turns with a hundred tools have ten thousand."""
+MOST_TURNS = 10_000
+"""Of a conversation."""
 _STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
 _OF_UNIONS = re.compile(r"(list|dict)\[|function-|item-|\w+Body$")
 """The names of a union's branches, which are no part of a field's place."""
@@ -211,7 +213,7 @@ class Asked(Body):
 class ChatBody(Asked):
     """POST /v1/chat/completions."""
 
-    messages: Several[MessageBody] = Field(min_length=1)
+    messages: Several[MessageBody] = Field(min_length=1, max_length=MOST_TURNS)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
@@ -240,7 +242,7 @@ class TokenizeBody(Body):
 
     model: str
     prompt: str | None = None
-    messages: Several[MessageBody] | None = Field(default=None, min_length=1)
+    messages: Several[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_TURNS)
     tools: Several[ToolBody] | None = None
 
 
@@ -254,9 +256,12 @@ class BodyError(RequestError):
 
 def read_body(kind: type[B], raw: bytes) -> B:
     """The body as `kind`. Raises `BodyError` that names the first field that is wrong."""
-    bare = _STRING.sub(b"", raw)  # counted before it is parsed: a million empty lists take seconds
-    if sum(map(bare.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise BodyError(f"the body holds more than {MOST_VALUES} values: shorten the conversation, or its tools")
+    quotes = raw.count(b'"') - raw.count(rb"\"")  # at least so many are around strings
+    # counted before it is parsed: a million empty lists take seconds
+    if quotes > 2 * MOST_VALUES or sum(map(_STRING.sub(b"", raw).count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise BodyError(
+            f"the body holds more than {MOST_VALUES} values or names: shorten the conversation, or its tools"
+        )
     try:
         given = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from specfuse_shared.api_server.failures import HttpError
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
+from specfuse_shared.errors import RequestTimeoutError
 
 MINUTE = 60.0
+LARGE_BODY = 65_536
+"""Bytes from which on a client's bodies are read one after another."""
+RESTS, LONGEST_REST, REFUSED_REST = 10.0, 5.0, 1.0
+"""After a large body its client's next one waits: so many times the processor seconds that it took, at most so many
+seconds, and at least so many after one that was refused."""
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -24,9 +34,14 @@ class Client:
     open: int = 0
     _allowance: float = field(init=False)
     _counted: float = field(default_factory=time.monotonic)
+    _places: asyncio.Semaphore | None = field(init=False)
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _rests_until: float = 0.0
 
     def __post_init__(self) -> None:
         self._allowance = float(self.settings.requests_per_minute or 0)
+        most = self.settings.max_answers
+        self._places = None if most is None else asyncio.Semaphore(most)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -37,6 +52,41 @@ class Client:
             yield
         finally:
             self.open -= 1
+
+    async def read(self, raw: bytes, read: Callable[[bytes], T], threads: Executor) -> T:
+        """What `read` makes of a body, in one of `threads`. Those who send many large bodies wait for themselves."""
+        loop = asyncio.get_running_loop()
+        if len(raw) < LARGE_BODY:
+            return await loop.run_in_executor(threads, read, raw)
+
+        def timed() -> T:
+            began, least = time.thread_time(), REFUSED_REST
+            try:
+                value = read(raw)
+                least = 0.0
+                return value
+            finally:
+                rest = min(LONGEST_REST, RESTS * (time.thread_time() - began))
+                self._rests_until = time.monotonic() + max(least, rest)
+
+        async with self._reading:
+            await asyncio.sleep(max(0.0, self._rests_until - time.monotonic()))
+            return await loop.run_in_executor(threads, timed)
+
+    @asynccontextmanager
+    async def answer(self, timeout: float | None) -> AsyncIterator[None]:
+        """One answer, which waits while `max_answers` of the client's run. Raises `RequestTimeoutError`."""
+        if self._places is None:
+            yield
+            return
+        try:
+            await asyncio.wait_for(self._places.acquire(), timeout)
+        except TimeoutError:
+            raise RequestTimeoutError.of("") from None
+        try:
+            yield
+        finally:
+            self._places.release()
 
     def _check(self) -> None:
         most, per_minute = self.settings.max_requests, self.settings.requests_per_minute

@@ -104,7 +104,7 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != host:
             raise HttpError(403, "a page of another site may not ask this server", "origin_refused")
         client = self._clients.find(headers.get("authorization", ""))
-        scope["state"]["known"] = client is not None
+        scope["state"]["client"] = client
         if client is None and scope["path"] not in OPEN_PATHS:
             raise HttpError(401, "a key is needed: send the header Authorization: Bearer KEY", "invalid_api_key")
         return client

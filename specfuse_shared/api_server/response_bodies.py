@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from specfuse_shared.api_server.bodies import (
+    MOST_TURNS,
     Asked,
     Body,
     CallBody,
@@ -173,6 +174,8 @@ class ResponsesBody(Asked):
     def _some(cls, value: str | list[Any]) -> str | list[Any]:
         if isinstance(value, list) and all(isinstance(item, ReasoningItem) for item in value):
             raise ValueError("holds no message")
+        if isinstance(value, list) and len(value) >= MOST_TURNS:  # the instructions are a turn, too
+            raise ValueError(f"has {len(value)} items, and {MOST_TURNS - 1} is the most: shorten the conversation")
         return value
 
     @property

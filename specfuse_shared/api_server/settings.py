@@ -84,14 +84,16 @@ class ClientSettings(Settings):
     api_key_env: str = ""
     """Name of the environment variable that holds its key."""
     max_requests: int = 64
-    """Most of its requests that are answered at once."""
+    """Most of its requests that are answered at once; more are refused."""
+    max_answers: int | None = None
+    """Most of its answers that run at once, of all its requests (`n`); more wait. Any number if unset."""
     requests_per_minute: int | None = None
     """Most requests that it may begin in a minute; any number if unset."""
 
     def __post_init__(self) -> None:
-        check(self.max_requests > 0, f"ClientSettings.max_requests must be positive, not {self.max_requests!r}")
-        rate = self.requests_per_minute
-        check(rate is None or rate > 0, f"ClientSettings.requests_per_minute must be positive, not {rate!r}")
+        for name in ("max_requests", "max_answers", "requests_per_minute"):
+            most = getattr(self, name)
+            check(most is None or most > 0, f"ClientSettings.{name} must be positive, not {most!r}")
 
     def api_key(self, name: str) -> str:
         """The key from the environment. Raises `ConfigError` where there is none."""

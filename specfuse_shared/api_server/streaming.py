@@ -14,6 +14,7 @@ from starlette.types import Send
 
 from specfuse_shared.api_server.answers import Answer, Folded, Piece
 from specfuse_shared.api_server.calls import Call, Choice
+from specfuse_shared.api_server.clients import Client
 from specfuse_shared.api_server.formats import Format, usage_of
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event
@@ -22,14 +23,14 @@ T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Answer, Piece], None]
 
 
-async def run_choices(call: Call, answers: Sequence[Answer]) -> Pieces:
+async def run_choices(call: Call, answers: Sequence[Answer], client: Client) -> Pieces:
     """The pieces of all answers as they come. Closing it stops them all; the first error of one ends them all."""
     queue: asyncio.Queue[tuple[Answer, Piece] | Exception | None] = asyncio.Queue()
 
     async def run(answer: Answer, choice: Choice) -> None:
         events = call.model.engine.astream(choice.messages, choice.params, **call.options)
         try:
-            async with aclosing(cast(AsyncGenerator[Event], events)):
+            async with client.answer(call.options.get("timeout")), aclosing(cast(AsyncGenerator[Event], events)):
                 async for piece in answer.pieces(events):
                     queue.put_nowait((answer, piece))
             queue.put_nowait(None)

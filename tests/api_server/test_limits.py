@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,65 @@ def test_so_many_requests_are_answered_at_once(tiny: EnsembleEngine) -> None:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
+def test_answers_beyond_a_clients_limit_wait(tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANNS_KEY", "ann's")
+    monkeypatch.setenv("BOBS_KEY", "bob's")
+    clients = {
+        "ann": ClientSettings(api_key_env="ANNS_KEY", max_answers=2),
+        "bob": ClientSettings(api_key_env="BOBS_KEY"),
+    }
+    with serving({"tiny": tiny}, clients=clients) as client:
+        many = {**CHAT, "n": 5, "temperature": 1.0, "seed": 1}
+        free, limited = (
+            client.post("/v1/chat/completions", json=many, headers=bearer(key)) for key in ("bob's", "ann's")
+        )
+        assert [c["message"] for c in limited.json()["choices"]] == [c["message"] for c in free.json()["choices"]]
+
+        most: list[int] = []
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(0.005):
+                now = tiny.metrics()
+                most.append(now.running + now.waiting)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        body = {**LONG, "n": 6, "timeout": 1.0}
+        refused = client.post("/v1/chat/completions", json=body, headers=bearer("ann's"))
+        over.set()
+        looking.join()
+        assert refused.status_code == 504
+        assert max(most) == 2
+        assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("ann's")).status_code == 200
+
+
+def test_large_bodies_of_a_client_wait_for_its_own(tiny: EnsembleEngine, clients: dict[str, ClientSettings]) -> None:
+    more = {**clients, "ann": ClientSettings(api_key_env="ANNS_KEY")}
+    with serving({"tiny": tiny}, clients=more) as client:
+
+        def ask(key: str, **more: Any) -> tuple[int, float]:
+            response = client.post("/v1/chat/completions", json={**CHAT, **more}, headers=bearer(key))
+            return response.status_code, response.elapsed.total_seconds()
+
+        wrong = {"stop": ["~" * 9] * 10_000}
+        statuses, seconds = zip(*(ask("ann's", **wrong) for _ in range(3)), strict=True)
+        assert statuses == (400, 400, 400)
+        assert seconds[0] < 0.9 < min(seconds[1:])
+        assert ask("bob's", **wrong)[1] < 0.9, "another client does not wait for them"
+        status, taken = ask("ann's")
+        assert (status, taken < 0.9) == (200, True), "nor does a small request"
+
+
+def test_a_conversation_has_a_limit(tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}) as client:
+        for path, name in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+            body = {"model": "tiny", name: [{"role": "user", "content": "a"}] * 10_001}
+            refused = client.post(path, json=body)
+            assert refused.status_code == 400
+            assert re.search("10000|9999", refused.json()["error"]["message"])
+
+
 def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSettings]) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(
@@ -90,6 +150,7 @@ def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSetting
         ('api_key_env = "NO_SUCH_KEY"', "NO_SUCH_KEY holds no key"),
         ("max_requests = 5", "no api_key_env"),
         ("max_requests = 0", "max_requests must be positive"),
+        ("max_answers = 0", "max_answers must be positive"),
         ("requests_per_minute = -1", "requests_per_minute must be positive"),
         ("speed = 1", "no setting 'speed'"),
         ('max_requests = "many"', "must be of type int"),
