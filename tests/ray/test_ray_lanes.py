@@ -169,7 +169,7 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any
 ) -> None:
     questions = [f"How do the tides follow the moon, {number}?" for number in range(20)]
-    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)  # Ray takes seconds to see it
     shown: list[str] = ["" for _ in questions]
     ends: list[FinishEvent | None] = [None for _ in questions]
     warned: list[list[str]] = [[] for _ in questions]
