@@ -5,7 +5,8 @@
     python benchmarks/quality.py beside --data DIR OUT.md [--half …] [--rows 10] [--variants NAME]…
     python benchmarks/quality.py variants
 
-DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`). Rows alternate
+DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`); `own` is in
+`benchmarks/` itself. Rows alternate
 between the half on which settings are chosen and the half that confirms them. Answers are appended to
 `results/quality/VARIANT.jsonl` and never made twice, so that a run may be stopped and go on. Greedy, in bf16 where the
 processor has it, as many answers at a time as `--together`.
@@ -132,11 +133,8 @@ def beside(
 ) -> None:
     """The answers to the first rows side by side, as they are."""
     known = {name: read_answers(stored_as(name, None)) for name in variants}
-    lines = [
-        f"# The first {rows} rows, answered by each",
-        "",
-        f"Of the half to {half}, {', '.join(tasks)}; unselected.",
-    ]
+    of = "" if half == "all" else f" of the half to {half}"
+    lines = [f"# The first {rows} rows, answered by each", "", f"{', '.join(tasks)}{of}; unselected."]
     for row in read_rows(data, tasks, half, rows):
         lines += ["", f"## {row.id}", "", *_quoted(row.prompt)]
         for name, answers in known.items():

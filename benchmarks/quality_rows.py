@@ -21,19 +21,29 @@ TASKS = {
     "instruct": "instruct",
     "math": "gsm8k",
     "rag-zh": "rag_zh",
+    "own": "own_questions",
 }
 """Set of rows → file of the data folder, without its ending."""
-BUDGET = {"open": 128, "rag": 32, "rag-sentence": 48, "ifeval": 160, "instruct": 96, "math": 128, "rag-zh": 32}
+BUDGET = {
+    "open": 128,
+    "rag": 32,
+    "rag-sentence": 48,
+    "ifeval": 160,
+    "instruct": 96,
+    "math": 128,
+    "rag-zh": 32,
+    "own": 128,
+}
 """Most tokens (of the reference member) of an answer."""
 PLEAS = {
     "rag": "Answer the question with a few words.",
-    "rag-sentence": "Answer the question in one short sentence.",
+    "rag-sentence": "Read the passage, then reply to the question with one full sentence.",
     "rag-zh": "请用原文中的几个字回答问题。",
 }
-"""What comes before a passage and its question."""
+"""What comes before a passage and its question; no row that taught the demo's members says it so."""
 FOLDER = RESULTS / "quality"
 
-KINDS = {"open": "text", "instruct": "text", "rag": "short", "math": "number", "ifeval": "instructions"}
+KINDS = {"open": "text", "instruct": "text", "rag": "short", "math": "number", "ifeval": "instructions", "own": "open"}
 """Task of a row → kind of its question."""
 
 

@@ -53,6 +53,8 @@ def page(answers: Sequence[tuple[dict[str, Any], str]], right: int) -> str:
         "`examples/questions.json`, the chain of `examples/rag_langchain.py`, the default settings",
         "(`python benchmarks/questions.py --out FILE`).",
         f"{right} of {len(answers)} answers hold the fact that was asked for; the models are very small.",
+        "The members were trained on no document here, nor on the wording of the prompt; 12 of the questions have a",
+        "form that made-up facts were asked in ([what they have seen](experiments.md#what-the-members-have-seen)).",
         "",
         "| question | answer | |",
         "| --- | --- | --- |",

@@ -6,9 +6,8 @@ Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to 
 and code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their
 weights. Every request is asked of an engine without and of one with speculation, one at a time and then all at once;
 forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds (those of
-the clock, and of the processor).
-`--certain` decides rounds by policies under which a leader's draft may be certain. How many answers are the same is
-printed: in float32 all are; in half precision they may part, as batches round differently.
+the clock, and of the processor). How many answers are the same is printed: in float32 all are; in half precision they
+may part, as batches round differently.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ AIMS = {"open": 0.8, "quote": 0.5, "summary": 0.8, "code": 0.5}
 """Kinds of work, and how many of the forwards should be left."""
 COPIES = ((0, 0.05), (1, 0.05), (1, 0.1))
 """Member of the demo, and standard deviations of the noise."""
-CERTAIN = {"score": "stretch", "aggregate": "weighted_mean", "feedback": "uniform"}
 
 
 def requests(data: Path, kind: str, rows: int) -> list[str]:
@@ -89,14 +87,13 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
                 ratio = forwards(found["auto"]) / forwards(found["off"])
                 used = [usage for result in found["auto"] for usage in result.usage.members.values()]
                 same = sum(a.text == b.text for a, b in zip(found["off"], found["auto"], strict=True))
-                certain = sum(record.certain for result in found["auto"] for record in result.rounds)
                 plain, saved = found["off"], found["auto"]
                 names = plain[0].usage.members
                 each = ", ".join(f"{m} {forwards(plain, m):.2f} → {forwards(saved, m):.2f}" for m in names)
                 detail = (
                     f"{each}; guesses accepted "
                     f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
-                    f"{same} of {len(asked)} answers equal; certain rounds {certain}"
+                    f"{same} of {len(asked)} answers equal"
                 )
                 figures.append(Figure(f"forwards a token, {how}", ratio, aim, False, detail))
                 print(f"{how}: {ratio:.2f} ({detail})", flush=True)
@@ -114,16 +111,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--certain", action="store_true")
     parser.add_argument("--five", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS / "speculation.json")
     args = parser.parse_args()
-    settings = CERTAIN if args.certain else {}
     folder = cache_folder() / "weakened"
     folder.mkdir(parents=True, exist_ok=True)
     pair = demo_members(dtype=args.dtype)
     members = [*pair, *(noisy(pair[n], noise, folder) for n, noise in COPIES if args.five)]
-    config = EnsembleConfig(members, reuse_prefixes=False, **settings)
+    config = EnsembleConfig(members, reuse_prefixes=False)
     report("Speculation on ÷ off", measure(config, args.data, args.rows, args.tokens), args.json)
 
 

@@ -73,70 +73,11 @@ _add(
 )
 _add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "uniform"})
 
-# beyond the papers, one change at a time from a plain start
-START = {
-    "score": "mean_logprob",
-    "segment_tokens": 10,
-    "first_segment_tokens": None,
-    "per": "token",
-    "aggregate": "weighted_mean",
-    "feedback": "uniform",
-    "exit": "never",
-    "repetition_guard": False,
-}
-_add(
-    "beyond the papers",
-    start=START,
-    guard={**START, "repetition_guard": True},
-    byte={**START, "per": "byte"},
-    text={**START, "per": "text"},
-    text_geometric={**START, "per": "text", "aggregate": "geometric_mean"},
-    text_5={**START, "per": "text", "segment_tokens": 5},
-    root={**START, "per": "root"},
-    root_5={**START, "per": "root", "segment_tokens": 5},
-    root_3={**START, "per": "root", "segment_tokens": 3},
-    root_5_exit={**START, "per": "root", "segment_tokens": 5, "exit": "entropy", "exit_threshold": 0.5},
-    root_5_constant={**START, "per": "root", "segment_tokens": 5, "feedback": "constant"},
-    text_others={**START, "per": "text", "aggregate": "others_mean"},
-    text_5_10={**START, "per": "text", "first_segment_tokens": 5},
-    geometric={**START, "aggregate": "geometric_mean"},
-    others={**START, "aggregate": "others_mean"},
-    share={**START, "aggregate": "share_mean"},
-    rank={**START, "aggregate": "rank_mean"},
-    constant={**START, "feedback": "constant"},
-    sqrt_decay={**START, "feedback": "sqrt_decay"},
-    **{f"length_{n}": {**START, "segment_tokens": n} for n in (3, 5, 20)},
-)
-
-
-ROOT_5 = {**START, "per": "root", "segment_tokens": 5}
-CONSTANT = {**ROOT_5, "feedback": "constant", "repetition_guard": True}
-TEXT = {**CONSTANT, "per": "text"}
-_add(
-    "towards the default",
-    constant_guard=CONSTANT,
-    constant_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5},
-    constant_late_exit={**CONSTANT, "exit": "entropy", "exit_threshold": 0.25},
-    constant_rate_1={**CONSTANT, "feedback_rate": 1.0},
-    constant_exit_10={**CONSTANT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
-    text_constant=TEXT,
-    text_exit={**TEXT, "exit": "entropy", "exit_threshold": 0.5},
-    text_late_exit={**TEXT, "exit": "entropy", "exit_threshold": 0.25},
-    text_exit_10={**TEXT, "exit": "entropy", "exit_threshold": 0.5, "segment_tokens": 10},
-)
-for _weight in (1.5, 2.0):
-    for _name in ("root-5", "text-5", "text-constant", "text-exit", "text-late-exit"):
-        VARIANTS[f"{_name}-gemma-{_weight:g}"] = replace(
-            VARIANTS[_name], about="one member's vote counts more", members=partial(_weighing, gemma=_weight)
-        )
-
-
 _add(
     "one change from the default",
     default_whole={"score": "mean_logprob", "per": "text"},
     default_exit={"exit": "entropy"},
     default_exit_two={"exit": "entropy", "min_active": 2},
-    default_share={"aggregate": "share_mean"},
     default_sqrt_decay={"feedback": "sqrt_decay"},
 )
 
@@ -148,9 +89,7 @@ _add(
     stretch=STRETCH,
     stretch_part={**STRETCH, "per": "byte"},
     stretch_word={**STRETCH, "stretch": "word"},
-    stretch_part_word={**STRETCH, "per": "byte", "stretch": "word"},
     stretch_geometric={**STRETCH, "aggregate": "geometric_mean"},
-    stretch_part_geometric={**STRETCH, "per": "byte", "aggregate": "geometric_mean"},
     stretch_uniform={**STRETCH, "feedback": "uniform"},
     stretch_sqrt_decay={**STRETCH, "feedback": "sqrt_decay"},
     stretch_exit={**STRETCH, "exit": "entropy"},
@@ -194,18 +133,11 @@ def _beside(weak: Members) -> Sequence[MemberConfig]:
     return [*pair(), *weak()]
 
 
-_add(
-    "longer segments",
-    default_8={"segment_tokens": 8},
-)
-
-LITTLE = {"max_concurrent": 2, "cache_bytes": 64 * 2**20}
 for _preset in ("default", "specfuse", "specem"):
     for _name, (_about, _weak) in WEAK.items():
         VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _weak))
 for _name, (_about, _weak) in WEAK.items():
     VARIANTS[f"stretch-{_name}"] = Variant(_about, STRETCH, members=partial(_beside, _weak))
-_add("two answers at a time in 64 MiB of caches", default_little_memory=LITTLE)
 
 
 def ensemble(name: str, together: int) -> EnsembleConfig:

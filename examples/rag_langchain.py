@@ -40,7 +40,7 @@ SECTION_CHARACTERS = 900
 NEIGHBOURS = 2
 MAX_TOKENS = 60
 PROMPT = ChatPromptTemplate.from_template(
-    "Use the notes to answer the question in one short sentence.\n\nNotes:\n{context}\n\nQuestion: {question}"
+    "Passages from the observatory's pages:\n\n{context}\n\nReply with one sentence from them: {question}"
 )
 
 

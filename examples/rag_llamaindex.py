@@ -37,7 +37,7 @@ QUESTION = "How much does the main mirror weigh?"
 COLLECTION = "documents"
 NEIGHBOURS = 2
 PROMPT = PromptTemplate(
-    "Use the notes to answer the question in one short sentence.\n\nNotes:\n{context_str}\n\nQuestion: {query_str}"
+    "Passages from the observatory's pages:\n\n{context_str}\n\nReply with one sentence from them: {query_str}"
 )
 
 

@@ -66,7 +66,7 @@ def _parts(record: RoundRecord, size: int) -> Iterator[Disagreement]:
 
 
 def _opinions(record: RoundRecord, segment: str) -> Iterator[_Opinion]:
-    """A member that was not asked, because a rival was certain, would have said something else."""
+    """Of each member that drafted; what a grammar dictated says nothing."""
     if all(candidate.tokens == 0 for candidate in record.candidates):
         return
     drafts = {name: candidate for candidate in record.candidates for name in candidate.drafters}
@@ -76,8 +76,6 @@ def _opinions(record: RoundRecord, segment: str) -> Iterator[_Opinion]:
             agrees = _common(draft.text, segment)
             only_shorter = agrees == len(draft.text) and not draft.ends
             yield _Opinion(weight, agrees, agrees if only_shorter else len(segment))
-        elif record.certain:
-            yield _Opinion(weight, 0, len(segment))
 
 
 def _common(one: str, other: str) -> int:

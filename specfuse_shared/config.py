@@ -29,11 +29,7 @@ STRETCHES = ("shortest", "word")
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
     "seconded_mean": policies.SecondedMean(),
-    "trimmed_mean": policies.trimmed_mean,
     "geometric_mean": policies.geometric_mean,
-    "others_mean": policies.others_mean,
-    "share_mean": policies.share_mean,
-    "rank_mean": policies.rank_mean,
 }
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
@@ -96,8 +92,7 @@ class EnsembleConfig(Settings):
     """How far `score="stretch"` compares: as far as the "shortest" candidate goes, or at least a "word"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
     """How the verifiers' scores become one vote: "seconded_mean" (among three or more, nobody carries its candidate
-    alone), "weighted_mean" (the papers'), "trimmed_mean" (without the extreme votes), "geometric_mean", "others_mean"
-    (nobody votes on its own candidate), "share_mean" (one vote each, to share out) or "rank_mean" (Borda)."""
+    alone), "weighted_mean" (the papers') or "geometric_mean" (what one verifier finds impossible cannot win)."""
     feedback: str | FeedbackPolicy = "constant"
     """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
     "constant", "sqrt_decay" and "paper" (SpecEM)."""

@@ -14,7 +14,6 @@ from specfuse_shared.validation import Settings, check, check_choice
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SERVER_KINDS = ("vllm", "sglang")
 BACKENDS = ("auto", "llama.cpp", "transformers")
 CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
 OLLAMA = "ollama:"
@@ -97,10 +96,8 @@ class MemberConfig(Settings):
     """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU" (1, if unset and the
     cluster has any), "memory" (bytes; without a card what its model takes, if unset), names that nodes were given."""
     server: str | None = None
-    """Address of a server that runs the model ("http://127.0.0.1:8000/v1"), of which `model` then names the tokenizer
-    and template (extra "servers")."""
-    server_kind: str = "vllm"
-    """What the server is: "vllm" or "sglang"."""
+    """Address of a vLLM server that runs the model ("http://127.0.0.1:8000/v1"); `model` then names the tokenizer and
+    template (extra "servers")."""
     server_model: str | None = None
     """The server's name of the model; `model`, if unset."""
     server_timeout: float = 60.0
@@ -182,7 +179,6 @@ class MemberConfig(Settings):
 
     def _check_server(self) -> None:
         """The settings of a server suit each other, and none of them would give its key away."""
-        check_choice("MemberConfig.server_kind", self.server_kind, SERVER_KINDS)
         check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
             given = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]

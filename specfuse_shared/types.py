@@ -147,8 +147,7 @@ class RoundRecord:
     generated text (before a stop string or `max_tokens` cut it). `weights` are the verifiers' weights used in
     this round, `retention` the exit policy's probabilities after it (empty where it did not run).
     `verified` is False if all members agreed or only one was left. `leader`: who drafted first, where one did
-    (`EnsembleConfig.speculation`); `certain`: its draft could not lose, so members that would have said otherwise were
-    not asked to draft.
+    (`EnsembleConfig.speculation`).
     """
 
     index: int
@@ -164,7 +163,6 @@ class RoundRecord:
     exits: tuple[MemberExit, ...]
     timing: RoundTiming
     leader: str | None = None
-    certain: bool = False
 
     @property
     def agreement(self) -> float | None:

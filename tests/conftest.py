@@ -1,14 +1,20 @@
-"""Engines shared by the whole test run: the real demo ensemble, loaded once per number format."""
+"""What many tests share: the real demo ensemble, loaded once per number format, two tiny members, and a browser."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
+from tests.browser import CHROMIUM, DESK, QUIET
 from tests.engine.comparing import FAULT_ROW
 from tests.engine.tiny import pair_config, save_pair
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +46,40 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEn
     """Two tiny members of different make: a byte-level chat model and a metaspace base model."""
     with EnsembleEngine(pair_config(save_pair(tmp_path_factory))) as engine:
         yield engine.load()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
+        with playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as chromium:
+            yield chromium
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """`opened(html, **context)` → its page; afterwards nothing may have been complained of or fetched."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    contexts = []
+
+    def open_page(html: str, **settings: Any) -> Page:
+        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        file = tmp_path / f"{len(contexts)}.html"
+        file.write_text(html, "utf-8")
+        page.goto(file.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("blob:")] == [
+        (tmp_path / f"{i}.html").as_uri() for i in range(1, len(contexts) + 1)
+    ]

@@ -34,48 +34,47 @@ NOTHING_KEPT = "no response is kept here"
 Content = str | Several[dict[str, JsonValue]]
 
 
-class MessageItem(Body):
+class ItemBody(Body):
+    """What every item may have, and nobody reads."""
+
+    id: JsonValue = None
+    status: JsonValue = None
+
+
+class MessageItem(ItemBody):
     """A turn of anybody."""
 
     type: Literal["message"] = "message"
     role: str
     content: Content
-    id: JsonValue = None
-    status: JsonValue = None
     phase: JsonValue = None
 
 
-class CallItem(Body):
+class CallItem(ItemBody):
     """A call of a tool in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str | dict[str, JsonValue]
-    id: JsonValue = None
-    status: JsonValue = None
     caller: JsonValue = None
 
 
-class ResultItem(Body):
+class ResultItem(ItemBody):
     """What a called tool gave."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: JsonValue = None
-    status: JsonValue = None
 
 
-class ReasoningItem(Body):
+class ReasoningItem(ItemBody):
     """Thoughts of an earlier answer, which nobody reads."""
 
     type: Literal["reasoning"]
-    id: JsonValue = None
     summary: JsonValue = None
     content: JsonValue = None
     encrypted_content: JsonValue = None
-    status: JsonValue = None
 
 
 def _kind(item: Any) -> str:

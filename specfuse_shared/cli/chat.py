@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specfuse_shared.cli import terminal
+from specfuse_shared.cli import machine_tables, terminal
 from specfuse_shared.cli.complaints import in_options
 from specfuse_shared.cli.loading import consoles, loaded
 from specfuse_shared.cli.options import (
@@ -134,7 +134,7 @@ class Conversation:
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
     def _show_members(self, _: str) -> None:
-        terminal.show_members(self._engine.describe(), self._notes)
+        machine_tables.show_members(self._engine.describe(), self._notes)
 
     def _show_rounds(self, _: str) -> None:
         if self._last is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from specfuse_shared.cli import terminal
+from specfuse_shared.cli import machine_tables, terminal
 from specfuse_shared.cli.chat import chat
 from specfuse_shared.cli.compare import compare
 from specfuse_shared.cli.complaints import PROGRAM, in_options, usage_line
@@ -169,7 +169,7 @@ def doctor(
     if as_json:
         print(json.dumps(asdict(checkup)))
     else:
-        terminal.show_checkup(checkup, terminal.stdout())
+        machine_tables.show_checkup(checkup, terminal.stdout())
     for problem in checkup.problems:
         _complain(problem, FAILED)
     return FAILED if checkup.problems else 0
@@ -182,7 +182,7 @@ def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: in
     if as_json:
         print(json.dumps(plan.to_dict()))
     else:
-        terminal.show_plan(plan, terminal.stdout())
+        machine_tables.show_plan(plan, terminal.stdout())
     return 0 if plan.problem is None else _complain(plan.problem, FAILED)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specfuse_shared.cli import terminal
+from specfuse_shared.cli import machine_tables, terminal
 from specfuse_shared.cli.setup import calm
 from specfuse_shared.config import EnsembleConfig
 
@@ -26,7 +26,7 @@ def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
         with terminal.loading(errors) as on_progress:
             engine.load(on_progress)
         if verbose:
-            terminal.show_members(engine.describe(), errors)
+            machine_tables.show_members(engine.describe(), errors)
         yield engine
 
 

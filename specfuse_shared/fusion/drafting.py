@@ -1,33 +1,27 @@
 """What the members of a round say: all at once, or one first, whose draft the others take as a guess.
 
 A guess changes no draft: a member says what it would have said, and where that is what the leader said, one forward
-finds it. Where a leader's draft cannot lose (`specfuse_shared.policies.certainty`), members that would say otherwise
-are not asked for the rest of it.
+finds it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.fusion.answer_text import AnswerText
 from specfuse_shared.fusion.leading import Lead, Traffic
 from specfuse_shared.fusion.participants import Participants
-from specfuse_shared.fusion.repetition import repeats
 from specfuse_shared.members.stages import (
     Draft,
     DraftAlone,
     Drafted,
     Op,
-    Question,
     StageResult,
     Value,
-    Verdicts,
-    Verify,
 )
-from specfuse_shared.policies import HALF, CandidateLogprobs, may_be_certain, settles
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.constraint import AnswerConstraint
 from specfuse_shared.types import Candidate, FinishReason
@@ -105,13 +99,12 @@ class InRound:
 
 
 class Drafting(InRound):
-    """The drafts of a round. `leader`: who drafted first; `certain`: not everybody had to draft."""
+    """The drafts of a round. `leader`: who drafted first."""
 
     def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
         super().__init__(method, participants, answer, index, ask)
         self.alone = len(participants.active) == 1 and method.constraint is None
         self.leader: str | None = None
-        self.certain = False
 
     def run(self) -> Generator[Ops, Results, list[DistinctCandidate]]:
         """Every active member's candidate; equal ones count once.
@@ -168,55 +161,13 @@ class Drafting(InRound):
         return self._method.lead.leader(self._participants, self._drafters, limit)
 
     def _led(self, leader: str) -> Generator[Ops, Results, dict[str, Value]]:
-        """The leader's draft, then the others'; those of members that need not be heard are left out."""
+        """The leader's draft, then the others', to whom it is a guess."""
         drafts = yield from self._ask({leader: self._op()})
         first = drafts.get(leader)
-        if not isinstance(first, Drafted):
-            return (yield from self._drafts(self._drafters))
-        guess, others = first.text + first.then, [name for name in self._drafters if name != leader]
-        if self._may_be_certain(first):
-            begun = yield from self._begun(leader, first)
-            told = [name for name, beginning in begun.items() if beginning is None]
-            drafts.update((yield from self._drafts(told, guess)))
-            rest = [name for name in others if name not in drafts and name in self._active]
-            heard = [draft for draft in drafts.values() if isinstance(draft, Drafted)]
-            agreed = all((draft.text, draft.ends) == (first.text, first.ends) for draft in heard)
-            if rest and agreed and settles(self._answer.text, first.text, [begun.get(name) or "" for name in rest]):
-                self.certain = True
-                return drafts
-            others = rest
-        others = [name for name in others if name in self._active]
-        drafts.update((yield from self._drafts(others, guess)))
+        guess = first.text + first.then if isinstance(first, Drafted) else ""
+        others = [name for name in self._drafters if name in self._active and name != leader]
+        drafts.update((yield from self._ask({name: self._op(guess) for name in others})) if others else {})
         return drafts
-
-    def _drafts(self, names: Sequence[str], guess: str = "") -> Generator[Ops, Results, dict[str, Value]]:
-        return (yield from self._ask({name: self._op(guess) for name in names})) if names else {}
-
-    def _may_be_certain(self, first: Drafted) -> bool:
-        """Whether half of the votes would settle the round for this draft."""
-        method, sides = self._method, self._participants.sides
-        if self._constraint is not None or self.hold or not (first.text or first.ends):
-            return False
-        if not may_be_certain(method.score, method.aggregate, method.feedback, method.exit, len(self._active)):
-            return False
-        guarded = self._config.repetition_guard and repeats(self._answer.text, first.text)
-        return not guarded and all(sides[name].member.codec.windowed for name in self._active)
-
-    def _begun(self, leader: str, first: Drafted) -> Generator[Ops, Results, dict[str, str | None]]:
-        """How the others' drafts begin: None where one is known as a whole. Empty texts where half is not reached."""
-        asked = (Question(first.text, first.ends, "" if first.ends else first.then),)
-        ops: dict[str, Op] = {name: Verify(asked, None if name == leader else self._op()) for name in self._active}
-        found = {name: value for name, value in (yield from self._ask(ops)).items() if isinstance(value, Verdicts)}
-        seen = [
-            CandidateLogprobs(first.text, first.ends, v.each[0].logprobs, v.each[0].token_bytes) for v in found.values()
-        ]
-        if leader not in found or not all(candidate.logprobs for candidate in seen):
-            return dict.fromkeys(found.keys() - {leader}, "")
-        scores = [self._method.score([candidate]) for candidate in seen]
-        weights = [self._participants.weights[name] for name in found]
-        [vote] = self._method.aggregate(scores, weights, [[list(found).index(leader)]])
-        enough = vote > HALF
-        return {name: v.begun if enough else "" for name, v in found.items() if name != leader}
 
     @property
     def hold(self) -> int:

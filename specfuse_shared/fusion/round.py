@@ -40,7 +40,7 @@ class Round(InRound):
         self._tick()
         if not choices:
             return RoundEnd(None, Fitted("", FinishReason.STOP))
-        judged = len(choices) > 1 or self._drafting.certain
+        judged = len(choices) > 1
         winner = (yield from self._verify(choices)) if judged else choices[0]
         self._tick()
         segment = self._answer.fit(*self._unstuck(winner), self._own_count())
@@ -71,13 +71,12 @@ class Round(InRound):
             text=segment,
             start=start,
             end=start + len(segment),
-            verified=len(choices) > 1 or self._drafting.certain,
+            verified=len(choices) > 1,
             weights=weights,
             retention=retention,
             exits=(*self._exits, *self._participants.exits),
             timing=RoundTiming(*(b - a for a, b in itertools.pairwise(self._clock))),
             leader=self._drafting.leader,
-            certain=self._drafting.certain,
         )
 
     def _tick(self) -> None:

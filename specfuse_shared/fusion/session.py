@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from specfuse_shared.config import EnsembleConfig
-from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
+from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, Fitted
 from specfuse_shared.fusion.drafting import Method, Ops, Results
@@ -62,7 +62,6 @@ class AnswerSession:
         self._params = params = replace(params, grammar=tools.grammar(params.grammar))
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
         self.participants = Participants(config, members, messages, tools.offered, check)
-        self._check_scores()
         codec, constraint = self.participants.reference.member.codec, None
         if params.grammar is not None:
             constraint = AnswerConstraint(params.grammar, codec, params.max_tokens)
@@ -202,14 +201,6 @@ class AnswerSession:
             message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
             raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
         self.finished = True
-
-    def _check_scores(self) -> None:
-        reference = self.participants.reference.member.info
-        if self._params.top_logprobs and not reference.tells_top_logprobs:
-            raise RequestError(
-                f"top_logprobs: the server of the reference member {reference.name!r} tells of no tokens but those of "
-                "the answer: leave it out, or make another member the reference"
-            )
 
     def _score(self) -> Generator[Ops, Results, tuple[TokenLogprob, ...] | None]:
         """Log p of the answer's tokens by the reference member, which reads the answer once more, as a whole.

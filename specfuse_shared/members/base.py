@@ -29,7 +29,6 @@ class MemberInfo:
     here. `thinks`: before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
     `report`: what it turned out to be. `drafts_under_grammar`: it does not only judge where a grammar binds the answer.
     `fixed_blocks`: rows come in blocks that stay where they are.
-    `tells_top_logprobs`: also of tokens that it is not asked for.
     `cache_tokens`: its cache is there from the start and holds so many tokens of all answers, and so many branches
     (`cache_branches`); None where answers take memory as they come.
     `may_guess`: it makes use of guesses of what comes next (`EnsembleConfig.speculation`).
@@ -47,7 +46,6 @@ class MemberInfo:
     drafts_under_grammar: bool = True
     fixed_blocks: bool = False
     may_guess: bool = False
-    tells_top_logprobs: bool = True
     cache_tokens: int | None = None
     cache_branches: int | None = None
 

@@ -58,15 +58,15 @@ class MemberHere(ABC):
     """What a token more in a forward costs, as a share of a forward of one."""
 
     def __init__(self, config: MemberConfig, tokenizer: Any) -> None:
-        self.name, self.weight, self._drafts_under_grammar = config.label, config.weight, config.drafts_under_grammar
+        self._config, self.name = config, config.label
         template, options = config.chat_template, config.template_options
         self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
         self.codec = self.prompts.codec
 
-    def _know_vocabulary(self, config: MemberConfig, holders: Sequence[object], size: int) -> None:
+    def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
         tokenizer = self.prompts.tokenizer
         self.vocabulary_size = size
-        self.stop_ids = stop_ids_of((*holders, tokenizer), self.prompts, config)
+        self.stop_ids = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
         self._special = ids_without_text(tokenizer, size, self.stop_ids)
         self.never_guessed = frozenset((*self._special, *self.stop_ids))
         self.text = MemberText(self.prompts, self.stop_ids, size)
@@ -86,10 +86,33 @@ class MemberHere(ABC):
     def report(self) -> MemberReport:
         """What it turned out to be."""
 
+    def _reported(self, **facts: Any) -> MemberReport:
+        """A report of these facts about the model, and of what is read here."""
+        return MemberReport(
+            name=self.name,
+            model=self._config.model,
+            template=self.prompts.kind,
+            context=self.context_limit,
+            stop_token_ids=self.stop_ids,
+            **facts,
+        )
+
     @property
-    @abstractmethod
     def info(self) -> MemberInfo:
         """What it tells the coordinator, as of now."""
+        return MemberInfo(
+            name=self.name,
+            weight=self._config.weight,
+            devices=dict(self.devices),
+            context_limit=self.context_limit,
+            thinks=self.prompts.thinks,
+            bytes_per_token=self.bytes_per_token,
+            smallest_row=1,
+            vocabulary_size=self.vocabulary_size,
+            report=self.report,
+            drafts_under_grammar=self._config.drafts_under_grammar,
+            may_guess=self.may_guess,
+        )
 
     @abstractmethod
     def new_sequence(self, keeps_spare: bool) -> SequenceState:

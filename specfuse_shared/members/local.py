@@ -61,12 +61,12 @@ class LocalMember(MemberHere):
         self._runner = way.runner(model)
         self.runner.warm_up()
         holders = (getattr(model, "generation_config", None), model.config)
-        self._know_vocabulary(config, holders, model.get_input_embeddings().num_embeddings)
+        self._know_vocabulary(holders, model.get_input_embeddings().num_embeddings)
         text = model.config.get_text_config(decoder=True)
         limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
         self.context_limit: int | None = min((n for n in limits if n), default=None)
         self.bytes_per_token = way.bytes_per_token
-        self._report = self._reported(config, place, way, time.monotonic() - start, (parameters, weights))
+        self._report = self._described(place, way, time.monotonic() - start, (parameters, weights))
 
     @property
     def runner(self) -> ModelRunner:
@@ -81,15 +81,11 @@ class LocalMember(MemberHere):
             return replace(self._report, why=self.why)
         return replace(self._report, why=self.why, graphs=self.runner.static.graphs.report)
 
-    def _reported(
-        self, config: MemberConfig, place: Assignment, way: Attempt, seconds: float, size: tuple[int, int]
-    ) -> MemberReport:
+    def _described(self, place: Assignment, way: Attempt, seconds: float, size: tuple[int, int]) -> MemberReport:
         """`size`: parameters, and bytes of all weights."""
         model = self.runner.model
         text = model.config.get_text_config(decoder=True)
-        return MemberReport(
-            name=self.name,
-            model=config.model,
+        return self._reported(
             architecture=type(model).__name__,
             parameters=size[0],
             memory_bytes=size[1],
@@ -100,29 +96,14 @@ class LocalMember(MemberHere):
             verification=way.verification,
             probe_error=way.error,
             graphs=way.execution,
-            template=self.prompts.kind,
-            context=self.context_limit,
-            stop_token_ids=self.stop_ids,
             load_seconds=seconds,
         )
 
     @property
     def info(self) -> MemberInfo:
         """What it tells the coordinator, as of now."""
-        return MemberInfo(
-            name=self.name,
-            weight=self.weight,
-            devices=dict(self.devices),
-            context_limit=self.context_limit,
-            thinks=self.prompts.thinks,
-            bytes_per_token=self.bytes_per_token,
-            smallest_row=smallest_row(self.runner.device),
-            vocabulary_size=self.vocabulary_size,
-            report=self.report,
-            drafts_under_grammar=self._drafts_under_grammar,
-            fixed_blocks=self.runner.pool.is_fixed,
-            may_guess=self.may_guess,
-        )
+        smallest = smallest_row(self.runner.device)
+        return replace(super().info, smallest_row=smallest, fixed_blocks=self.runner.pool.is_fixed)
 
     @property
     def may_guess(self) -> bool:

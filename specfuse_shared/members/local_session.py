@@ -38,7 +38,6 @@ class LocalSession(Session[SequenceState]):
         )
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
-        self._also: tuple[Branch, ...] = ()
         self._guesses = Guesses(member.never_guessed, member.token_cost) if self.context.keeps_spare else None
 
     @property
@@ -61,25 +60,6 @@ class LocalSession(Session[SequenceState]):
         if self._guesses is not None:
             self._guesses.expect(branch, OWN if is_own else TOLD)
 
-    def _expect_first(self, hold: int) -> None:
-        if self._guesses is not None:
-            wanted = self._wanted([], 1, hold, False)
-            token, ended = self._chosen(wanted, self.context.logits(wanted.branch))
-            if not ended:
-                self._also = (Branch(len(self.context.answer), tuple(token)),)
-
-    def _known(self, limit: int, hold: int) -> list[int] | None:
-        ids: list[int] = []
-        while len(ids) < limit:
-            wanted = self._wanted(ids, 1, hold, False)
-            if self._guesses is None or self.context.knows(wanted.branch) < len(ids):
-                return ids
-            more, ended = self._chosen(wanted, self.context.logits(wanted.branch))
-            if ended:
-                return None
-            ids += more
-        return None
-
     def _next(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         wanted = self._wanted(ids, count, hold, alone)
         return self._chosen(wanted, (yield self._asked(wanted)))
@@ -87,9 +67,8 @@ class LocalSession(Session[SequenceState]):
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
         asked = LogprobRequest(list(zip(branches, stops, strict=True)))
         going_on = [branch for branch, ends in zip(branches, stops, strict=True) if not ends]
-        request = self._with_guesses(ForwardRequest(self.context, tuple(branches), logprobs=asked), going_on)
-        judgement = yield replace(request, guesses=request.guesses + self._also)
-        self._also = ()
+        request = ForwardRequest(self.context, tuple(branches), logprobs=asked)
+        judgement = yield self._with_guesses(request, going_on)
         judged: list[list[float]] = judgement.read()
         return judged
 

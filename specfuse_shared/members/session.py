@@ -28,8 +28,9 @@ from specfuse_shared.members.stages import (
     Verify,
 )
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.prefix_cache import common_length
 from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.text.codec import Encoding, common_prefix, cut_candidate, whole_characters
+from specfuse_shared.text.codec import Encoding, cut_candidate, whole_characters
 from specfuse_shared.text.constraint import MemberConstraint
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.text.stops import find_stop, partial_stop
@@ -99,9 +100,9 @@ class Session(ABC, Generic[C]):
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
         """Natural log p of each branch's tokens; where it has stop ids, also that any of them comes next."""
 
+    @abstractmethod
     def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
-        """The most probable tokens in the place of each of a judged branch, where the member tells them."""
-        raise NotImplementedError
+        """The most probable tokens in the place of each of a judged branch."""
 
     @abstractmethod
     def _keep(self, branch: Branch) -> Stage[None]:
@@ -109,13 +110,6 @@ class Session(ABC, Generic[C]):
 
     def _expect(self, branch: Branch, is_own: bool = False) -> None:
         """The answer may go on like this: as another member says, or as this one drafted itself."""
-
-    def _expect_first(self, hold: int) -> None:
-        """The draft that follows begins with what this member would say first."""
-
-    def _known(self, limit: int, hold: int) -> list[int] | None:
-        """What the draft that follows begins with, as far as it is known; None if that is all of it."""
-        return []
 
     # ── stages ───────────────────────────────────────────────────────────────────────────────────
 
@@ -142,8 +136,8 @@ class Session(ABC, Generic[C]):
                 return self.draft(limit, number, hold, guess)
             case DraftAlone(limit=limit, round_index=number, hold=hold):
                 return self.draft_alone(limit, number, hold)
-            case Verify(questions=questions, begins=begins, top=top):
-                return self.verify(questions, begins, top)
+            case Verify(questions=questions, top=top):
+                return self.verify(questions, top)
             case Commit(text=text):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
@@ -187,11 +181,8 @@ class Session(ABC, Generic[C]):
         cut = cut_candidate(text)
         return Drafted(cut, False, len(ids), whole_characters(text)[len(cut) :])
 
-    def verify(self, questions: Sequence[Question], begins: Draft | None = None, top: int = 0) -> Stage[Verdicts]:
-        """Judge candidates, all at once; tell how a draft `begins` that shall follow, as far as that is known then."""
-        if begins is not None:
-            self._start(begins.round_index)
-            self._expect_first(begins.hold)
+    def verify(self, questions: Sequence[Question], top: int = 0) -> Stage[Verdicts]:
+        """Judge candidates, all at once."""
         branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
         for question in questions:
             if question.then:
@@ -202,7 +193,7 @@ class Session(ABC, Generic[C]):
         each = tuple(Verdict(tuple(found), tuple(own)) for found, own in zip(judged, sizes, strict=True))
         if top:
             each = yield from self._with_tops(each, branches, top)
-        return Verdicts(each) if begins is None else Verdicts(each, self._begun(begins))
+        return Verdicts(each)
 
     def _with_tops(
         self, verdicts: Sequence[Verdict], branches: Sequence[Branch], count: int
@@ -212,14 +203,6 @@ class Session(ABC, Generic[C]):
             tops = (yield from self._find_tops(branch, count)) if branch.tokens else ()
             found.append(replace(verdict, tops=tuple(tops)))
         return tuple(found)
-
-    def _begun(self, wanted: Draft) -> str | None:
-        """How a draft begins (`Verdicts.begun`)."""
-        if self._turn_ends or self._constraint is not None:
-            return ""  # where it is cut depends on more than its white space
-        self._start(wanted.round_index)
-        found = self._known(wanted.limit, wanted.hold)
-        return None if found is None else whole_characters(self._codec.text_after(self.context.answer, found))
 
     def commit(self, text: str) -> Stage[None]:
         """`text` is now part of the answer."""
@@ -268,7 +251,7 @@ class Session(ABC, Generic[C]):
         return ids, ended
 
     def _branch(self, encoding: Encoding) -> Branch:
-        base = common_prefix(self.context.answer, encoding.ids)
+        base = common_length(self.context.answer, encoding.ids)
         return Branch(base, encoding.ids[base:])
 
     def _cut_turn(self, text: str, turn_ends: Sequence[str]) -> tuple[str, bool]:

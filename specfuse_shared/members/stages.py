@@ -78,13 +78,11 @@ class Question:
 class Verify:
     """Judge candidates for the next segment by the member's own probabilities → `Verdicts`.
 
-    `begins`: a draft of which the member shall tell how far it knows it once that is done. `top`: so many of the most
-    probable tokens in the place of each are told, too.
+    `top`: so many of the most probable tokens in the place of each are told, too.
     """
 
     stage: ClassVar[StageName] = "verify"
     questions: tuple[Question, ...]
-    begins: Draft | None = None
     top: int = 0
 
 
@@ -162,14 +160,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """A verdict on each candidate, in their order.
-
-    `begun`: how the draft begins that was asked for: what it is, cut nowhere, goes on from this text; empty where that
-    cannot be told, None where all of the draft is known and only has to be asked for.
-    """
+    """A verdict on each candidate, in their order."""
 
     each: tuple[Verdict, ...]
-    begun: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)

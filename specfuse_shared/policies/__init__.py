@@ -7,20 +7,12 @@ Sources: SpecFuse (arXiv 2412.07380 v1/v2) for exit, SpecEM (v3, NeurIPS 2025) f
 a reconstruction: the papers' exact ones could not be read.
 """
 
-from specfuse_shared.policies.aggregates import (
-    SecondedMean,
-    geometric_mean,
-    others_mean,
-    rank_mean,
-    share_mean,
-    trimmed_mean,
-    weighted_mean,
-)
-from specfuse_shared.policies.certainty import HALF, may_be_certain, settles
+from specfuse_shared.policies.aggregates import SecondedMean, geometric_mean, weighted_mean
 from specfuse_shared.policies.election import Election, Electorate
 from specfuse_shared.policies.exits import RetentionExit, entropy, never
 from specfuse_shared.policies.feedback import OnlineFeedback, normalised, rewards, uniform
 from specfuse_shared.policies.protocols import (
+    ROUNDING,
     AggregatePolicy,
     CandidateLogprobs,
     ExitDecision,
@@ -32,7 +24,7 @@ from specfuse_shared.policies.protocols import (
 from specfuse_shared.policies.scores import MeanLogprob, MeanProb, Stretch
 
 __all__ = [
-    "HALF",
+    "ROUNDING",
     "AggregatePolicy",
     "CandidateLogprobs",
     "Election",
@@ -50,15 +42,9 @@ __all__ = [
     "Stretch",
     "entropy",
     "geometric_mean",
-    "may_be_certain",
     "never",
     "normalised",
-    "others_mean",
-    "rank_mean",
     "rewards",
-    "settles",
-    "share_mean",
-    "trimmed_mean",
     "uniform",
     "weighted_mean",
 ]

@@ -14,20 +14,6 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
     return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
 
 
-def trimmed_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-    """The weighted mean without each candidate's highest and lowest vote, where three or more members vote.
-
-    So a member that is sure of its own nonsense cannot carry it, and no single verifier can veto.
-    """
-
-    def mean(i: int) -> float:
-        votes = sorted((row[i], w) for row, w in zip(scores, weights, strict=True))
-        votes = votes[1:-1] if len(votes) > 2 else votes
-        return math.fsum(s * w for s, w in votes) / math.fsum(w for _, w in votes)
-
-    return [mean(i) for i in range(len(scores[0]))]
-
-
 SECOND = 1000.0
 """A candidate is unthinkable to a verifier that finds it less than 1/`SECOND` as likely as another one."""
 
@@ -76,30 +62,3 @@ def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[
         return math.exp(math.fsum(w * math.log(row[i]) for w, row in zip(weights, scores, strict=True)))
 
     return [mean(i) for i in range(len(scores[0]))]
-
-
-def others_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-    """The weighted mean over those that did not write the candidate; over all, where everyone did."""
-
-    def mean(i: int) -> float:
-        judges = [j for j in range(len(scores)) if j not in drafters[i]] or range(len(scores))
-        return math.fsum(weights[j] * scores[j][i] for j in judges) / math.fsum(weights[j] for j in judges)
-
-    return [mean(i) for i in range(len(scores[0]))]
-
-
-def share_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-    """S_i = Σ_j w_j s_ji / Σ_k s_jk: every verifier has one vote to share out, whatever the height of its scores."""
-    shares = [[s / (math.fsum(row) or 1.0) for s in row] for row in scores]
-    return weighted_mean(shares, weights, drafters)
-
-
-def rank_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
-    """S_i = Σ_j w_j · share of the rivals that verifier j puts below candidate i (Borda); ties count ½."""
-
-    def beaten(row: Sequence[float], i: int) -> float:
-        wins = (1.0 if row[i] > s else 0.5 if row[i] == s else 0.0 for k, s in enumerate(row) if k != i)
-        return math.fsum(wins) / (len(row) - 1)
-
-    ranks = [[beaten(row, i) for i in range(len(row))] for row in scores]
-    return weighted_mean(ranks, weights, drafters)

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specfuse_shared.policies.aggregates import SECOND
-from specfuse_shared.policies.protocols import AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
+from specfuse_shared.policies.protocols import ROUNDING, AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
 
 _EQUAL = 1e-6
-ROUNDING = 0.3
-"""Nats by which half precision may lift a log-probability above 0; what is higher, or not a number, is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from typing import Protocol
 
 Matrix = Sequence[Sequence[float]]
 """`[j][i]`: what verifier j thinks of candidate i."""
+ROUNDING = 0.3
+"""Nats by which half precision may move a log-probability: one further above 0 is none, nor do two ways to compute the
+same one differ by more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,5 @@ def work_of(usage: MemberUsage) -> str:
 
 
 def lead_of(record: RoundRecord) -> str:
-    """Who drafted first in a round, and whether that settled it; empty if nobody did."""
-    if record.leader is None:
-        return ""
-    return f" · {record.leader} drafted first" + " and could not lose" * record.certain
+    """Who drafted first in a round; empty if nobody did."""
+    return "" if record.leader is None else f" · {record.leader} drafted first"

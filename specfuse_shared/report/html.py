@@ -210,8 +210,6 @@ def _card(piece: Piece, record: RoundRecord) -> Card:
 
 def _verdict(record: RoundRecord) -> str:
     """Who judged the candidates, or why nobody had to."""
-    if record.certain:
-        return f"judged by {len(record.active)} members, and certain: no other draft could have won"
     if record.verified:
         return f"{len(record.candidates)} candidates, judged by {len(record.active)} members"
     if len(record.active) == 1:

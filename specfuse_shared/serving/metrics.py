@@ -62,7 +62,6 @@ class MetricsSnapshot:
     rounds: int = 0
     verified_rounds: int = 0
     led_rounds: int = 0
-    certain_rounds: int = 0
     wins: dict[str, int] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
@@ -120,7 +119,6 @@ class Metrics:
                 self._now.rounds += 1
                 self._now.verified_rounds += event.record.verified
                 self._now.led_rounds += event.record.leader is not None
-                self._now.certain_rounds += event.record.certain
                 self._now.active_members.add(len(event.record.active))
                 self._by_member["wins"][event.record.winner] += 1
             elif isinstance(event, ExitEvent):

@@ -18,7 +18,8 @@ from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import Member
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, tools_of
-from specfuse_shared.serving.scheduler import Deliver, Request, Scheduler
+from specfuse_shared.serving.request import Deliver, Request
+from specfuse_shared.serving.scheduler import Scheduler
 from specfuse_shared.serving.tracing import AnswerSpan
 from specfuse_shared.text.tool_calls import ToolUse
 

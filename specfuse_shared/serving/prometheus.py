@@ -70,7 +70,7 @@ _LABELLED = (
 )
 _COUNTERS = (
     *("prompt_tokens", "completion_tokens", "reused_prompt_tokens"),
-    *("rounds", "verified_rounds", "led_rounds", "certain_rounds"),
+    *("rounds", "verified_rounds", "led_rounds"),
 )
 _GAUGES = ("running", "waiting", "cache_bytes", "prefix_bytes")
 _HELP: dict[str, str] = {
@@ -85,7 +85,6 @@ _HELP: dict[str, str] = {
     "answer_forwards": "Forward passes that finished answers took part in, after their prompts",
     "answer_tokens": "Tokens of finished answers, in each member's own encoding",
     "led_rounds": "Rounds in which one member drafted first",
-    "certain_rounds": "Rounds in which its draft could not lose, so that not all others drafted",
     "reused_prompt_tokens": "Prompt tokens (of all members) that were not read again",
     "running": "Answers in progress",
     "waiting": "Requests in the queue",

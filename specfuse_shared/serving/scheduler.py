@@ -14,8 +14,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from specfuse_shared.errors import (
     EngineClosedError,
@@ -25,45 +24,19 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.leading import Traffic
-from specfuse_shared.fusion.scoring import ScoringSession
-from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
-from specfuse_shared.serving.admission import Budget, Need
+from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.memory import IdleTrim
 from specfuse_shared.serving.metrics import Metrics
 from specfuse_shared.serving.places import Places
+from specfuse_shared.serving.request import Request
 
 logger = logging.getLogger(__name__)
-
-Deliver = Callable[[Event | Exception], None]
 
 
 class LaneDiedError(RuntimeError):
     """A lane of this process broke; nothing can be said of what it ran."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One answer in the scheduler; `deliver` is called from the worker with its events, last with its end."""
-
-    session: AnswerSession | ScoringSession
-    deliver: Deliver
-    deadline: float | None = None
-    number: int = 0
-    needs: Need = field(default_factory=Need)
-    submitted: float = field(default_factory=time.monotonic)
-    work: Work | None = None
-    asked: set[str] = field(default_factory=set)
-    """Members that run a stage for it now."""
-    results: dict[str, StageResult] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
-    """Members that hold a cache for it."""
-    closing: set[str] = field(default_factory=set)
-    """Members that were asked to let it go."""
-    cancelled: bool = False
-    over: bool = False
-    """Nothing is told of it any more; it goes once no member holds a cache for it."""
 
 
 class Scheduler:

@@ -8,8 +8,7 @@ holds one of the member's control strings, that stretch is encoded as plain text
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from specfuse_shared.errors import MemberLoadError, RequestError
@@ -17,6 +16,7 @@ from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec, whole_characters
 from specfuse_shared.text.roles import STEPS, Turn, marked, told
 from specfuse_shared.text.stops import partial_stop
+from specfuse_shared.text.text_guard import APART, TextGuard, texts_of
 from specfuse_shared.text.thinking import end_of_thoughts, find_markers
 from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, plain_description
 from specfuse_shared.text.turn_marks import TurnMarks
@@ -42,8 +42,6 @@ PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### 
 
 _MARK = re.compile(r"specfuse-\d+-(?:text|call-\d+-)")
 """What `roles.marked` writes."""
-_APART = " . "
-"""Between texts that are looked at together; no control string has it."""
 
 
 class PromptEncoder:
@@ -88,8 +86,8 @@ class PromptEncoder:
         """
         if not messages:
             raise RequestError("the conversation is empty: give at least one message")
-        whole = _APART.join(_texts_of(messages, tools))
-        guard = _Guard(self._has_control, self._control, self._marks, clean=not self._has_control(whole))
+        whole = APART.join(texts_of(messages, tools))
+        guard = TextGuard(self._has_control, self._control, self._marks, clean=not self._has_control(whole))
         rendered = self._with_tools([guard.turn(m) for m in messages], [guard.tool(t) for t in tools])
         rendered = self.markers.opened(rendered) if self.markers else rendered
         ids: list[int] = []
@@ -202,89 +200,6 @@ class PromptEncoder:
             self._normalised([{"role": "user", "content": "probe"}])
         except RequestError as error:
             raise MemberLoadError(f"{error}; give a working one with MemberConfig(chat_template=…)") from error
-
-
-class _Guard:
-    """Replaces control strings inside message text by sentinels before rendering, and restores them as text.
-
-    `marks`: what turns look like, which is broken in every text. `clean`: no text holds a control string.
-    """
-
-    def __init__(
-        self, has_control: Callable[[str], bool], control: re.Pattern[str] | None, marks: TurnMarks, clean: bool
-    ) -> None:
-        nonce = secrets.token_hex(4)
-        self._has_control, self._control, self._marks, self._clean = has_control, control, marks, clean
-        self._mark = f"\ue000{nonce}:%d\ue001"
-        self._pattern = re.compile(f"\ue000{nonce}:(\\d+)\ue001")
-        self._texts: list[str] = []
-
-    def turn(self, message: Message) -> Turn:
-        turn: Turn = {"role": message.role, "content": self.protect(message.content)}
-        if message.name:
-            turn["name"] = self.protect(message.name)
-        if message.tool_calls:
-            turn["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": self.protect(call.id or ""),
-                    "function": {"name": self.protect(call.name), "arguments": self._protect_all(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id:
-            turn["tool_call_id"] = self.protect(message.tool_call_id)
-        return turn
-
-    def tool(self, tool: Tool) -> dict[str, Any]:
-        function: dict[str, Any] = self._protect_all(tool.as_function()["function"])
-        return {"type": "function", "function": function}
-
-    def protect(self, text: str) -> str:
-        """`text` with every control string replaced; all of it where the tokenizer still finds one."""
-        text = self._marks.broken(text)
-        if self._clean or not self._has_control(text):
-            return text
-        replaced = self._control.sub(lambda m: self._sentinel(m.group()), text) if self._control else text
-        return self._sentinel(text) if self._has_control(self._pattern.sub(" ", replaced)) else replaced
-
-    def split(self, rendered: str) -> list[tuple[str, bool]]:
-        """The rendered prompt as (piece, is plain text)."""
-        parts = self._pattern.split(rendered)
-        return [(self._texts[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(parts)]
-
-    def _sentinel(self, text: str) -> str:
-        self._texts.append(text)
-        return self._mark % (len(self._texts) - 1)
-
-    def _protect_all(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self.protect(value)
-        if isinstance(value, Mapping):
-            return {self.protect(str(k)): self._protect_all(v) for k, v in value.items()}
-        return [self._protect_all(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _texts_of(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
-    """Every text of a conversation that may reach a prompt."""
-    for message in messages:
-        yield from filter(None, (message.content, message.name, message.tool_call_id))
-        for call in message.tool_calls:
-            yield from (call.id or "", call.name, *_strings_in(call.arguments))
-    for tool in tools:
-        yield from _strings_in(tool.as_function())
-
-
-def _strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield str(key)
-            yield from _strings_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _strings_in(each)
 
 
 def control_ids(tokenizer: Any, template: str) -> frozenset[int]:

@@ -202,11 +202,3 @@ def _unspaced(char: str) -> bool:
     if unicodedata.east_asian_width(char) in "WF" or char in "\u200d\ufe0f":
         return True
     return unicodedata.name(char, "").startswith(("THAI ", "LAO ", "KHMER ", "MYANMAR ", "TIBETAN "))
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

@@ -211,13 +211,6 @@ class CallReader:
         return taken
 
 
-def read_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Text and calls of a whole answer. Raises `UnfinishedValueError` if it ends inside a call."""
-    reader = CallReader()
-    parts = [*reader.feed(text), *reader.finish()]
-    return "".join(p.text for p in parts if isinstance(p, TextDelta)), tuple(reader.calls)
-
-
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*("|\\?$)', re.DOTALL)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
@@ -32,4 +33,23 @@ def tiny(tiny_members: list[MemberConfig]) -> Iterator[EnsembleEngine]:
 def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
     """Of a server without a key that offers "tiny", "tiny/chat" and "tiny/base"."""
     with serving({"tiny": tiny}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(client: httpx.Client) -> str:
+    """What OpenAI's clients are given as `base_url`."""
+    return f"{client.base_url}/v1"
+
+
+@pytest.fixture(scope="module")
+def sdk(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def demo(demo_engine: EnsembleEngine) -> Iterator[httpx.Client]:
+    """A server over the real demo ensemble."""
+    with serving({"demo": demo_engine}, max_tokens=48) as found:
         yield found

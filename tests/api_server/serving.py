@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import BaseModel, Field
 from starlette.types import ASGIApp
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
@@ -29,6 +30,17 @@ from tests.cli.conftest import reciting_model, reciting_tokenizer
 
 SPEECH = "the tide comes in and goes out again while people sleep near harbours"
 QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
+
+
+class Digit(BaseModel):
+    """A digit."""
+
+    a: int = Field(ge=0, le=9)
+
+
+def unkept() -> httpx.AsyncClient:
+    """A client that keeps no connection: nobody closes it, and each test has an event loop of its own."""
+    return httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
 
 
 @contextmanager

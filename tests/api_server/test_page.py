@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,28 +9,20 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
 from specfuse_shared.loading.pretrained import LoadProgress
 from tests.api_server.serving import reciting, serving, until
-from tests.engine.test_report_browser import CHROMIUM, CONTRASTS, DESK, PHONE, QUIET, shown_card
+from tests.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 
 COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked))")]
   .map(s => [s.className.match(/m\\d/)[0], getComputedStyle(s).backgroundColor])"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
-        with playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments) as chromium:
-            yield chromium
 
 
 @pytest.fixture(scope="module")

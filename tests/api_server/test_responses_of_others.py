@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,45 +17,15 @@ from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai import OpenAIResponses
-from pydantic import BaseModel, Field
 
 from specfuse_shared import EnsembleEngine
-from tests.api_server.serving import serving
+from tests.api_server.serving import Digit, unkept
 from tests.langchain.standard import ByTheDemo
 from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
 from tests.llamaindex.test_agents import QUESTION as ASKED
 
 QUESTION = "Why is the sea salty?"
 ENDLESS = {"grammar": {"kind": "lark", "source": 'start: "ab" start | "c" start "d" start'}}
-
-
-class Digit(BaseModel):
-    """A digit."""
-
-    a: int = Field(ge=0, le=9)
-
-
-def unkept() -> httpx.AsyncClient:
-    """A client that keeps no connection: nobody closes it, and each test has an event loop of its own."""
-    return httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
-
-
-@pytest.fixture(scope="module")
-def address(client: httpx.Client) -> str:
-    return f"{client.base_url}/v1"
-
-
-@pytest.fixture(scope="module")
-def sdk(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture(scope="session")
-def demo(demo_engine: EnsembleEngine) -> Iterator[httpx.Client]:
-    """A server over the real demo ensemble."""
-    with serving({"demo": demo_engine}, max_tokens=48) as found:
-        yield found
 
 
 # ── OpenAI's SDK ─────────────────────────────────────────────────────────────────────────────────

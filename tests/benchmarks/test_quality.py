@@ -74,7 +74,7 @@ def test_a_passage_is_asked_in_two_ways_with_answers_of_their_own(data: Path) ->
     few, sentence = (quality_rows.read_rows(data, [task], "all", 1)[0] for task in ("rag", "rag-sentence"))
     assert (few.id, sentence.id) == ("rag/0", "rag-sentence/0")
     assert few.prompt == "Answer the question with a few words.\n\nIt is red.\n\n0?"
-    assert sentence.prompt == "Answer the question in one short sentence.\n\nIt is red.\n\n0?"
+    assert sentence.prompt == "Read the passage, then reply to the question with one full sentence.\n\nIt is red.\n\n0?"
 
 
 def test_a_table_has_every_column_against_its_best_member(

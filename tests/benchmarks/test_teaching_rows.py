@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -9,15 +10,19 @@ from typing import Any
 
 import jsonschema
 import pytest
+import quality_rows
 from agents import NEEDED, NOT_NEEDED, TOOLS
-from teaching_rows import TALK, notes, tools
+from teaching_rows import BRIEFLY, FRAMES, PLAINLY, SENTENCE, TALK, TASK_FIRST, notes, tools
 from teaching_rows import TOOLS as TAUGHT
-from train_demo_adapter import read_rows
+from train_demo_adapter import PLEAS, read_rows
 
+from specfuse_shared.comparing import Question
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.tool_calls import CallReader, ToolUse
 from tests.engine.tiny import byte_level_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,47 @@ def test_a_question_of_a_taught_form_is_noticed(question: str) -> None:
     assert was_taught(question)
 
 
+def test_no_prompt_that_is_measured_is_worded_as_a_row_that_taught() -> None:
+    row = {"id": "0", "task": "rag", "prompt": "Who keeps the mill?", "context": "Ada keeps the mill.\n\nIt is red."}
+    measured = [quality_rows.question({**row, "references": ["Ada"]}, task, 8).prompt for task in quality_rows.PLEAS]
+    compared = Question(text=row["prompt"], passage=row["context"], references=["Ada"]).prompt
+    shown = [example_prompt(name) for name in ("rag_langchain", "rag_llamaindex")]
+    assert [prompt for prompt in (*measured, compared, *shown) if is_framed_as_taught(prompt)] == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Answer the question in one short sentence.\n\nAda keeps the mill.\n\nWho keeps the mill?",
+        "Use the notes to answer the question in one short sentence.\n\nNotes:\n{context}\n\nQuestion: {question}",
+        "Ada keeps the mill.\n\nWho keeps the mill?\nAnswer briefly.",
+        "Be brief.\n\nWho keeps the mill?",
+    ],
+)
+def test_a_prompt_of_a_taught_frame_is_noticed(prompt: str) -> None:
+    assert is_framed_as_taught(prompt)
+
+
+def example_prompt(name: str) -> str:
+    """The prompt of an example, which may need packages that are not installed."""
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
+    [call] = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PROMPT"]
+    assert isinstance(call, ast.Call)
+    return str(ast.literal_eval(call.args[0]))
+
+
 def was_taught(question: str) -> bool:
     """Whether some filling of a taught form gives the question, whatever its case and its last mark."""
     return any(_form(form).fullmatch(question) for tool in TAUGHT for form in tool.questions)
+
+
+def is_framed_as_taught(prompt: str) -> bool:
+    """Whether some passages and some question in a taught frame, or a taught plea and some question, give it."""
+    hows = "|".join(map(re.escape, (*BRIEFLY, *SENTENCE, *PLAINLY)))
+    frames = [re.escape(frame).replace(r"\{how\}", f"(?:{hows})") for frame in (*FRAMES, TASK_FIRST)]
+    framed = [re.sub(r"\\\{\w+\\\}", ".+", frame) for frame in frames]
+    pleas = [form for plea in map(re.escape, PLEAS) for form in (rf"{plea}\n\n.+", rf".+\n\n{plea}")]
+    return any(re.fullmatch(form, prompt, re.DOTALL | re.IGNORECASE) for form in (*framed, *pleas))
 
 
 def _form(form: str) -> re.Pattern[str]:

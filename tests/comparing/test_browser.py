@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page
 
 from specfuse_shared.comparing import ENSEMBLE, Comparison, votes_on
 from specfuse_shared.comparing.voting import pairs_of
+from tests.browser import CHROMIUM, CONTRASTS, PHONE
 from tests.comparing.made import answer, made
-from tests.engine.test_report_browser import CHROMIUM, CONTRASTS, DESK, PHONE, QUIET
 
-pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium: apt-get install chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 GOOD, BAD = "the sea", "a bird <b>flies</b> & sings 天空"
 LONG = "a-member-with-a-long-name/of-an-organisation"
@@ -33,41 +31,6 @@ def comparison() -> Comparison:
         for name, each in found.answers[ENSEMBLE].items()
     }
     return replace(found, answers={**found.answers, ENSEMBLE: ours}, remarks=("line 7 is left out: <i>no</i> JSON",))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
-        with playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as chromium:
-            yield chromium
-
-
-@pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """`opened(html, **context)` → its page; afterwards nothing may have been complained of or fetched."""
-    complaints: list[str] = []
-    requests: list[str] = []
-    contexts = []
-
-    def open_page(html: str, **settings: Any) -> Page:
-        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        file = tmp_path / f"{len(contexts)}.html"
-        file.write_text(html, "utf-8")
-        page.goto(file.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert [url for url in requests if not url.startswith("blob:")] == [
-        (tmp_path / f"{i}.html").as_uri() for i in range(1, len(contexts) + 1)
-    ]
 
 
 def test_the_verdict_comes_first_and_text_is_text(opened: Callable[..., Page]) -> None:

@@ -1,4 +1,4 @@
-"""The method on one page: no cache, no batching, no tree. The engine must equal this in float32.
+"""The method written plainly: no cache, no batching, no tree. The engine must equal this in float32.
 
 Every draft token and every score is one plain forward over the whole sequence, with eager attention. Formulas are
 written out again here; what text and ids are (templates, canonical encoding, cuts, seeds) is shared with the engine.
@@ -19,7 +19,7 @@ from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.members.here import MemberHere
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
-from specfuse_shared.text.codec import common_prefix, cut_candidate, whole_characters
+from specfuse_shared.text.codec import cut_candidate, whole_characters
 from specfuse_shared.text.stops import partial_stop
 
 
@@ -69,7 +69,8 @@ class NaiveMember:
     def judge(self, answer: str, candidate: str, ends: bool) -> list[tuple[float, int]]:
         """log p and bytes of the candidate's canonical tokens (and of any end of turn)."""
         ids = self.codec.encode(answer + candidate)
-        start = common_prefix(self.codec.encode(answer), ids)
+        before = self.codec.encode(answer)
+        start = next(n for n in range(len(before), -1, -1) if ids[:n] == before[:n])
         logp = self.logits(ids).log_softmax(-1)
         found = [(float(logp[i, ids[i]]), self.codec.token_bytes([ids[i]])[0]) for i in range(start, len(ids))]
         return found + ([(float(logp[len(ids), self.stop_ids].logsumexp(0)), 1)] if ends else [])
@@ -122,7 +123,7 @@ def naive_rounds(
     kind: type[NaiveMember] = NaiveMember,
 ) -> Iterator[NaiveRound]:
     active = [kind(m, messages, params) for m in members]
-    weight = {m.name: m.weight / sum(other.weight for other in members) for m in members}
+    weight = {m.name: m.info.weight / sum(other.info.weight for other in members) for m in members}
     quality = dict.fromkeys(weight, 0.0)
     answer, index, verified = "", 0, 0
     while len(active) > 1:

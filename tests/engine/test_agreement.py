@@ -40,12 +40,6 @@ def test_of_what_comes_behind_a_shorter_draft_nothing_is_known_unless_it_ends_th
     assert found == Agreement(pytest.approx((4 + 4 * 0.75) / 8), (Disagreement(4, 8, 0.75),))
 
 
-def test_a_member_that_was_not_asked_would_have_said_something_else() -> None:
-    found = agreement_of([judged(" the sea", {"alpha": " the sea"}, certain=True)])
-    assert found == Agreement(pytest.approx(0.75), (Disagreement(0, 8, 0.75),))
-    assert agreement_of([judged(" the sea", {"alpha": " the sea"})]) is None, "it judges, and drafts not"
-
-
 def test_what_a_grammar_dictates_and_what_one_member_writes_alone_says_nothing() -> None:
     dictated = Candidate('{"a": ', ("alpha", "beta"), False, 0)
     assert agreement_of([judged('{"a": ', {}, candidates=(dictated,))]) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
-from specfuse_shared.text.codec import common_prefix
+from specfuse_shared.runtime.prefix_cache import common_length
 from tests.engine.comparing import local_members, open_session, with_settings
 
 
@@ -36,7 +36,7 @@ def test_a_round_feeds_no_more_than_its_candidates_its_guesses_and_four_tokens(
             for candidate in record.candidates:
                 if name not in candidate.drafters:
                     ids = codec.encode(answer + candidate.text)
-                    others += len(ids) - common_prefix(before, ids)
+                    others += len(ids) - common_length(tuple(before), tuple(ids))
             spent = sides[name].session.counts.computed - fed[name]
             spent -= sides[name].session.counts.guessed - guessed[name]
             own = sides[name].drafted - drafted[name]

@@ -100,32 +100,9 @@ def test_seconded_mean_needs_a_second_for_a_candidate() -> None:
     assert shared == pytest.approx([0.6])  # two authors second each other
 
 
-def test_trimmed_mean_ignores_the_member_that_alone_believes_in_its_candidate() -> None:
-    scores = [[0.5, 0.2, 0.01], [0.1, 0.4, 0.01], [0.0, 0.0, 0.99]]
-    assert policies.trimmed_mean(scores, [1 / 3] * 3, [[0], [1], [2]]) == pytest.approx([0.1, 0.2, 0.01])
-    assert policies.trimmed_mean([[0.8, 0.1], [0.2, 0.5]], [0.75, 0.25], OWN) == pytest.approx([0.65, 0.2])
-
-
 def test_geometric_mean_lets_no_candidate_win_that_a_verifier_finds_impossible() -> None:
     assert policies.geometric_mean([[1.0, 0.25], [0.0, 0.25]], [0.5, 0.5], OWN) == pytest.approx([0.0, 0.25])
     assert policies.geometric_mean([[0.5, 1.0], [0.125, 1.0]], [0.5, 0.5], OWN) == pytest.approx([0.25, 1.0])
-
-
-def test_nobody_votes_on_its_own_candidate() -> None:
-    assert policies.others_mean([[0.9, 0.2], [0.3, 0.8]], [0.5, 0.5], OWN) == pytest.approx([0.3, 0.2])
-    both = [[0, 1], [1]]
-    assert policies.others_mean([[0.9, 0.2], [0.3, 0.8]], [0.5, 0.5], both) == pytest.approx([0.6, 0.2])
-
-
-def test_share_mean_gives_every_verifier_one_vote_whatever_the_height_of_its_scores() -> None:
-    scores = [[0.9, 0.3], [0.003, 0.009]]
-    assert policies.share_mean(scores, [0.5, 0.5], OWN) == pytest.approx([0.5, 0.5])
-    assert policies.share_mean([[0.0, 0.0], [0.2, 0.6]], [0.5, 0.5], OWN) == pytest.approx([0.125, 0.375])
-
-
-def test_rank_mean_counts_the_rivals_that_are_beaten() -> None:
-    scores = [[0.9, 0.3, 0.3], [0.1, 0.2, 0.3]]
-    assert policies.rank_mean(scores, [0.5, 0.5], [[0], [1], []]) == pytest.approx([0.5, 0.375, 0.625])
 
 
 @given(SQUARE, st.sampled_from(sorted(AGGREGATES)), st.data())

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page
 
 from specfuse_shared.report.html import document, fragment
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit
+from tests.browser import CHROMIUM, CONTRASTS, DESK, PHONE, SHOWN, shown_card
 from tests.engine.explained import explained, rival_text
 
-CHROMIUM = shutil.which("chromium")
-QUIET = ["disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-component-update"]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
-DESK, PHONE = {"width": 1200, "height": 800}, {"width": 400, "height": 800}
 MEMBERS = ("smollm2-135m", "gemma3-270m", "a-third-member-with-a-long-name/of-an-organisation", "fourth", "fifth")
 TURNS = [
     ("smollm2-135m", "Tides rise and fall because the Moon pulls"),
@@ -31,73 +26,6 @@ TURNS = [
 LEAVING = {2: [MemberExit("fourth", 2, "retention", 0.08)], 5: [MemberExit("fifth", 5, "fault")]}
 TIDES = explained(TURNS, MEMBERS, leaving=LEAVING)
 LONG = explained([(MEMBERS[i % 2], f" word{i}, and a few more,") for i in range(200)], MEMBERS[:2])
-
-CONTRASTS = """() => {
-  const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const paint = (...colours) => {
-    pixel.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { pixel.fillStyle = colour; pixel.fillRect(0, 0, 1, 1) }
-    const [r, g, b] = [...pixel.getImageData(0, 0, 1, 1).data].map(v => v / 255)
-      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const grounds = e => e ? [...grounds(e.parentElement), getComputedStyle(e).backgroundColor] : ["white"];
-  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const text = walker.currentNode, e = text.parentElement, style = getComputedStyle(e);
-    if (!text.data.trim() || !e.checkVisibility({ visibilityProperty: true }) || e.closest("style, svg")) continue;
-    const pairs = [style.color, ...["::before", "::after"].map(p => getComputedStyle(e, p))
-      .filter(s => s.content != "none").map(s => s.color)];
-    for (const colour of pairs) {
-      const [low, high] = [paint(...grounds(e)), paint(...grounds(e), colour)].sort((a, b) => a - b);
-      found.push([(high + 0.05) / (low + 0.05), text.data.trim().slice(0, 30), e.className]);
-    }
-  }
-  return found.sort((a, b) => a[0] - b[0]);
-}"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        arguments = [f"--{option}" for option in (*QUIET, "disable-sync", "no-sandbox")]
-        with playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as chromium:
-            yield chromium
-
-
-@pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """`opened(html, **context)` → its page; afterwards nothing may have been complained of or fetched."""
-    complaints: list[str] = []
-    requests: list[str] = []
-    contexts = []
-
-    def open_page(html: str, **settings: Any) -> Page:
-        contexts.append(browser.new_context(**{"viewport": DESK, **settings}))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        file = tmp_path / f"{len(contexts)}.html"
-        file.write_text(html, "utf-8")
-        page.goto(file.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert requests == [(tmp_path / f"{i}.html").as_uri() for i in range(1, len(contexts) + 1)]
-
-
-SHOWN = """() => [...document.querySelectorAll(".card")]
-  .filter(card => card.checkVisibility({ visibilityProperty: true })).map(card => card.innerText)"""
-
-
-def shown_card(page: Page) -> str:
-    """The text of the one round that can be seen."""
-    (card,) = page.evaluate(SHOWN)
-    return str(card)
 
 
 def test_the_page_reads_as_the_answer(opened: Callable[..., Page]) -> None:

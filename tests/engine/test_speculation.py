@@ -29,10 +29,9 @@ from specfuse_shared.serving.metrics import MetricsSnapshot
 from tests.engine.comparing import local_members, open_session, run_rounds, with_settings
 from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
-CERTAIN = {"score": "stretch", "aggregate": "weighted_mean", "feedback": "uniform", "exit": "never"}
 WAYS = {
     "the defaults": {},
-    "certain rounds": CERTAIN,
+    "a plain mean": {"aggregate": "weighted_mean", "feedback": "uniform"},
     "exits": {"score": "stretch", "feedback": "constant", "exit": "entropy"},
     "the papers'": {"score": "mean_prob", "aggregate": "weighted_mean", "repetition_guard": False},
 }
@@ -170,10 +169,10 @@ def test_answers_of_the_demo_are_the_same_with_and_without(way: str) -> None:
 
 
 @pytest.mark.parametrize("chance", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "seed": 4}], ids=str)
-def test_certain_rounds_are_told_of_and_change_nothing(trio: EnsembleEngine, chance: dict[str, float]) -> None:
+def test_a_leader_is_told_of_and_changes_nothing(trio: EnsembleEngine, chance: dict[str, float]) -> None:
     members, rounds = local_members(trio), {}
     for speculation in ("off", "auto"):
-        config = with_settings(trio.config, speculation=speculation, segment_tokens=3, **CERTAIN)
+        config = with_settings(trio.config, speculation=speculation, segment_tokens=3)
         rounds[speculation] = []
         for text in ("the fox asks why", "tides follow a cold moon", "jugs jump over the dog while boxes ask"):
             params = SamplingParams(max_tokens=60, **chance)  # type: ignore[arg-type]
@@ -182,11 +181,9 @@ def test_certain_rounds_are_told_of_and_change_nothing(trio: EnsembleEngine, cha
             answer.release()
     assert [(r.winner, r.text) for r in rounds["auto"]] == [(r.winner, r.text) for r in rounds["off"]]
     assert all(r.leader in r.active for r in rounds["auto"] if len(r.active) > 1)
-    assert not any(r.certain or r.leader for r in rounds["off"])
-    for off, auto in zip(rounds["off"], rounds["auto"], strict=True):
-        heard = {c.text: set(c.drafters) for c in auto.candidates}
-        every = {c.text: set(c.drafters) for c in off.candidates}
-        assert heard == every or (auto.certain and heard.items() <= every.items() and len(heard) == 1)
+    assert not any(r.leader for r in rounds["off"])
+    said = {way: [{c.text: set(c.drafters) for c in r.candidates} for r in found] for way, found in rounds.items()}
+    assert said["auto"] == said["off"]
 
 
 def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:

@@ -350,7 +350,7 @@ def survives(
 
     Not asked of beginnings that a verifier encodes in other tokens than the draft's own: to it they exclude each other.
     Nor where what agrees with the draft over the stretch has another token than it across the border: to that verifier
-    they differ, to others they do not. (`settles` sees to both.)
+    they differ, to others they do not.
     """
     drafts = [d for d in drafts if d == draft or d[1] or all(_joins(v, d[0], draft[0]) for v in verifiers)]
     score = Stretch("token", least)  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def test_a_draft_with_half_of_the_probability_wins_against_any_rivals(
 
 
 @pytest.mark.parametrize("least", ["shortest", "word"])
-def test_a_certain_draft_wins_against_each_of_all_rivals(least: str) -> None:
+def test_a_draft_with_half_of_the_votes_wins_against_each_of_all_rivals(least: str) -> None:
     verifiers, weights, met = [Verifier(3, (*LETTERS, "ab"), 30.0), Verifier(8, ("a", "b"), 30.0)], [0.7, 0.3], 0
     for draft in CHOICES:
         for rival in CHOICES if weighted(verifiers, weights, draft) > 0.5 else ():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specfuse_shared.text.codec import Codec, Encoding, common_prefix, cut_candidate, whole_characters
+from specfuse_shared.runtime.prefix_cache import common_length
+from specfuse_shared.text.codec import Codec, Encoding, cut_candidate, whole_characters
 
 LATIN = [
     "the",
@@ -69,7 +70,7 @@ def test_the_text_of_further_ids_is_what_they_add(codecs: dict[str, Codec], text
     for name in REAL:
         codec = codecs[name]
         before, whole = codec.encode(text), codec.encode(text + more)
-        shared = common_prefix(before, whole)
+        shared = common_length(tuple(before), tuple(whole))
         known = codec.decode(whole[:shared])
         if known == whole_characters(known):
             assert known + codec.text_after(whole[:shared], whole[shared:]) == text + more

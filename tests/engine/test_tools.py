@@ -23,10 +23,17 @@ from specfuse_shared.text.tool_calls import (
     TextDelta,
     ToolUse,
     call_text,
-    read_calls,
 )
 from tests.engine.comparing import local_members
 from tests.engine.tiny import CHAT_TEMPLATE, byte_level_tokenizer
+
+
+def read_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Text and calls of a whole answer."""
+    reader = CallReader()
+    parts = [*reader.feed(text), *reader.finish()]
+    return "".join(part.text for part in parts if isinstance(part, TextDelta)), tuple(reader.calls)
+
 
 ADD = Tool(
     "add", "Adds two numbers.",

@@ -1,4 +1,4 @@
-"""A small real server of one model over HTTP: the model itself, without a cache, behind vLLM's and SGLang's requests.
+"""A small real server of one model over HTTP: the model itself, without a cache, behind vLLM's requests.
 
 What a client is told is computed by the library's own plain forward, one request after another. `Ways` are those in
 which servers differ, or go wrong. Run as a program it serves a folder until it is killed.
@@ -80,8 +80,7 @@ class ModelServer:
         self.name, self.root, self.ways = ways.model or str(folder), str(folder), ways
         self._lock = threading.Lock()
         get = {"/v1/models": self._models, "/version": self._version, "/metrics": self._metrics}
-        get |= {"/server_info": self._server_info, "/get_model_info": self._model_info}
-        post = {"/tokenize": self._tokenize, "/v1/completions": self._completions, "/generate": self._generate}
+        post = {"/tokenize": self._tokenize, "/v1/completions": self._completions}
         routes = [Route(path, self._guarded(path, answer)) for path, answer in get.items()]
         routes += [Route(path, self._guarded(path, answer), methods=["POST"]) for path, answer in post.items()]
         self.app = Starlette(routes=routes)
@@ -118,7 +117,7 @@ class ModelServer:
         return work.result()
 
     def _slowly(self, answer: Any, body: dict[str, Any], gone: threading.Event) -> Response:
-        generates = "prompt" in body or "input_ids" in body
+        generates = "prompt" in body
         if generates and gone.wait(self.ways.delay):
             raise RefusedError("the client left")
         if generates and self.ways.status != 200:
@@ -196,40 +195,6 @@ class ModelServer:
         raw = {"raw_logits": logits, "processed_logprobs": processed.log_softmax(-1)}
         scores = raw.get(self.ways.mode, logits.log_softmax(-1)) + self.ways.off_by
         return {f"token_id:{t}": max(float(scores[t]), -9999.0) for t in (token, *named)}
-
-    # ── SGLang ───────────────────────────────────────────────────────────────────────────────────
-
-    def _model_info(self, body: dict[str, Any]) -> Response:
-        return JSONResponse({"model_path": self.root, "tokenizer_path": self.root, "is_generation": True})
-
-    def _server_info(self, body: dict[str, Any]) -> Response:
-        off = self.ways.prefix_cache != "True"
-        told = {"version": "0.0-tests", "served_model_name": self.name, "disable_radix_cache": off}
-        return JSONResponse({**told, "max_req_input_len": self.ways.context})
-
-    def _generate(self, body: dict[str, Any]) -> Response:
-        batch = isinstance(body["input_ids"][0], list)
-        prompts = body["input_ids"] if batch else [body["input_ids"]]
-        starts = body.get("logprob_start_len", -1)
-        starts = starts if isinstance(starts, list) else [starts] * len(prompts)
-        found = [self._generated(ids, start, body) for ids, start in zip(prompts, starts, strict=True)]
-        return JSONResponse(found if batch else found[0])
-
-    def _generated(self, prompt: list[int], start: int, body: dict[str, Any]) -> dict[str, Any]:
-        sampling, ids, meta = body["sampling_params"], list(prompt), {"finish_reason": {"type": "length"}}
-        asked = {**sampling, "seed": sampling.get("sampling_seed")}
-        asked["top_k"] = 0 if sampling.get("top_k", -1) == -1 else sampling["top_k"]
-        for _ in range(sampling["max_new_tokens"]):
-            token = self._pick(self._processed(self._logits(ids)[-1], ids, asked), asked, len(ids))
-            ids.append(token)
-            if token in sampling.get("stop_token_ids", ()):
-                meta["finish_reason"] = {"type": "stop", "matched": token}
-                break
-        if body.get("return_logprob"):
-            scores = self._logits(prompt).log_softmax(-1) + self.ways.off_by
-            pairs = [(float(scores[n - 1, prompt[n]]) if n > start else None) for n in range(start, len(prompt))]
-            meta["input_token_logprobs"] = [[p, prompt[start + n], None] for n, p in enumerate(pairs)]
-        return {"text": "", "output_ids": ids[len(prompt) :], "meta_info": meta}
 
     # ── the model ────────────────────────────────────────────────────────────────────────────────
 

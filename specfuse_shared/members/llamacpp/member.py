@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ class LlamaMember(MemberHere):
         place: Assignment | None = None,
     ) -> None:
         began, self._layers = time.monotonic(), 0
-        self._config, self._why = config, backend_of(config)
+        self._config, self._why = config, backend_of(config)  # its file is read before its tokenizer
         place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(config.label)
         on_stage("reading the file")
         model, context = self._model(place), None
@@ -63,7 +64,7 @@ class LlamaMember(MemberHere):
             context, bytes_per_token = self._context(model)
             self._runner = LlamaRunner(context, bytes_per_token)
             on_stage("checking parity")
-            self._know_vocabulary(config, [_Ends(model.turn_ends)], model.vocabulary_size)
+            self._know_vocabulary([_Ends(model.turn_ends)], model.vocabulary_size)
             self._different = check_tokenizer(self.name, self.codec, model)
             self._error = probe(self.name, self._runner)
         except BaseException:
@@ -111,9 +112,7 @@ class LlamaMember(MemberHere):
     def report(self) -> MemberReport:
         context = self._runner.context
         memory = context.tokens * self._runner.bytes_per_token + LOGIT_ROWS * self.vocabulary_size * LOGIT_BYTES
-        return MemberReport(
-            name=self.name,
-            model=self._config.model,
+        return self._reported(
             architecture=self._description,
             parameters=self._parameters,
             memory_bytes=self._weights,
@@ -124,9 +123,6 @@ class LlamaMember(MemberHere):
             verification="rows" if self._runner.is_recurrent else "packed",
             probe_error=self._error,
             graphs="llama.cpp's own",
-            template=self.prompts.kind,
-            context=self.context_limit,
-            stop_token_ids=self.stop_ids,
             load_seconds=self._seconds,
             backend="llama.cpp",
             why=self._why.reason,
@@ -134,21 +130,8 @@ class LlamaMember(MemberHere):
 
     @property
     def info(self) -> MemberInfo:
-        return MemberInfo(
-            name=self.name,
-            weight=self.weight,
-            devices=self.devices,
-            context_limit=self.context_limit,
-            thinks=self.prompts.thinks,
-            bytes_per_token=0,
-            smallest_row=1,
-            vocabulary_size=self.vocabulary_size,
-            report=self.report,
-            drafts_under_grammar=self._drafts_under_grammar,
-            may_guess=self.may_guess,
-            cache_tokens=self._runner.context.tokens,
-            cache_branches=self._runner.context.sequences,
-        )
+        context = self._runner.context
+        return replace(super().info, cache_tokens=context.tokens, cache_branches=context.sequences)
 
     def cache_use(self) -> CacheUse:
         return CacheUse(self._runner.cache_bytes, self._runner.prefix_bytes, self._runner.reused_tokens)

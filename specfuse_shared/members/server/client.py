@@ -67,7 +67,7 @@ class ServerClient:
         return found
 
     async def tokenized(self, model: str, text: str) -> list[int]:
-        """Ids of a text as the server's tokenizer has them, without special tokens; vLLM and SGLang are asked alike."""
+        """Ids of a text as the server's tokenizer has them, without special tokens."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         ids: list[int] = (await self.post("/tokenize", body))["tokens"]
         return ids

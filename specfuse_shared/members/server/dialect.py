@@ -1,21 +1,17 @@
-"""What a member needs of a server, whatever its dialect: to continue ids, and log p of given ids behind others."""
+"""What a member asks of a server, to continue ids and to judge given ones, and checks of what comes back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from specfuse_shared.errors import ServerError, ServerSettingsError
-from specfuse_shared.members.stages import Top
+from specfuse_shared.policies import ROUNDING
 from specfuse_shared.sampling_params import SamplingParams
 
 BAN = -100.0
 """What is added to the logit of a token that must not come."""
-ROUNDING = 0.3
-"""Largest difference of log-probabilities, in nats, that is taken for the rounding of half precision; settings of a
-server that change them cost more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +53,6 @@ class ServerFacts:
     context: int | None
     prefix_cache: bool | None
     block_tokens: int | None = None
-
-
-class Dialect(Protocol):
-    """How one kind of server is asked. Every method raises `ServerError`."""
-
-    model: str
-    """The server's name of the model."""
-    verification: str
-    """How it judges: "prefixes" (all prefixes in one request, behind its cache) or "prompt" (whole lines)."""
-
-    async def facts(self) -> ServerFacts:
-        """What the server says of itself."""
-        ...
-
-    async def tokenized(self, text: str) -> list[int] | None:
-        """Ids of a text as the server's tokenizer has them, without special tokens; None where it does not tell."""
-        ...
-
-    async def continued(self, wanted: Continuation) -> tuple[list[int], bool]:
-        """Ids up to the end of the turn, and whether that came."""
-        ...
-
-    async def judged(self, lines: Sequence[Line]) -> list[list[float]]:
-        """Natural log p of each line's tokens given all before them; then that any of its stop ids comes."""
-        ...
-
-    async def settle(self, lines: Sequence[Line]) -> float:
-        """Find out how to judge, on short `lines`; the mean |Δ log p| between its two ways of scoring.
-
-        Raises `ServerSettingsError` for a server whose log-probabilities are not the model's own.
-        """
-        ...
-
-
-@runtime_checkable
-class TellsTops(Protocol):
-    """A dialect that also tells of tokens that it is not asked for."""
-
-    async def tops(self, line: Line, count: int) -> list[Top]:
-        """The most probable tokens in the place of each of the line's. Raises `ServerError`."""
-        ...
 
 
 def cut_at_stop(ids: Sequence[int], wanted: Continuation, stopped: bool) -> tuple[list[int], bool]:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specfuse_shared.errors import (
@@ -21,17 +21,15 @@ from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
-from specfuse_shared.members.server.dialect import ROUNDING, Dialect, Line, ServerFacts, TellsTops
+from specfuse_shared.members.server.dialect import Line, ServerFacts
 from specfuse_shared.members.server.session import ServerSession
-from specfuse_shared.members.server.sglang import SglangDialect
 from specfuse_shared.members.server.vllm import VllmDialect
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
+from specfuse_shared.policies import ROUNDING
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
-
-DIALECTS: dict[str, Callable[[ServerClient, str], Dialect]] = {"vllm": VllmDialect, "sglang": SglangDialect}
 
 _SAMPLE = (
     "The tide follows the moon: the sea rises when the moon is high, and the sea falls when the moon is low. "
@@ -60,7 +58,7 @@ class ServerMember:
         self.text, self.vocabulary_size = MemberText(prompts, self.stop_ids, size), size
         self._is_doubtful, self._checking = False, asyncio.Lock()
         self._client: ServerClient | None = None
-        self.dialect: Dialect
+        self.dialect: VllmDialect
         self._facts: ServerFacts
         self._error = 0.0
 
@@ -80,7 +78,7 @@ class ServerMember:
             config.server_timeout,
             lambda seconds: on_forward(self.name, 1, seconds),
         )
-        self.dialect = DIALECTS[config.server_kind](self._client, config.server_model or config.model)
+        self.dialect = VllmDialect(self._client, config.server_model or config.model)
         await self._check()
 
     async def close(self) -> None:
@@ -121,7 +119,6 @@ class ServerMember:
             smallest_row=1,
             vocabulary_size=self.vocabulary_size,
             drafts_under_grammar=self._config.drafts_under_grammar,
-            tells_top_logprobs=isinstance(self.dialect, TellsTops),
             report=self._report,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specfuse_shared.errors import ServerError, SpecFuseError
-from specfuse_shared.members.server.dialect import Continuation, Line, TellsTops
+from specfuse_shared.members.server.dialect import Continuation, Line
 from specfuse_shared.members.session import Session, Stage
 from specfuse_shared.members.stages import Top
 from specfuse_shared.members.token_tree import Branch
@@ -101,11 +101,9 @@ class ServerSession(Session[SentIds]):
         return judged
 
     def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
-        dialect = self._member.dialect
-        assert isinstance(dialect, TellsTops), "refused before anything was asked"
         known = self.context.prompt + self.context.answer
         line = Line(known[: len(self.context.prompt) + branch.base], branch.tokens)
-        tops: list[Top] = yield dialect.tops(line, min(count, self._member.vocabulary_size))
+        tops: list[Top] = yield self._member.dialect.tops(line, min(count, self._member.vocabulary_size))
         if any(not 0 <= token < self._member.vocabulary_size for top in tops for token, _ in top):
             raise ServerError("the server gave tokens that its model does not have")
         return tops

@@ -15,7 +15,6 @@ from typing import Any
 from specfuse_shared.errors import ServerError, ServerSettingsError
 from specfuse_shared.members.server.client import ServerClient
 from specfuse_shared.members.server.dialect import (
-    ROUNDING,
     Continuation,
     Line,
     ServerFacts,
@@ -28,6 +27,7 @@ from specfuse_shared.members.server.dialect import (
     whole_lines,
 )
 from specfuse_shared.members.stages import Top
+from specfuse_shared.policies import ROUNDING
 
 MOST_IDS = 128
 """`logprob_token_ids` takes no more of them in a request."""
@@ -42,12 +42,16 @@ Wanted = dict[tuple[int, ...], set[int]]
 
 
 class VllmDialect:
-    """The server behind `client`, of which `model` is asked."""
+    """The server behind `client`, of which `model` is asked. Every method raises `ServerError`.
+
+    `verification`: how it judges: "prefixes" (all prefixes in one request, behind its cache) or "prompt" (whole lines).
+    """
 
     def __init__(self, client: ServerClient, model: str) -> None:
         self._client, self.model, self.verification = client, model, "prefixes"
 
     async def facts(self) -> ServerFacts:
+        """What the server says of itself."""
         cards = self._client.read(await self._client.get("/v1/models"))["data"]
         version = await self._client.get("/version")
         metrics = await self._client.get("/metrics")
@@ -64,9 +68,11 @@ class VllmDialect:
         )
 
     async def tokenized(self, text: str) -> list[int] | None:
+        """Ids of a text as the server's tokenizer has them, without special tokens; None where it does not tell."""
         return await self._client.tokenized(self.model, text)
 
     async def continued(self, wanted: Continuation) -> tuple[list[int], bool]:
+        """Ids up to the end of the turn, and whether that came."""
         params = wanted.params
         body: dict[str, Any] = {
             "prompt": wanted.prompt,
@@ -96,9 +102,14 @@ class VllmDialect:
         return cut_at_stop(ids, wanted, stopped=choice.get("finish_reason") == "stop")
 
     async def judged(self, lines: Sequence[Line]) -> list[list[float]]:
+        """Natural log p of each line's tokens given all before them; then that any of its stop ids comes."""
         return await (self._by_prefixes(lines) if self.verification == "prefixes" else self._by_prompts(lines))
 
     async def settle(self, lines: Sequence[Line]) -> float:
+        """Find out how to judge, on short `lines`; the mean |Δ log p| between its two ways of scoring.
+
+        Raises `ServerSettingsError` for a server whose log-probabilities are not the model's own.
+        """
         prompts = await self._by_prompts(lines)
         try:
             prefixes = await self._by_prefixes(lines)
@@ -167,7 +178,10 @@ class VllmDialect:
         return of_whole_lines(lines, found)
 
     async def tops(self, line: Line, count: int) -> list[Top]:
-        """In one request over the whole line: a prefix more for each token would take a decoded token each."""
+        """The most probable tokens in the place of each of the line's.
+
+        In one request over the whole line: a prefix more for each token would take a decoded token each.
+        """
         ids, start = line.prefix + line.tokens, len(line.prefix)
         body = {"prompt": [ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
         [choice] = await self._choices(body)

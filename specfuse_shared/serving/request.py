@@ -1,0 +1,38 @@
+"""One answer in the scheduler: what its members do for it now, and who listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specfuse_shared.events import Event
+from specfuse_shared.fusion.scoring import ScoringSession
+from specfuse_shared.fusion.session import AnswerSession, Work
+from specfuse_shared.members.stages import StageResult
+from specfuse_shared.serving.admission import Need
+
+Deliver = Callable[[Event | Exception], None]
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer in the scheduler; `deliver` is called from the worker with its events, last with its end."""
+
+    session: AnswerSession | ScoringSession
+    deliver: Deliver
+    deadline: float | None = None
+    number: int = 0
+    needs: Need = field(default_factory=Need)
+    submitted: float = field(default_factory=time.monotonic)
+    work: Work | None = None
+    asked: set[str] = field(default_factory=set)
+    """Members that run a stage for it now."""
+    results: dict[str, StageResult] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    """Members that hold a cache for it."""
+    closing: set[str] = field(default_factory=set)
+    """Members that were asked to let it go."""
+    cancelled: bool = False
+    over: bool = False
+    """Nothing is told of it any more; it goes once no member holds a cache for it."""
