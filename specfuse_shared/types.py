@@ -128,7 +128,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """Seconds spent in the stages of one round."""
+    """Seconds spent in the stages of one round. `commit`: of the segment before it, with which it began."""
 
     draft: float = 0.0
     verify: float = 0.0

@@ -1,8 +1,7 @@
-"""One round: the active members draft, verify, and the best candidate is committed; then they learn from the scores."""
+"""One round: the active members draft and verify, the best candidate is the segment, and they learn from the scores."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -12,30 +11,46 @@ from specfuse_shared.fusion.answer_text import AnswerText, Fitted
 from specfuse_shared.fusion.drafting import Ask, DistinctCandidate, Drafting, InRound, Method, Ops, Results
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.stages import Commit, Question, Value, Verdict, Verdicts, Verify
+from specfuse_shared.members.stages import Question, Value, Verdict, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Electorate
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """What a round came to: its record (None: nobody had anything to say), and its segment."""
+    """What a round came to: its record (None: nobody had anything to say), and its segment.
+
+    `uncommitted`: text that members have to commit before the next round.
+    """
 
     record: RoundRecord | None
     segment: Fitted
+    uncommitted: str = ""
 
 
 class Round(InRound):
-    """One round; `run` is the whole of it."""
+    """One round; `run` is the whole of it. `committing`: seconds in which members committed the segment before."""
 
-    def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
+    def __init__(
+        self,
+        method: Method,
+        participants: Participants,
+        answer: AnswerText,
+        index: int,
+        ask: Ask,
+        committing: float = 0.0,
+    ) -> None:
         super().__init__(method, participants, answer, index, ask)
+        self._committing = committing
         self._before, self._exits = tuple(participants.active), participants.take_exits()
         self._drafting = Drafting(method, participants, answer, index, ask)
         self._clock = [time.monotonic()]
 
     def run(self) -> Generator[Ops, Results, RoundEnd]:
-        """Draft, verify, select, commit, learn. The last member alone decodes plainly: there is nothing to verify."""
+        """Draft, verify, select, learn. The last member alone decodes plainly: there is nothing to verify.
+
+        Members commit the segment after it was streamed, so that nobody who reads it waits for that.
+        """
         choices = yield from self._drafting.run()
         self._tick()
         if not choices:
@@ -44,15 +59,14 @@ class Round(InRound):
         winner = (yield from self._verify(choices)) if judged else choices[0]
         self._tick()
         segment = self._answer.fit(*self._unstuck(winner), self._own_count())
-        if segment.reason is None and not self._drafting.alone:
-            yield from self._ask({name: Commit(segment.text) for name in self._active})
-            if self._constraint is not None:
-                self._constraint.commit(segment.text)
-        self._tick()
+        goes_on = segment.reason is None
+        if goes_on and self._constraint is not None:
+            self._constraint.commit(segment.text)
         weights = self._participants.weights
         self._method.lead.learn(winner.drafters, settled=len(choices) == 1)
-        retention = self._learn(choices) if judged and segment.reason is None else {}
-        return RoundEnd(self._record(choices, winner, segment.text, weights, retention), segment)
+        retention = self._learn(choices) if judged and goes_on else {}
+        record = self._record(choices, winner, segment.text, weights, retention)
+        return RoundEnd(record, segment, segment.text if goes_on and not self._drafting.alone else "")
 
     def _record(
         self,
@@ -63,6 +77,7 @@ class Round(InRound):
         retention: Mapping[str, float],
     ) -> RoundRecord:
         start = len(self._answer.text)
+        began, drafted, verified = self._clock
         return RoundRecord(
             index=self._index,
             active=self._before,
@@ -75,7 +90,7 @@ class Round(InRound):
             weights=weights,
             retention=retention,
             exits=(*self._exits, *self._participants.exits),
-            timing=RoundTiming(*(b - a for a, b in itertools.pairwise(self._clock))),
+            timing=RoundTiming(drafted - began, verified - drafted, self._committing),
             leader=self._drafting.leader,
         )
 

@@ -1,4 +1,4 @@
-"""One request: rounds of draft, verify, select, commit, learn, until the answer ends.
+"""One request: rounds of draft, verify, select, learn and commit, until the answer ends.
 
 `AnswerSession` owns the state of one answer: its text, its rounds, and who takes part (`Participants`). It runs no
 model: it yields the stages that members shall run, as plain data, and is sent what came of them. It knows no ids but
@@ -23,7 +23,19 @@ from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
 from specfuse_shared.fusion.token_logprobs import token_logprobs
 from specfuse_shared.members.base import Member
-from specfuse_shared.members.stages import Close, Fault, Op, Open, Question, Think, Thought, Value, Verdicts, Verify
+from specfuse_shared.members.stages import (
+    Close,
+    Commit,
+    Fault,
+    Op,
+    Open,
+    Question,
+    Think,
+    Thought,
+    Value,
+    Verdicts,
+    Verify,
+)
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
@@ -107,10 +119,12 @@ class AnswerSession:
         yield from self._think()
         end = RoundEnd(None, Fitted("", None))
         while end.segment.reason is None:
+            seconds = yield from self._commit(end.uncommitted)
             self.participants.drop_full(self._next)
             self.events.extend(map(ExitEvent, self.participants.exits))
             if self._active:
-                end = yield from Round(self._method, self.participants, self._answer, self._next, self._ask).run()
+                following = Round(self._method, self.participants, self._answer, self._next, self._ask, seconds)
+                end = yield from following.run()
                 self._publish(end)
             else:
                 end = RoundEnd(None, Fitted("", FinishReason.LENGTH))
@@ -148,6 +162,13 @@ class AnswerSession:
                 if thought.ended:
                     del thinking[name]
             thinking = {n: most for n, most in thinking.items() if n in thoughts}
+
+    def _commit(self, text: str) -> Generator[Ops, Results, float]:
+        """Members take in the last segment, which is on its way already; the seconds of it."""
+        began = time.monotonic()
+        if text:
+            yield from self._ask({name: Commit(text) for name in self._active})
+        return time.monotonic() - began
 
     def _ask(self, ops: Ops) -> Generator[Ops, Results, dict[str, Value]]:
         """Values of stages, in the members' order; members that failed have left. Those who left before are closed."""

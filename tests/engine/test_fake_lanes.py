@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,10 +154,24 @@ def test_no_member_ends_its_turn_before_min_tokens(names: str, least: int, expec
     assert holds == [max(0, least - n) for n in range(0, 3 * len(holds) // len(names), 3) for _ in names]
 
 
-def test_segments_arrive_as_they_are_committed() -> None:
+def test_segments_arrive_one_by_one() -> None:
     with fake(*two()) as engine:
         texts = [e.text for e in engine.stream("tell me") if isinstance(e, SegmentEvent)]
     assert texts == [" the sea follows", " the moon and", " the moon follows", " the sun"]
+
+
+def test_nobody_waits_for_a_segment_until_members_have_committed_it() -> None:
+    shown, waited = threading.Semaphore(0), list[bool]()
+
+    def disturb(request: StageRequest) -> None:
+        if isinstance(request.op, Commit) and request.member == "a":
+            waited.append(shown.acquire(timeout=10))
+
+    with fake(*two(disturb=disturb)) as engine:
+        for event in engine.stream("tell me"):
+            if isinstance(event, SegmentEvent):
+                shown.release()
+    assert waited == [True] * 3
 
 
 def test_the_method_and_the_text_know_no_tensor() -> None:
