@@ -45,7 +45,7 @@ from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.jobs import run_stage
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_session import LocalSession
-from specfuse_shared.members.stages import Question
+from specfuse_shared.members.stages import ScoringQuery
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
 SEGMENT, CANDIDATES = 10, 5
@@ -163,7 +163,7 @@ class Bench:
         session, seconds = self.opened(member), []
         for number in range(self.repeats + 1):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
-            asked = [Question(text, False) for text in texts]
+            asked = [ScoringQuery(text, False) for text in texts]
             seconds.append(self.timed(lambda asked=asked: run_stage(session.verify(asked))))  # type: ignore[misc]
             run_stage(session.commit(texts[0]))
         session.release()

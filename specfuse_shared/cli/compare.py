@@ -19,7 +19,7 @@ from rich.text import Text
 
 from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
-from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble
+from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging
 from specfuse_shared.config import PRESETS, EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.validation import check_choice
@@ -94,7 +94,7 @@ def compare(
     if against is not None:
         check_choice("--against", against, ensemble.names)
     more = _More.checked(ensemble, asked, tune, judge)
-    calm(verbose)
+    configure_logging(verbose)
     how: dict[str, Any] = {"run": run, "max_tokens": max_tokens}
     with _progress(terminal.stderr()) as on_progress:
         found = comparing.compare(

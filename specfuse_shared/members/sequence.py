@@ -19,7 +19,7 @@ from specfuse_shared.members.requests import (
     LogprobRequest,
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
-from specfuse_shared.runtime.logprobs import Judgement, Line
+from specfuse_shared.runtime.logprobs import Line, PendingLogprobs
 from specfuse_shared.runtime.model_runner import Reclaimable
 
 
@@ -89,10 +89,10 @@ class SequenceState(ABC):
         """
         return self.judge(LogprobRequest([(branch, stop_ids)])).read()[0]
 
-    def judge(self, request: LogprobRequest) -> Judgement:
+    def judge(self, request: LogprobRequest) -> PendingLogprobs:
         """Let the device find the log p of branches that were extended, without waiting for it."""
         lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
-        return Judgement(lines, self._logits_row, request.top)
+        return PendingLogprobs(lines, self._logits_row, request.top)
 
     @property
     def drafts_ahead(self) -> bool:

@@ -33,7 +33,7 @@ class Line:
     stops: Sequence[int]
 
 
-class Judgement:
+class PendingLogprobs:
     """Log-probabilities of lines, on their way from the device; `logits` (V) of a node.
 
     `top`: so many of the most probable tokens in the place of each are found, too.
