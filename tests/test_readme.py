@@ -99,6 +99,10 @@ def test_the_first_screen_has_a_picture_the_command_to_install_an_example_and_th
         assert what in screen
 
 
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).split()) <= 700
+
+
 @pytest.mark.parametrize("page", [README, "CONTRIBUTING.md", *DOCUMENTS])
 def test_what_a_page_links_to_is_there(page: str) -> None:
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
