@@ -4,7 +4,7 @@ of where members would go."""
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
@@ -16,13 +16,11 @@ from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.ollama import ollama_models
 from specfuse_shared.loading.planning import plan_ensemble
-from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.types import MemberReport
-
-OnProgress = Callable[[LoadProgress], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Checkup:
     """Models in Ollama's store, and bytes of their files."""
 
 
-def examine(config: EnsembleConfig, on_progress: OnProgress = None) -> Checkup:
+def examine(config: EnsembleConfig, on_progress: OnProgress | None = None) -> Checkup:
     """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
     try:
         return Checkup(_versions(), find_devices(), _load(config, on_progress), (), _ollama())
@@ -52,7 +50,9 @@ def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: 
     return plan_ensemble(config, there, answers=answers, context=context)
 
 
-def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
+def _one_by_one(
+    config: EnsembleConfig, on_progress: OnProgress | None
+) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
     good: list[MemberReport] = []
     bad: list[str] = []
     for member in config.member_configs:
@@ -63,7 +63,7 @@ def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[
     return tuple(good), tuple(bad)
 
 
-def _load(config: EnsembleConfig, on_progress: OnProgress) -> tuple[MemberReport, ...]:
+def _load(config: EnsembleConfig, on_progress: OnProgress | None) -> tuple[MemberReport, ...]:
     with EnsembleEngine(config) as engine:
         engine.load(on_progress)
         return engine.describe()
