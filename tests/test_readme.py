@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import llama_index.core
@@ -14,28 +15,15 @@ from llama_index.core import Settings
 
 from specfuse_shared import EnsembleConfig, close_idle_engines, demo_members, lease_engine
 from tests.api_server.serving import serving
+from tests.pages import ROOT, Example, check, examples_in, text_of
 
-ROOT = Path(__file__).parents[1]
 README = "README.md"
-BLOCK = re.compile(r"(?ms)^```python\n(.*?)^```")
 SERVER = "http://127.0.0.1:8000"
 """Where examples look for a server."""
 PLACES = ("langchain_specfuse", "llamaindex_specfuse")
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text("utf-8")
-
-
-def examples_in(page: str) -> list[str]:
-    """Each block of Python, below as many empty lines as make its line numbers those of the page."""
-    text = text_of(page)
-    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in BLOCK.finditer(text)]
-
-
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in DOCUMENTS if examples_in(page)]
-EXAMPLES = examples_in(README)
+EXAMPLES = [example.code for example in examples_in(README)]
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +43,27 @@ def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Settings, name, value)
 
 
-def run(page: str, examples: list[str]) -> None:
+def run(examples: list[Example]) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    for code in examples:
-        exec(compile(code, page, "exec"), names)
+    for example in examples:
+        example.take(names)
 
 
 @contextmanager
-def served(examples: list[str]) -> Iterator[list[str]]:
+def served(examples: list[Example]) -> Iterator[list[Example]]:
     """The examples, with a server over the demo ensemble where they ask one."""
-    if not any(SERVER in code for code in examples):
+    if not any(SERVER in example.code for example in examples):
         yield examples
         return
     with lease_engine(EnsembleConfig(members=demo_members())) as lease, serving({"demo": lease.engine}) as client:
-        yield [code.replace(SERVER, str(client.base_url).rstrip("/")) for code in examples]
+        address = str(client.base_url).rstrip("/")
+        yield [replace(example, code=example.code.replace(SERVER, address)) for example in examples]
 
 
 @pytest.mark.usefixtures("_demo", "_surroundings")
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(README, [code])
+    run([Example(README, code, None)])
     assert len(capsys.readouterr().out.split()) >= 3
 
 
@@ -83,8 +72,26 @@ def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.Captu
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     with served(examples_in(page)) as examples:
-        run(page, examples)
+        run(examples)
     assert len(capsys.readouterr().out.split()) >= 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "from specfuse_shared import NoSuchName",
+        "import specfuse_shared.no_such_module",
+        "from langchain_specfuse import ChatSpecFuse\nChatSpecFuse(members='demo', max_token=3)",
+        "from specfuse_shared import MemberConfig\nMemberConfig('a/b', gpu=1)",
+        "model.no_such_method()",
+        "def begun(:",
+    ],
+)
+def test_a_block_that_cannot_run_is_checked_all_the_same(wrong: str) -> None:
+    right = "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()\nimport no_such"
+    check(ast.parse(right), {"model": 1})
+    with pytest.raises((AssertionError, ImportError, AttributeError, SyntaxError)):
+        check(ast.parse(wrong), {"model": 1})
 
 
 @pytest.mark.parametrize("place", PLACES)
