@@ -13,6 +13,7 @@ import llama_index.core
 import pytest
 from llama_index.core import Settings
 
+import specfuse_shared
 from specfuse_shared import EnsembleConfig, close_idle_engines, demo_members, lease_engine
 from tests.api_server.serving import serving
 from tests.pages import ROOT, Example, check, examples_in, text_of
@@ -88,10 +89,26 @@ def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.
     ],
 )
 def test_a_block_that_cannot_run_is_checked_all_the_same(wrong: str) -> None:
-    right = "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()\nimport no_such"
+    right = (
+        "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()\nimport no_such"
+    )
     check(ast.parse(right), {"model": 1})
     with pytest.raises((AssertionError, ImportError, AttributeError, SyntaxError)):
         check(ast.parse(wrong), {"model": 1})
+
+
+PUBLIC = ("specfuse_shared", "specfuse_shared.comparing", "specfuse_shared.errors", "langchain_specfuse",
+          "langchain_specfuse.errors", "llamaindex_specfuse")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [README, *PAGES, *(str(p.relative_to(ROOT)) for p in ROOT.glob("examples/*.py"))])
+def test_examples_import_public_names_only(name: str) -> None:
+    codes = [text_of(name)] if name.endswith(".py") else [example.code for example in examples_in(name)]
+    imports = [node for code in codes for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    ours = {str(node.module) for node in imports if "specfuse" in str(node.module)}
+    assert ours <= set(PUBLIC)
+    named = {alias.name for node in imports if node.module == "specfuse_shared" for alias in node.names}
+    assert named <= set(specfuse_shared.__all__)
 
 
 @pytest.mark.parametrize("place", PLACES)

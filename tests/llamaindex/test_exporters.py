@@ -47,9 +47,7 @@ async def test_openinference_finds_name_sampling_and_tokens(sampled: SpecFuseLLM
         assert span["llm.token_count.completion"] == told["completion_tokens"]
 
 
-async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(
-    sampled: SpecFuseLLM, openllmetry: Spans
-) -> None:
+async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: SpecFuseLLM, openllmetry: Spans) -> None:
     """It writes no maximum of any LLM, and nothing of completions."""
     chats = tuple(endpoint for endpoint in ENDPOINTS if "chat" in endpoint)
     counted = await usage(sampled, chats)
