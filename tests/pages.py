@@ -40,7 +40,7 @@ class Example:
     def take(self, names: Names) -> None:
         """Run it, or check it where it cannot run, behind the blocks that left these names."""
         if self.runs:
-            exec(compile(self.code, self.page, "exec"), names)
+            exec(compile(self.code, self.page, "exec", dont_inherit=True), names)
         else:
             check(ast.parse(self.code, self.page), names)
 

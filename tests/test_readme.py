@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import llama_index.core
@@ -14,7 +15,9 @@ import pytest
 from llama_index.core import Settings
 
 import specfuse_shared
-from specfuse_shared import EnsembleConfig, close_idle_engines, demo_members, lease_engine
+from langchain_specfuse import ChatSpecFuse
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import ConfigError, EnsembleConfig, close_idle_engines, demo_members, lease_engine
 from tests.api_server.serving import serving
 from tests.pages import ROOT, Example, check, examples_in, text_of
 
@@ -70,6 +73,7 @@ def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_demo", "_surroundings")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     with served(examples_in(page)) as examples:
@@ -89,12 +93,26 @@ def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.
     ],
 )
 def test_a_block_that_cannot_run_is_checked_all_the_same(wrong: str) -> None:
-    right = (
-        "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()\nimport no_such"
-    )
-    check(ast.parse(right), {"model": 1})
+    right = "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()"
+    check(ast.parse(f"{right}\nimport no_such\nno_such.thing(any=1)"), {"model": 1})
     with pytest.raises((AssertionError, ImportError, AttributeError, SyntaxError)):
         check(ast.parse(wrong), {"model": 1})
+
+
+@pytest.mark.parametrize(("page", "kind"), [("docs/langchain.md", ChatSpecFuse), ("docs/llamaindex.md", SpecFuseLLM)])
+def test_options_of_other_models_are_taken_or_answered_as_the_page_says(page: str, kind: Any) -> None:
+    table = re.search(r"(?ms)^## Coming from .*?^\| ---.*?\n(.*?)\n\n", text_of(page))
+    assert table
+    for row in table[1].splitlines():
+        *theirs, ours = row.strip("| ").split(" | ")
+        named = re.findall(r"`(\w+)", ours)
+        for option in re.findall(r"`(\w+)`", " ".join(theirs)):
+            if option not in named:
+                with pytest.raises(ConfigError) as refused:
+                    kind(members=["no/one"], **{option: "any"})
+                assert any(name in str(refused.value) for name in named), option
+            elif option != "response_format":  # of a call
+                assert option in kind.model_fields or option == "model"
 
 
 PUBLIC = ("specfuse_shared", "specfuse_shared.comparing", "specfuse_shared.errors", "langchain_specfuse",

@@ -48,7 +48,7 @@ _SAYS_NOTHING = {
 
 
 def known_here(options: Mapping[str, Any], own: Container[str] = ()) -> dict[str, Any]:
-    """The options without those that say nothing. Raises `ConfigError` for those of other models, if they are no `own`."""
+    """The options without those that say nothing. Raises `ConfigError` for those of other models."""
     foreign = {name for name in _INSTEAD if name in options and name not in own}
     for name in sorted(foreign):
         if options[name] not in (None, _SAYS_NOTHING.get(name)):

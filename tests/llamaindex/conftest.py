@@ -49,7 +49,7 @@ def callbacks() -> Callbacks:
 
 @pytest.fixture
 def nothing_of_ours_fails(listener: Listener, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The test asks the LLM; every call of it ends, none with an error of ours, also where LlamaIndex goes on without it."""
+    """The test asks the LLM; every call ends, none with an error of ours, also where LlamaIndex goes on without it."""
     root, failures = get_dispatcher(), Failures()
     root.add_span_handler(failures)
     yield

@@ -83,8 +83,9 @@ def test_thoughts_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> 
 @pytest.mark.parametrize(
     ("option", "told"),
     [({"num_predict": 5}, "max_tokens"), ({"num_ctx": 5}, "max_context"), ({"format": "json"}, "structured_predict"),
-     ({"keep_alive": 1}, r"close\(\)"), ({"request_timeout": 5}, "timeout"), ({"json_mode": True}, "structured_predict"),
-     ({"thinking": True}, "MemberConfig"), ({"frequency_penalty": 0.5}, "repetition_penalty"), ({"n": 2}, "several times"), ({"max_completion_tokens": 5}, "max_tokens")],
+     ({"keep_alive": 1}, r"close\(\)"), ({"n": 2}, "several times"), ({"max_completion_tokens": 5}, "max_tokens"),
+     ({"request_timeout": 5}, "timeout"), ({"json_mode": True}, "structured_predict"),
+     ({"thinking": True}, "MemberConfig"), ({"frequency_penalty": 0.5}, "repetition_penalty")],
 )  # fmt: skip
 def test_an_option_of_another_model_gets_an_answer_that_helps(
     tiny_llm: SpecFuseLLM, option: dict[str, Any], told: str

@@ -70,7 +70,7 @@ async def test_memory_blocks_keep_what_was_said(llm: SpecFuseLLM) -> None:
     reader = llm.model_copy(update={"max_tokens": 60, "grammar": form})
     facts = FactExtractionMemoryBlock(name="facts", llm=reader, max_facts=5)
     static = StaticMemoryBlock(name="place", static_content="The guest asks at the observatory.")
-    memory = Memory.from_defaults("s", token_limit=200, token_flush_size=60, memory_blocks=[static, facts])
+    memory = Memory.from_defaults("s", token_limit=120, token_flush_size=40, memory_blocks=[static, facts])
     for turn in range(6):
         await memory.aput(ChatMessage(f"I am Ada, and this is my question number {turn} about the opening hours."))
     told = str((await memory.aget())[0].content)
@@ -118,11 +118,14 @@ async def test_a_query_engine_and_an_agent_answer_with_values(llm: SpecFuseLLM, 
 def test_summary_tree_and_keyword_indices_answer(short: SpecFuseLLM, documents: list[Document]) -> None:
     summary = SummaryIndex.from_documents(documents).as_query_engine(llm=short, response_mode="tree_summarize")
     assert "seven" in str(summary.query(QUESTION))
-    tree = TreeIndex.from_documents(documents, llm=short, num_children=2)
-    [root] = tree.index_struct.root_nodes.values()
-    assert tree.docstore.get_node(root).get_content(), "the summary of both"
+    three = [*documents, Document(text="The bus leaves at noon.")]
+    tree = TreeIndex.from_documents(three, llm=short, num_children=2)
+    leaves = [document.text for document in three]
+    roots = [tree.docstore.get_node(root).get_content() for root in tree.index_struct.root_nodes.values()]
+    assert len(tree.docstore.docs) == len(three) + len(roots)
+    assert all(roots), "what the members summed up"
     response = tree.as_query_engine(llm=short, retriever_mode="all_leaf").query(QUESTION)
-    assert [found.node.get_content() for found in response.source_nodes] == list(FACTS)
+    assert {found.node.get_content() for found in response.source_nodes} == set(leaves)
     assert str(response)
 
 
@@ -133,9 +136,9 @@ def test_a_keyword_index_finds_by_the_members_keywords(
     word = "(observatory|evening|tickets|euros)"
     reader = llm.model_copy(update={"grammar": Grammar.regex(f"KEYWORDS: {word}, {word}")})
     index = KeywordTableIndex.from_documents(documents, llm=reader)
-    retriever = index.as_retriever(retriever_mode="default", llm=reader)
-    written = {word for event in listener.of("LLMCompletionEndEvent") + listener.of("LLMChatEndEvent")
-               for word in str(getattr(event.response, "text", None) or event.response.message.content)[10:].split(", ")}  # fmt: skip
+    retriever = index.as_retriever(retriever_mode="default")
+    answers = [str(event.response.message.content) for event in listener.of("LLMChatEndEvent")]
+    written = {word for answer in answers for word in answer.removeprefix("KEYWORDS: ").split(", ")}
     assert written <= set(index.index_struct.table)
     found = retriever.retrieve(QUESTION)
     assert {node.node.get_content() for node in found} <= set(FACTS)
@@ -146,7 +149,7 @@ def test_a_hypothetical_answer_is_searched_for(short: SpecFuseLLM, listener: Lis
     [end] = listener.of("LLMChatEndEvent") or listener.of("LLMCompletionEndEvent")
     assert bundle.query_str == QUESTION
     assert bundle.embedding_strs[1:] == [QUESTION]
-    assert bundle.embedding_strs[0] and bundle.embedding_strs[0] in str(end.response)
+    assert bundle.embedding_strs[0] == end.response.message.content.strip() != ""
 
 
 def test_a_question_is_asked_in_several_steps(short: SpecFuseLLM, documents: list[Document]) -> None:
