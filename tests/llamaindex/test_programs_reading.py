@@ -165,6 +165,7 @@ async def test_evaluators_give_a_verdict_or_say_that_there_is_none(
     evaluator: type[BaseEvaluator], llm: SpecFuseLLM, listener: Listener
 ) -> None:
     asked = {"query": QUESTION, "response": "At seven.", "contexts": FACTS[:1], "reference": "At seven in the evening."}
-    with readable_or_refused(listener, QUESTION):
+    judged = "At seven." if evaluator is FaithfulnessEvaluator else QUESTION
+    with readable_or_refused(listener, judged):
         result = await evaluator(llm=llm).aevaluate(**asked, second_response="At noon.")  # type: ignore[call-arg]
         assert isinstance(result, EvaluationResult)
