@@ -19,8 +19,12 @@ from specfuse_shared.members.requests import (
     LogprobRequest,
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+from specfuse_shared.runtime.likeliest import Likeliest
 from specfuse_shared.runtime.logprobs import Judgement, Line
 from specfuse_shared.runtime.model_runner import Reclaimable
+
+_Place = tuple[Likeliest, int]
+"""Where the likeliest token behind a node is told."""
 
 
 class SequenceState(ABC):
@@ -38,6 +42,7 @@ class SequenceState(ABC):
         self.answer: tuple[int, ...] = ()
         self.computed_tokens = self.forwards = 0
         self._end: torch.Tensor | None = None
+        self._end_place: _Place | None = None
         self._forget_tree()
 
     @property
@@ -82,6 +87,12 @@ class SequenceState(ABC):
         path = self._path(branch)
         return self._logits_row(path[-1] if path else ROOT)
 
+    def likeliest(self, branch: Branch) -> int | None:
+        """The likeliest token after the branch where the forward that fed it told; all of those wait but once."""
+        path = self._path(branch)
+        place = self._places.get(path[-1]) if path else self._end_place
+        return None if place is None else place[0].token(place[1])
+
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
         """Natural log p of each token of a branch given all before it; waits for the device.
 
@@ -112,6 +123,7 @@ class SequenceState(ABC):
         self.extend([branch])  # feeds nothing where the caller saw to it
         path = self._path(branch)
         end = self._logits_row(path[-1] if path else ROOT).clone()
+        self._end_place = self._places.get(path[-1]) if path else self._end_place
         self._keep(branch, path[len(path) - len(branch.tokens) :])
         self.answer, self._end = self.answer[: branch.base] + branch.tokens, end
         self._forget_tree()
@@ -170,3 +182,4 @@ class SequenceState(ABC):
     def _forget_tree(self) -> None:
         self._tree = TokenTree()
         self._rows: dict[int, torch.Tensor] = {}
+        self._places: dict[int, _Place] = {}

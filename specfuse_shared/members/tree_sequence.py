@@ -17,6 +17,7 @@ from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import CacheRow
+from specfuse_shared.runtime.likeliest import Likeliest
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static_runner import DraftInput
 
@@ -86,17 +87,23 @@ class TreeSequence(SequenceState):
         row.used, ids = 0, self.prompt + self.answer
         for start in range(0, len(ids), PREFILL_CHUNK):
             [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
-            self._end = rows[-1]
+            self._end, self._end_place = rows[-1], None
 
-    def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
-        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end."""
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, told: Likeliest | None, first: int) -> None:
+        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
+
+        `told`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
+        """
         if nodes:
             self._take(nodes, list(rows))
+            if told is not None:
+                self._places.update((node, (told, first + n)) for n, node in enumerate(nodes))
             return
         assert self._row is not None
         self.prompt_remaining = len(self.prompt) - self._row.used
         if not self.prompt_remaining:
             self._end = rows[-1]
+            self._end_place = None if told is None else (told, first + len(rows) - 1)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -123,11 +130,13 @@ class TreeSequence(SequenceState):
         last = path[-1] if path else ROOT
         trunk = len(self.prompt) + branch.base + len(branch.tokens)
         tree, rows, below = self._tree, self._rows, self._tree.below(last, trunk, self._fed_nodes)
+        places = self._places
         super().commit(branch)
-        self._plant(tree, rows, last, below)
+        numbers = self._plant(tree, rows, last, below)
+        self._places = {numbers[node]: places[node] for node in below if node in places}
 
-    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> None:
-        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
+    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> dict[int, int]:
+        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk; the new number of each."""
         assert self._row is not None
         slots = [slot for n in below if (slot := tree.nodes[n].slot) is not None]
         self._row.keep(self.length, slots)
@@ -136,6 +145,7 @@ class TreeSequence(SequenceState):
             new = self._tree.child(numbers[tree.nodes[old].parent], self.length, tree.nodes[old].token)
             self._tree.nodes[new].slot, numbers[old], self._rows[new] = slot, new, rows[old]
             self._fed_nodes.append(new)
+        return numbers
 
     def draft_input(self, draft: DraftRequest) -> DraftInput:
         """What the runner needs to go on from the draft's branch."""
@@ -201,9 +211,12 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
         if (found := request.context.forward_input(request)) is not None:
             inputs.append((request.context, *found))
     if inputs:
-        logits = inputs[0][0].runner.step([segment for _, segment, _ in inputs])
+        runner, first = inputs[0][0].runner, 0
+        logits = runner.step([segment for _, segment, _ in inputs])
+        told = Likeliest(logits) if runner.tells_likeliest and any(map(len, logits)) else None
         for (context, _, nodes), rows in zip(inputs, logits, strict=True):
-            context.take(nodes, rows)
+            context.take(nodes, rows, told, first)
+            first += len(rows)
     columns = _run_drafts(drafts) if drafts else iter(())
     return [next(columns) if request.draft is not None else _result(request) for request in requests]
 
