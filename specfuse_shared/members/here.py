@@ -178,6 +178,7 @@ class MemberHere(ABC):
         return {}
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        found = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
-        self._id_sets[id(found)] = frozenset(ids)
+        there = [number for number in ids if number < self.vocabulary_size]  # a configuration may name ids of others
+        found = torch.tensor(there, dtype=torch.long, device=self.runner.device)
+        self._id_sets[id(found)] = frozenset(there)
         return found

@@ -68,8 +68,8 @@ class SequenceState(ABC):
             return self.prompt_remaining > 0
         if request.logprobs is not None:
             lines = (self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions)
-            return any(node not in self._rows for line in lines for node in line if node != ROOT)
-        return any(node not in self._rows for branch in request.branches for node in self._path(branch))
+            return not all(self._rows.keys() >= set(line) - {ROOT} for line in lines)
+        return not all(self._rows.keys() >= set(self._path(branch)) for branch in request.branches)
 
     def knows(self, branch: Branch) -> int:
         """How many of the branch's tokens, from its first on, went through the model."""
@@ -131,6 +131,7 @@ class SequenceState(ABC):
     def begin_answer(self) -> None:
         """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
         self.prompt, self.answer = self.prompt + self.answer, ()
+        self._paths = {}  # branches count from the answer's beginning
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> None:
@@ -153,9 +154,12 @@ class SequenceState(ABC):
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         """Make the cache hold the trunk up to `branch.base` and then `nodes`."""
 
-    def _path(self, branch: Branch) -> list[int]:
+    def _path(self, branch: Branch) -> Sequence[int]:
         """The branch's nodes."""
-        return self._tree.path(*self._behind(branch))
+        found = self._paths.get(branch)
+        if found is None:
+            found = self._paths[branch] = self._tree.path(*self._behind(branch))
+        return found
 
     def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
         """The branch as tokens behind so much of the trunk; at an inner point, led by a copy of the token before it."""
@@ -171,7 +175,7 @@ class SequenceState(ABC):
             return self._end
         return self._rows[node]
 
-    def _line(self, branch: Branch, ends: bool) -> list[int]:
+    def _line(self, branch: Branch, ends: bool) -> Sequence[int]:
         """The nodes whose logits judge the branch's tokens, and what follows them if it `ends`."""
         if not branch.tokens and not ends:
             return []
@@ -181,5 +185,6 @@ class SequenceState(ABC):
 
     def _forget_tree(self) -> None:
         self._tree = TokenTree()
+        self._paths: dict[Branch, Sequence[int]] = {}
         self._rows: dict[int, torch.Tensor] = {}
         self._places: dict[int, _Place] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from specfuse_shared.members.requests import (
@@ -177,13 +178,18 @@ class TreeSequence(SequenceState):
     def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
         tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
-        visible = torch.zeros(len(nodes), self.length + len(fed), dtype=torch.bool)
+        slots = self.length + len(fed)
+        visible = np.zeros((len(nodes), slots), dtype=bool)
+        rows, seen = list[int](), list[int | None]()
         for row, node in enumerate(nodes):
             visible[row, : tree[node].trunk] = True
-            visible[row, [tree[a].slot for a in self._tree.lineage(node)]] = True
-        positions = torch.arange(self.length + len(fed))
-        positions[self.length :] = torch.tensor([tree[n].position for n in fed])
-        return visible, positions
+            lineage = self._tree.lineage(node)
+            rows += [row] * len(lineage)
+            seen += [tree[ancestor].slot for ancestor in lineage]
+        visible[rows, seen] = True
+        positions = np.arange(slots)
+        positions[self.length :] = [tree[n].position for n in fed]
+        return torch.from_numpy(visible), torch.from_numpy(positions)
 
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         assert self._row is not None

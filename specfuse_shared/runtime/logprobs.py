@@ -13,6 +13,8 @@ import torch
 from specfuse_shared.runtime.transfer import Download, upload
 
 _ROWS_A_KERNEL = 64
+_ROW_BY_ROW = {"cpu"}
+"""Devices on which a block of rows gains nothing: it fits no cache, and a call costs little."""
 TopTokens = tuple[tuple[int, float], ...]
 """Ids of the most probable tokens in one place, and their natural log p; the most probable first."""
 
@@ -88,7 +90,7 @@ class Judgement:
 
 def _log_masses(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """log Σ exp of each of the rows (V), in float32."""
-    if rows[0].device.type == "cpu":
+    if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([_log_mass(row) for row in rows])
     return torch.cat([torch.stack(some).float().logsumexp(-1) for some in _in_blocks(rows)])
 
@@ -121,7 +123,7 @@ _scratch = _Scratch()
 
 def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
     """What each of the rows (V) says of its token, in float32."""
-    if rows[0].device.type == "cpu":
+    if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)]).float()
     places = torch.split(upload(tokens, rows[0].device)[:, None], _ROWS_A_KERNEL)
     found = [torch.stack(some).gather(1, at) for some, at in zip(_in_blocks(rows), places, strict=True)]
@@ -130,7 +132,7 @@ def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor
 
 def _most_probable(rows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
     """The largest logits of each of the rows (V), then their places, in float32, which is exact for any vocabulary."""
-    blocks = [[row] for row in rows] if rows[0].device.type == "cpu" else _in_blocks(rows)
+    blocks = [[row] for row in rows] if rows[0].device.type in _ROW_BY_ROW else _in_blocks(rows)
     found = [torch.stack(some).topk(count, dim=-1) for some in blocks]
     values, places = (torch.cat(part).flatten().float() for part in zip(*found, strict=True))
     return [values, places]
