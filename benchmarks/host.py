@@ -1,11 +1,12 @@
 """The host's share: what a round of many answers takes besides the models' own calls, from tiny models on one core.
 
-    python benchmarks/host.py [--answers 32] [--tokens 60] [--execution static] [--repeats 3] [--profile] [--json FILE]
+    python benchmarks/host.py [--answers 32] [--tokens 60] [--execution static] [--speculation auto]
+                              [--repeats 3] [--profile] [--json FILE]
 
-Five tiny members on one lane, greedy, segments of ten tokens, no exit, asked as a card would be. While one computes, the
-host prepares what comes next: trees, masks, choices, verdicts, text. Here nothing runs beside it, so what is not spent
-in a model's own call or in a step of fixed shape, which a card replays, is the host's: milliseconds of processor a round.
-`--profile` tells where they go.
+Five tiny members on one lane, greedy, segments of ten tokens, no exit, asked as a card would be. While one computes,
+the host prepares what comes next: trees, masks, choices, verdicts, text. Here nothing runs beside it, so what is not
+spent in a model's own call or in a step of fixed shape, which a card replays, is the host's: milliseconds of processor
+a round. `--profile` tells where they go.
 """
 
 from __future__ import annotations
@@ -57,30 +58,30 @@ class Calls:
 
 
 @contextmanager
-def loaded(execution: str) -> Iterator[tuple[EnsembleEngine, Sequence[LocalMember]]]:
+def loaded(execution: str, speculation: str) -> Iterator[tuple[EnsembleEngine, Sequence[LocalMember]]]:
     vars(lanes)["cores"] = lambda: 1  # one lane, as on one card
     vars(logprobs)["_ROW_BY_ROW"] = set()  # what a card is asked for, it is asked for at once
     some = list(members(True, torch.device("cpu"), torch.float32, execution, 1e9))
     for member in some:
         member.runner.tells_likeliest = True
-    with LoadedEngine(some, speculation="auto") as engine:
+    with LoadedEngine(some, speculation=speculation) as engine:
         yield engine.load(), some
 
 
-def share(execution: str, answers: int, tokens: int, repeats: int, profiled: bool) -> tuple[float, float]:
+def share(options: argparse.Namespace) -> tuple[float, float]:
     """Milliseconds of processor a round outside of the models' calls and inside of them."""
-    with loaded(execution) as (engine, some):
-        calls, params = Calls(some), SamplingParams(max_tokens=tokens)
-        asked = [prompt(some, 60, f"Entry {n}. ") for n in range(answers)]
+    with loaded(options.execution, options.speculation) as (engine, some):
+        calls, params = Calls(some), SamplingParams(max_tokens=options.tokens)
+        asked = [prompt(some, 60, f"Entry {n}. ") for n in range(options.answers)]
         engine.generate_batch(asked[:2], params)
         found = []
-        for _ in range(repeats):
+        for _ in range(options.repeats):
             calls.seconds = 0.0
             began = time.process_time()
             results: list[Any] = engine.generate_batch(asked, params)
             spent, rounds = time.process_time() - began, max(len(result.rounds) for result in results)
             found.append((1e3 * (spent - calls.seconds) / rounds, 1e3 * calls.seconds / rounds))
-        if profiled:
+        if options.profile:
             _profile(engine, asked, params)
     return statistics.median(own for own, _ in found), statistics.median(inside for _, inside in found)
 
@@ -103,13 +104,16 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--execution", choices=["static", "dynamic"], default="static")
+    parser.add_argument("--speculation", choices=["auto", "off"], default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS / "host.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    own, inside = share(options.execution, options.answers, options.tokens, options.repeats, options.profile)
-    name = f"host ÷ models of a round, {options.answers} answers, {options.execution}"
+    own, inside = share(options)
+    name = (
+        f"host ÷ models of a round, {options.answers} answers, {options.execution}, speculation {options.speculation}"
+    )
     figure = Figure(name, own / inside, 1.0, False, f"{own:.1f} ms ÷ {inside:.1f} ms of processor")
     report("The host's share, five tiny members", [figure], options.json)
 

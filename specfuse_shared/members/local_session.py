@@ -41,6 +41,7 @@ class LocalSession(Session[SequenceState]):
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._guesses = Guesses(member.never_guessed, member.token_cost) if self.context.keeps_spare else None
+        self._guesses_ahead = self._guesses is not None
 
     @property
     def counts(self) -> TokenCounts:

@@ -102,6 +102,12 @@ class SequenceState(ABC):
 
     def judge(self, request: LogprobRequest) -> Judgement:
         """Let the device find the log p of branches that were extended, without waiting for it."""
+        found = self.judgement(request)
+        Judgement.together([found])
+        return found
+
+    def judgement(self, request: LogprobRequest) -> Judgement:
+        """The same, but for `Judgement.together` to start."""
         lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
         return Judgement(lines, self._logits_row, request.top)
 

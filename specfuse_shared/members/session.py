@@ -108,6 +108,9 @@ class Session(ABC, Generic[C]):
     def _keep(self, branch: Branch) -> Stage[None]:
         """The branch becomes the end of the committed answer."""
 
+    _guesses_ahead = False
+    """Whether it makes use of how the answer may go on."""
+
     def _expect(self, branch: Branch, is_own: bool = False) -> None:
         """The answer may go on like this: as another member says, or as this one drafted itself."""
 
@@ -162,7 +165,7 @@ class Session(ABC, Generic[C]):
     def draft(self, limit: int, round_index: int, hold: int = 0, guess: str = "") -> Stage[Drafted]:
         """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
         self._start(round_index)
-        if guess:
+        if guess and self._guesses_ahead:
             self._expect(self._branch(self._encoded(guess)))
         if self._constraint is not None:
             self._constraint.start()
@@ -185,7 +188,7 @@ class Session(ABC, Generic[C]):
         """Judge candidates, all at once."""
         branches = [self._branch(self._encoded(q.text)) for q in questions]
         for question in questions:
-            if question.then:
+            if question.then and self._guesses_ahead:
                 self._expect(self._branch(self._encoded(question.text + question.then)))
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]

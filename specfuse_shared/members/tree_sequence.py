@@ -19,6 +19,7 @@ from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.likeliest import Likeliest
+from specfuse_shared.runtime.logprobs import Judgement
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static_runner import DraftInput
 
@@ -224,7 +225,9 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
             context.take(nodes, rows, told, first)
             first += len(rows)
     columns = _run_drafts(drafts) if drafts else iter(())
-    return [next(columns) if request.draft is not None else _result(request) for request in requests]
+    results = [next(columns) if request.draft is not None else _result(request) for request in requests]
+    Judgement.together([result for result in results if isinstance(result, Judgement)])
+    return results
 
 
 def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
@@ -236,5 +239,5 @@ def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator
 
 def _result(request: ForwardRequest) -> ForwardResult:
     if request.logprobs is not None:
-        return request.context.judge(request.logprobs)
+        return request.context.judgement(request.logprobs)
     return request.context.logits(request.branches[-1]) if request.branches else None
