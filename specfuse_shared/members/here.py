@@ -69,7 +69,8 @@ class MemberHere(ABC):
     def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
         tokenizer = self.prompts.tokenizer
         self.vocabulary_size = size
-        self.stop_ids = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
+        named = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
+        self.stop_ids = tuple(stop for stop in named if stop < size)  # defaults of an architecture may lie beyond it
         self._special = ids_without_text(tokenizer, size, self.stop_ids)
         self.never_guessed = frozenset((*self._special, *self.stop_ids))
         self.text = MemberText(self.prompts, self.stop_ids, size)
@@ -178,7 +179,6 @@ class MemberHere(ABC):
         return {}
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        there = [number for number in ids if number < self.vocabulary_size]  # a configuration may name ids of others
-        found = torch.tensor(there, dtype=torch.long, device=self.runner.device)
-        self._id_sets[id(found)] = frozenset(there)
+        found = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
+        self._id_sets[id(found)] = frozenset(ids)
         return found

@@ -137,7 +137,7 @@ class SequenceState(ABC):
     def begin_answer(self) -> None:
         """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
         self.prompt, self.answer = self.prompt + self.answer, ()
-        self._paths = {}  # branches count from the answer's beginning
+        self._paths.clear()  # branches count from the answer's beginning
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -181,7 +182,7 @@ class TreeSequence(SequenceState):
         tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
         slots = self.length + len(fed)
         visible = np.zeros((len(nodes), slots), dtype=bool)
-        rows, seen = list[int](), list[int | None]()
+        rows, seen = list[int](), list[Any]()
         for row, node in enumerate(nodes):
             visible[row, : tree[node].trunk] = True
             lineage = self._tree.lineage(node)
