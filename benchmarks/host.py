@@ -18,6 +18,8 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,11 @@ from shapes import members
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members import lanes
 from specfuse_shared.members.local import LocalMember
-from specfuse_shared.runtime import logprobs
+from specfuse_shared.runtime import logprobs, sampler
 
 
 class Calls:
-    """Seconds of processor inside of what a card does by itself: the models' own calls, and steps of fixed shape."""
+    """Seconds of processor inside of what a card does by itself: models, steps, sums over vocabularies."""
 
     def __init__(self, some: Sequence[LocalMember]) -> None:
         self.seconds, self._depth = 0.0, 0
@@ -41,6 +43,11 @@ class Calls:
             self._time(member.runner.model, "forward")
             if member.runner.static is not None:
                 self._time(member.runner.static, "_feed")
+        for holder, names in ((logprobs, ("_log_masses", "_picked")), (sampler, ("_largest",))):
+            for name in names:
+                self._time(holder, name)
+        if (found := find_spec("specfuse_shared.runtime.likeliest")) is not None:
+            self._time(import_module(found.name), "_largest")
 
     def _time(self, holder: Any, name: str) -> None:
         own = getattr(holder, name)
@@ -96,7 +103,7 @@ def _profile(engine: EnsembleEngine, asked: Sequence[Any], params: SamplingParam
 
     scheduler._own.step, scheduler._pass_on = stepped, lambda: seen.runcall(passed)
     engine.generate_batch(list(asked), params)
-    pstats.Stats(seen).sort_stats("cumulative").print_stats("specfuse_shared", 70)
+    pstats.Stats(seen).sort_stats("tottime").print_stats(60)
 
 
 def main() -> None:

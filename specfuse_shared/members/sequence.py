@@ -67,9 +67,15 @@ class SequenceState(ABC):
         if request.prompt:
             return self.prompt_remaining > 0
         if request.logprobs is not None:
-            lines = (self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions)
-            return not all(self._rows.keys() >= set(line) - {ROOT} for line in lines)
-        return not all(self._rows.keys() >= set(self._path(branch)) for branch in request.branches)
+            lines = [self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions]
+        else:
+            lines = [self._path(branch) for branch in request.branches]
+        rows = self._rows
+        for line in lines:
+            for node in line:
+                if node not in rows and node != ROOT:
+                    return True
+        return False
 
     def knows(self, branch: Branch) -> int:
         """How many of the branch's tokens, from its first on, went through the model."""

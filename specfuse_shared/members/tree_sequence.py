@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -182,13 +181,18 @@ class TreeSequence(SequenceState):
         tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
         slots = self.length + len(fed)
         visible = np.zeros((len(nodes), slots), dtype=bool)
-        rows, seen = list[int](), list[Any]()
+        row_of = dict(zip(nodes, range(len(nodes)), strict=True))
         for row, node in enumerate(nodes):
-            visible[row, : tree[node].trunk] = True
-            lineage = self._tree.lineage(node)
-            rows += [row] * len(lineage)
-            seen += [tree[ancestor].slot for ancestor in lineage]
-        visible[rows, seen] = True
+            own = tree[node]
+            if (parent := row_of.get(own.parent)) is not None:  # parents come first
+                visible[row] = visible[parent]
+            else:
+                visible[row, : own.trunk] = True
+                visible[row, [slot for a in self._tree.lineage(own.parent) if (slot := tree[a].slot) is not None]] = (
+                    True
+                )
+            assert own.slot is not None
+            visible[row, own.slot] = True
         positions = np.arange(slots)
         positions[self.length :] = [tree[n].position for n in fed]
         return torch.from_numpy(visible), torch.from_numpy(positions)
