@@ -79,7 +79,7 @@ class SequenceState(ABC):
 
     def knows(self, branch: Branch) -> int:
         """How many of the branch's tokens, from its first on, went through the model."""
-        path = self._tree.find(*self._behind(branch))
+        path = self._paths.get((branch.base, branch.tokens)) or self._tree.find(*self._behind(branch))
         count = next((n for n, node in enumerate(path) if node not in self._rows), len(path))
         return max(0, count - (branch.base < len(self.answer)))
 
@@ -168,9 +168,16 @@ class SequenceState(ABC):
 
     def _path(self, branch: Branch) -> Sequence[int]:
         """The branch's nodes."""
-        found = self._paths.get(branch)
+        base, tokens = key = branch.base, branch.tokens
+        found = self._paths.get(key)
         if found is None:
-            found = self._paths[branch] = self._tree.path(*self._behind(branch))
+            trunk, behind = self._behind(branch)
+            before = self._paths.get((base, tokens[:-1])) if len(behind) > 1 else None
+            if before is None:
+                found = self._tree.path(trunk, behind)
+            else:  # drafts and guesses grow by one token after the other
+                found = [*before, self._tree.child(before[-1], trunk, tokens[-1])]
+            self._paths[key] = found
         return found
 
     def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
@@ -197,6 +204,6 @@ class SequenceState(ABC):
 
     def _forget_tree(self) -> None:
         self._tree = TokenTree()
-        self._paths: dict[Branch, Sequence[int]] = {}
+        self._paths: dict[tuple[int, tuple[int, ...]], Sequence[int]] = {}
         self._rows: dict[int, torch.Tensor] = {}
         self._places: dict[int, _Place] = {}
