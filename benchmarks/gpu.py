@@ -50,7 +50,7 @@ from specfuse_shared import EnsembleEngine, Message, SamplingParams, SegmentEven
 from specfuse_shared.members.jobs import run_stage
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_session import LocalSession
-from specfuse_shared.members.stages import Question
+from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.devices import host_memory
 
 CANDIDATES = 5
@@ -163,7 +163,7 @@ class Bench:
         session, seconds = self.opened(member, self.sizes.short), []
         for number in range(self.repeats + 1):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
-            asked = [Question(text, False) for text in texts]
+            asked = [ScoringQuery(text, False) for text in texts]
             seconds.append(self.timed(lambda asked=asked: run_stage(session.verify(asked))))  # type: ignore[misc]
             run_stage(session.commit(texts[0]))
         session.release()

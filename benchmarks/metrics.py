@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from specfuse_shared import demo_encoder
 from specfuse_shared.comparing.metrics import any_thrice
-from specfuse_shared.loading.demo import sentence_encoder
 
 Encode = Callable[[list[str]], NDArray[np.float32]]
 """Texts → their embeddings, a row of length 1 each."""
@@ -20,7 +20,7 @@ Encode = Callable[[list[str]], NDArray[np.float32]]
 
 def sentence_vectors() -> Encode:
     """Embeddings of the demo's sentence encoder (all-MiniLM-L6-v2)."""
-    return partial(sentence_encoder().encode, normalize_embeddings=True, show_progress_bar=False)
+    return partial(demo_encoder().encode, normalize_embeddings=True, show_progress_bar=False)
 
 
 def cosines(references: Sequence[Sequence[str]], answers: Sequence[str], encode: Encode) -> list[float]:

@@ -88,7 +88,6 @@ _add(
     "equal stretches",
     stretch=STRETCH,
     stretch_part={**STRETCH, "per": "byte"},
-    stretch_word={**STRETCH, "stretch": "word"},
     stretch_geometric={**STRETCH, "aggregate": "geometric_mean"},
     stretch_uniform={**STRETCH, "feedback": "uniform"},
     stretch_sqrt_decay={**STRETCH, "feedback": "sqrt_decay"},

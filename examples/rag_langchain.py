@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,7 @@ import _corpus
 from rich.console import Console
 from rich.text import Text
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
-from specfuse_shared.cli import terminal
-from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.loading.demo import INSTALL, sentence_encoder
+from specfuse_shared import EnsembleConfig, EnsembleEngine, SpecFuseError, demo_encoder, demo_members
 
 try:
     from langchain_core.documents import Document
@@ -33,12 +31,13 @@ try:
 
     from langchain_specfuse import ChatSpecFuse
 except ImportError as error:
-    sys.exit(f"This example needs packages that are not installed ({error}): {INSTALL}")
+    sys.exit(f"This example needs packages that are not installed ({error}): {_corpus.INSTALL}")
 
 COLLECTION = "documents"
 SECTION_CHARACTERS = 900
 NEIGHBOURS = 2
 MAX_TOKENS = 60
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
 PROMPT = ChatPromptTemplate.from_template(
     "Passages from the observatory's pages:\n\n{context}\n\nReply with one sentence from them: {question}"
 )
@@ -48,7 +47,7 @@ class MiniLM(Embeddings):
     """The packaged sentence encoder behind LangChain's interface."""
 
     def __init__(self) -> None:
-        self._encoder = sentence_encoder()
+        self._encoder = demo_encoder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         vectors: list[list[float]] = self._encoder.encode(texts, normalize_embeddings=True).tolist()
@@ -102,7 +101,7 @@ class Display:
     """Prints the segments as they come, one line each, then the answer and its sources."""
 
     def __init__(self, console: Console, members: tuple[str, ...]) -> None:
-        self.console, self.colours = console, terminal.palette(members)
+        self.console, self.colours = console, dict(zip(members, cycle(COLOURS), strict=False))
         self.width = max(map(len, members))
         self.answer, self.sources = Text(), list[Document]()
 
@@ -112,7 +111,7 @@ class Display:
             self.segment(part["answer"])
 
     def segment(self, chunk: AIMessageChunk) -> None:
-        text = terminal.visible(str(chunk.content))
+        text = "".join(character if character.isprintable() or character == "\n" else " " for character in chunk.text)
         for segment in chunk.additional_kwargs.get("specfuse_segments", ()):
             member = segment["member"]
             scores = ", ".join(f"{judge} {score:.2g}" for judge, score in segment["scores"].items())
@@ -138,8 +137,7 @@ def answer(question: str, folder: Path, console: Console) -> None:
     console.print("Loading the encoder and two models; the first run also converts them, which takes a minute.")
     store = open_store(folder, MiniLM())
     with EnsembleEngine(EnsembleConfig(demo_members(), exit="never")) as engine:
-        with terminal.loading(console) as progress:
-            engine.load(progress)
+        engine.load()
         display = Display(console, engine.config.names)
         display.heading("Segments, with the members' scores")
         for part in build_chain(store, ChatSpecFuse(engine=engine, max_tokens=MAX_TOKENS)).stream(question):
@@ -154,8 +152,9 @@ def main() -> None:
     parser.add_argument("--store", type=Path, default=_corpus.STORE, help="folder of the vector store")
     options = parser.parse_args()
     try:
-        answer(options.question, options.store, terminal.stdout())
-    except (SpecFuseError, ModuleNotFoundError) as error:
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False)
+        answer(options.question, options.store, console)
+    except SpecFuseError as error:
         sys.exit(f"{error}")
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import _corpus
 
-from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.loading.demo import INSTALL, sentence_encoder
+from specfuse_shared import SpecFuseError, demo_encoder
 
 try:
     from llama_index.core import Document, StorageContext, VectorStoreIndex
@@ -31,7 +30,7 @@ try:
 
     from llamaindex_specfuse import SpecFuseLLM
 except ImportError as error:
-    sys.exit(f"This example needs packages that are not installed ({error}): {INSTALL}")
+    sys.exit(f"This example needs packages that are not installed ({error}): {_corpus.INSTALL}")
 
 QUESTION = "How much does the main mirror weigh?"
 COLLECTION = "documents"
@@ -44,7 +43,7 @@ PROMPT = PromptTemplate(
 class MiniLM(BaseEmbedding):
     """The packaged sentence encoder behind LlamaIndex's interface."""
 
-    _encoder: Any = PrivateAttr(default_factory=sentence_encoder)
+    _encoder: Any = PrivateAttr(default_factory=demo_encoder)
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
         vectors: list[list[float]] = self._encoder.encode(texts, normalize_embeddings=True).tolist()
@@ -124,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         answer(options.question, options.store)
-    except (SpecFuseError, ModuleNotFoundError) as error:
+    except SpecFuseError as error:
         sys.exit(f"{error}")
 
 

@@ -17,8 +17,7 @@ import _corpus
 from rag_langchain import MAX_TOKENS, MiniLM, build_chain, open_store
 
 from langchain_specfuse import ChatSpecFuse
-from specfuse_shared import MemberConfig
-from specfuse_shared.errors import SpecFuseError
+from specfuse_shared import MemberConfig, SpecFuseError
 
 KEY_ENV = "SPECFUSE_SERVER_KEY"
 
@@ -43,7 +42,7 @@ def main() -> None:
                     print(part["answer"].text, end="", flush=True)
             print()
             store.client.close()
-    except (SpecFuseError, ModuleNotFoundError) as error:
+    except SpecFuseError as error:
         sys.exit(f"{error}")
 
 

@@ -55,8 +55,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
 
     Every streamed chunk is one verified segment; `additional_kwargs["specfuse_segments"]` says which member wrote
     it, how each member scored it and where it stands in the answer. The last chunk is empty and carries
-    `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of all
-    rounds. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
+    `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of the
+    answer. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
     `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`,
     `grammar` and `whole` (what `max_tokens` cuts is an error).
 

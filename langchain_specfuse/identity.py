@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Self, cast
 
 from langchain_core.language_models import BaseChatModel
@@ -55,6 +56,13 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
             reasoning_output=self._thinks(),
         )
         return cast("ModelProfile", InferredProfile(profile))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other settings; an inferred `profile` follows `max_tokens`."""
+        copied = super().model_copy(update=update, deep=deep)
+        if isinstance(copied.profile, InferredProfile) and "max_tokens" in (update or {}):
+            copied.profile = cast("ModelProfile", InferredProfile(copied.profile, max_output_tokens=copied.max_tokens))
+        return copied
 
     def load(self, on_progress: Any = None) -> Self:
         """Load the members now, or ask the server for its model; `profile` has their sizes then.

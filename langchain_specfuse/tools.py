@@ -12,11 +12,10 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel
 
 from specfuse_shared import ConfigError, Grammar, Message, Tool
-from specfuse_shared.adapters import RESPONSE_FORMATS, response_schema, value_of
+from specfuse_shared.adapters import RESPONSE_FORMATS, choice_of, response_schema, value_of
 
 Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 ToolLike = Foreign | Tool
-_WORDS = {"auto": "auto", "none": "none", "any": "any", "required": "any"}
 _SCHEMA_KEYS = ("parameters", "input_schema", "schema")
 """Where the descriptions of functions that are in use keep the schema of their arguments."""
 
@@ -31,17 +30,13 @@ def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
 
     True calls the only tool, False says nothing. Raises `ConfigError` for a tool that is not bound.
     """
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        choice = (function or choice).get("name") or choice.get("type")
-    if choice is None or choice is False:
-        return "auto"
-    if choice is True:
-        return tools[0].name if len(tools) == 1 else "any"
     names = [tool.name for tool in tools]
-    if choice in names or choice in _WORDS:
-        return str(choice) if choice in names else _WORDS[choice]
-    raise ConfigError(f"tool_choice {choice!r} is none of the bound tools {names} and no word like 'any'")
+    if choice is True and len(names) == 1:
+        return names[0]
+    asked = choice_of(choice)
+    if asked in (*names, "auto", "any", "none"):
+        return asked
+    raise ConfigError(f"tool_choice {asked!r} is none of the bound tools {names} and no word like 'any'")
 
 
 def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:

@@ -20,7 +20,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from llamaindex_specfuse.answers import Answer, Piece
 from llamaindex_specfuse.calling import ToolCalling, to_tools
@@ -56,6 +56,12 @@ class _Call:
             parallel_tool_calls=self.use.parallel,
             timeout=self.timeout,
         )
+
+
+class _TracedMetadata(LLMMetadata):
+    """LlamaIndex's metadata with the sampling beside it, which OpenInference writes into its spans."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling):
@@ -152,7 +158,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
             remote.describe()
             self._check_room()
         longest = self._longest_output()
-        return LLMMetadata(
+        return _TracedMetadata(
+            **self._traced(),
             context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
             num_output=longest,
             is_chat_model=True,

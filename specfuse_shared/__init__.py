@@ -71,7 +71,7 @@ from specfuse_shared.types import (
 )
 
 if TYPE_CHECKING:
-    from specfuse_shared.loading.demo import demo_members
+    from specfuse_shared.loading.demo import demo_encoder, demo_members
     from specfuse_shared.loading.pretrained import LoadProgress
     from specfuse_shared.serving.calls import CallOptions
     from specfuse_shared.serving.engine import EnsembleEngine
@@ -151,6 +151,7 @@ __all__ = [
     "ValueTooLongError",
     "WarningEvent",
     "close_idle_engines",
+    "demo_encoder",
     "demo_members",
     "lease_engine",
     "prometheus_collector",
@@ -164,6 +165,7 @@ _NEEDS_TORCH = {
     "Histogram": "specfuse_shared.serving.metrics",
     "MetricsSnapshot": "specfuse_shared.serving.metrics",
     "close_idle_engines": "specfuse_shared.serving.leases",
+    "demo_encoder": "specfuse_shared.loading.demo",
     "demo_members": "specfuse_shared.loading.demo",
     "lease_engine": "specfuse_shared.serving.leases",
     "prometheus_collector": "specfuse_shared.serving.prometheus",

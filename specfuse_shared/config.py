@@ -25,7 +25,6 @@ PER: dict[str, tuple[str, ...]] = {
     "stretch": ("token", "byte"),
 }
 """What each score may be per; the first, if unset."""
-STRETCHES = ("shortest", "word")
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
     "seconded_mean": policies.SecondedMean(),
@@ -88,8 +87,6 @@ class EnsembleConfig(Settings):
     """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or
     "byte"; for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob"
     and "stretch" take the last two. Unset: "text" for "mean_logprob", else "token"."""
-    stretch: str = "shortest"
-    """How far `score="stretch"` compares: as far as the "shortest" candidate goes, or at least a "word"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
     """How the verifiers' scores become one vote: "seconded_mean" (among three or more, nobody carries its candidate
     alone), "weighted_mean" (the papers') or "geometric_mean" (what one verifier finds impossible cannot win)."""
@@ -99,15 +96,15 @@ class EnsembleConfig(Settings):
     feedback_rate: float = 0.5
     """How fast the weights learn; 0 is not at all."""
     exit: str | ExitPolicy = "never"
-    """Who leaves an answer: "never" anybody, or by retention with the temperature "entropy" (SpecFuse) or "fixed"."""
+    """Who leaves an answer: with "never" nobody; with "entropy" (SpecFuse) or "fixed", members whose retention at that
+    temperature is low."""
     exit_threshold: float = 0.5
     """A member leaves when its retention falls below this share of 1/n."""
     min_active: int = 1
-    """So many members, the best ones, never leave by `exit`: 1 as in SpecFuse, where the last one goes on alone; with 2
-    an answer of three or more stays one of several."""
+    """This many members, the best ones, never leave by `exit` (SpecFuse: 1)."""
     repetition_guard: bool = True
-    """A candidate that goes in circles loses against one that does not, and an answer of several members that can only
-    say the same for the third time is over (`FinishReason.REPETITION`)."""
+    """A candidate that repeats the answer loses against one that does not. An answer of several members ends where all
+    candidates repeat it a third time (`FinishReason.REPETITION`)."""
     reference: str | None = None
     """Name of the member whose tokenizer counts `max_tokens` and usage; the first one if unset."""
     cache_dir: str | None = None
@@ -115,9 +112,9 @@ class EnsembleConfig(Settings):
     max_concurrent: int = 32
     """Most answers that run at once."""
     max_queue: int = 1024
-    """Most that wait for them."""
+    """Most answers that wait."""
     when_busy: str = "wait"
-    """What a caller beyond both does: "wait", or "raise" `EngineBusyError`."""
+    """What further callers do: "wait", or "raise" `EngineBusyError`."""
     cache_bytes: int | None = None
     """Memory for caches and logits on each device; a share of what is free once the weights are loaded, if unset."""
     reuse_prefixes: bool = True
@@ -126,8 +123,8 @@ class EnsembleConfig(Settings):
     """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
     GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
     speculation: str = "auto"
-    """"auto": members guess what comes next from prompt, answer and each other's drafts, and skip the work that a right
-    guess saves; the answer is the same. "off": every token of a draft takes a forward of its own."""
+    """"auto": members guess the next tokens from prompt, answer and each other's drafts, which saves forwards and
+    changes no answer. "off": every token of a draft takes a forward."""
     runtime: str = "local"
     """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
     `MemberConfig.resources` are. Members behind servers stay there."""
@@ -173,14 +170,9 @@ class EnsembleConfig(Settings):
             check_choice("EnsembleConfig.reference", self.reference, self.names)
 
     def _check_score(self) -> None:
-        """`per` and `stretch` suit the score; an object has settings of its own."""
+        """`per` suits the score; an object has settings of its own."""
         if self.per is not None and isinstance(self.score, str):
             check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
-        check_choice("EnsembleConfig.stretch", self.stretch, STRETCHES)
-        check(
-            self.score == "stretch" or self.stretch == STRETCHES[0],
-            f'EnsembleConfig.stretch={self.stretch!r} goes with score="stretch", not {self.score!r}',
-        )
 
     @classmethod
     def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
@@ -226,8 +218,7 @@ class EnsembleConfig(Settings):
     def score_policy(self) -> ScorePolicy:
         if not isinstance(self.score, str):
             return self.score
-        more = {"least": self.stretch} if self.score == "stretch" else {}
-        return SCORES[self.score](per=self.units, **more)
+        return SCORES[self.score](per=self.units)
 
     def aggregate_policy(self) -> AggregatePolicy:
         return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate

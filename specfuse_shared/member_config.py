@@ -78,7 +78,7 @@ class MemberConfig(Settings):
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template; `enable_thinking` is what `thinking` says."""
     thinking: bool | Sequence[str] = False
-    """The member thinks before it answers, in private, between the markers of its template or the two given here."""
+    """The member thinks before the answer, in private, between the markers of its template or the two given here."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end its turn, besides those of the model's configuration."""
     max_context: int | None = None
@@ -90,8 +90,8 @@ class MemberConfig(Settings):
     allow_pickle: bool = False
     """Load weights that are no safetensors; unpickling a file may run code that is in it."""
     drafts_under_grammar: bool = True
-    """It also drafts where a grammar or a tool call binds the answer; False: there it judges what others draft, unless
-    none of them does. Such drafts cost a server a request a token."""
+    """False: under a grammar or in a tool call the member only verifies, unless no other member drafts there. Such
+    drafts cost a server one request per token."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU" (1, if unset and the
     cluster has any), "memory" (bytes; without a card what its model takes, if unset), names that nodes were given."""
@@ -103,7 +103,7 @@ class MemberConfig(Settings):
     server_timeout: float = 60.0
     """Seconds after which a request to the server is given up and the member leaves the answer."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the server's key; the key itself is kept nowhere."""
+    """Environment variable that holds the server's key; the key itself is stored nowhere."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))

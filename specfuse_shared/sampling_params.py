@@ -36,18 +36,17 @@ class SamplingParams(Settings):
     stop: str | Sequence[str] = ()
     """Strings that end the answer and never appear in it."""
     min_tokens: int = 0
-    """No member ends its turn, and the repetition guard nothing, before the answer has so many tokens of the reference
-    member; stop strings still end it. Not together with a grammar or tools, which say when an answer is complete."""
+    """Neither members nor the repetition guard end the answer before it has this many tokens of the reference member;
+    stop strings do. Not with a grammar or tools, which say when an answer is complete."""
     ignore_eos: bool = False
-    """Ends of turn and the repetition guard never end the answer: it goes on to `max_tokens`, a stop string or the end
-    of all contexts. Not together with a grammar or tools."""
+    """The answer goes on to `max_tokens`, a stop string or the end of all contexts. Not with a grammar or tools."""
     grammar: Grammar | None = None
     """What the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was left. With
     tools, an answer is calls or a value."""
     logprobs: bool = False
     """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
     top_logprobs: int = 0
-    """With `logprobs`, so many of the most probable tokens in the place of each, and their log p; at most 20."""
+    """With `logprobs`: this many of the most probable tokens in each place, with their log p; at most 20."""
     max_thinking_tokens: int = 1024
     """Longest thoughts of a member that thinks (`MemberConfig.thinking`), in its own tokens."""
 

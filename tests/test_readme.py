@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +14,20 @@ import llama_index.core
 import pytest
 from llama_index.core import Settings
 
-from specfuse_shared import EnsembleConfig, close_idle_engines, demo_members, lease_engine
+import specfuse_shared
+from langchain_specfuse import ChatSpecFuse
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import ConfigError, EnsembleConfig, close_idle_engines, demo_members, lease_engine
 from tests.api_server.serving import serving
+from tests.pages import ROOT, Example, check, examples_in, text_of
 
-ROOT = Path(__file__).parents[1]
 README = "README.md"
-BLOCK = re.compile(r"(?ms)^```python\n(.*?)^```")
 SERVER = "http://127.0.0.1:8000"
 """Where examples look for a server."""
 PLACES = ("langchain_specfuse", "llamaindex_specfuse")
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text("utf-8")
-
-
-def examples_in(page: str) -> list[str]:
-    """Each block of Python, below as many empty lines as make its line numbers those of the page."""
-    text = text_of(page)
-    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in BLOCK.finditer(text)]
-
-
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [page for page in DOCUMENTS if examples_in(page)]
-EXAMPLES = examples_in(README)
+EXAMPLES = [example.code for example in examples_in(README)]
 
 
 @pytest.fixture(scope="module")
@@ -55,36 +47,86 @@ def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Settings, name, value)
 
 
-def run(page: str, examples: list[str]) -> None:
+def run(examples: list[Example]) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    for code in examples:
-        exec(compile(code, page, "exec"), names)
+    for example in examples:
+        example.take(names)
 
 
 @contextmanager
-def served(examples: list[str]) -> Iterator[list[str]]:
+def served(examples: list[Example]) -> Iterator[list[Example]]:
     """The examples, with a server over the demo ensemble where they ask one."""
-    if not any(SERVER in code for code in examples):
+    if not any(SERVER in example.code for example in examples):
         yield examples
         return
     with lease_engine(EnsembleConfig(members=demo_members())) as lease, serving({"demo": lease.engine}) as client:
-        yield [code.replace(SERVER, str(client.base_url).rstrip("/")) for code in examples]
+        address = str(client.base_url).rstrip("/")
+        yield [replace(example, code=example.code.replace(SERVER, address)) for example in examples]
 
 
 @pytest.mark.usefixtures("_demo", "_surroundings")
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(README, [code])
+    run([Example(README, code, None)])
     assert len(capsys.readouterr().out.split()) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_demo", "_surroundings")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     with served(examples_in(page)) as examples:
-        run(page, examples)
+        run(examples)
     assert len(capsys.readouterr().out.split()) >= 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "from specfuse_shared import NoSuchName",
+        "import specfuse_shared.no_such_module",
+        "from langchain_specfuse import ChatSpecFuse\nChatSpecFuse(members='demo', max_token=3)",
+        "from specfuse_shared import MemberConfig\nMemberConfig('a/b', gpu=1)",
+        "model.no_such_method()",
+        "def begun(:",
+    ],
+)
+def test_a_block_that_cannot_run_is_checked_all_the_same(wrong: str) -> None:
+    right = "from specfuse_shared import MemberConfig\nMemberConfig('a/b', weight=2.0)\nmodel.conjugate()"
+    check(ast.parse(f"{right}\nimport no_such\nno_such.thing(any=1)"), {"model": 1})
+    with pytest.raises((AssertionError, ImportError, AttributeError, SyntaxError)):
+        check(ast.parse(wrong), {"model": 1})
+
+
+@pytest.mark.parametrize(("page", "kind"), [("docs/langchain.md", ChatSpecFuse), ("docs/llamaindex.md", SpecFuseLLM)])
+def test_options_of_other_models_are_taken_or_answered_as_the_page_says(page: str, kind: Any) -> None:
+    table = re.search(r"(?ms)^## Coming from .*?^\| ---.*?\n(.*?)\n\n", text_of(page))
+    assert table
+    for row in table[1].splitlines():
+        *theirs, ours = row.strip("| ").split(" | ")
+        named = re.findall(r"`(\w+)", ours)
+        for option in re.findall(r"`(\w+)`", " ".join(theirs)):
+            if option not in named:
+                with pytest.raises(ConfigError) as refused:
+                    kind(members=["no/one"], **{option: "any"})
+                assert any(name in str(refused.value) for name in named), option
+            elif option != "response_format":  # of a call
+                assert option in kind.model_fields or option == "model"
+
+
+PUBLIC = ("specfuse_shared", "specfuse_shared.comparing", "specfuse_shared.errors", "langchain_specfuse",
+          "langchain_specfuse.errors", "llamaindex_specfuse")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [README, *PAGES, *(str(p.relative_to(ROOT)) for p in ROOT.glob("examples/*.py"))])
+def test_examples_import_public_names_only(name: str) -> None:
+    codes = [text_of(name)] if name.endswith(".py") else [example.code for example in examples_in(name)]
+    imports = [node for code in codes for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    ours = {str(node.module) for node in imports if "specfuse" in str(node.module)}
+    assert ours <= set(PUBLIC)
+    named = {alias.name for node in imports if node.module == "specfuse_shared" for alias in node.names}
+    assert named <= set(specfuse_shared.__all__)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -97,6 +139,10 @@ def test_the_first_screen_has_a_picture_the_command_to_install_an_example_and_th
     screen = "\n".join(text_of(README).splitlines()[:26])
     for what in ("![", "pip install", "from langchain_specfuse import", "**Status:**"):
         assert what in screen
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).split()) <= 700
 
 
 @pytest.mark.parametrize("page", [README, "CONTRIBUTING.md", *DOCUMENTS])

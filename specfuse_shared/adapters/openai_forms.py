@@ -16,7 +16,7 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 def choice_of(tool_choice: str | bool | Mapping[str, Any] | None, required: bool = False) -> str:
     """The engine's "auto", "any", "none" or the name of a tool, from the ways in which other LLMs say it."""
     if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function", tool_choice)
+        function = tool_choice.get("function") or tool_choice
         tool_choice = str(function.get("name") or tool_choice.get("type") or "")
     if tool_choice in (None, "", False):
         return "any" if required else "auto"

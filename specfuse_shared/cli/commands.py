@@ -49,7 +49,7 @@ from specfuse_shared.cli.options import (
     Verbose,
 )
 from specfuse_shared.cli.serve import serve
-from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble, ensemble_of
+from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging, ensemble_of
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
@@ -159,7 +159,7 @@ def doctor(
 ) -> int:
     """Load the members and show what they turned out to be, or plan where they would go."""
     config = ensemble_of(member, {"backend": backend, "dtype": dtype, "quantization": quantization})
-    calm(verbose)
+    configure_logging(verbose)
     if plan or devices:
         return _plan(config, devices, answers, context, as_json)
     from specfuse_shared.cli.doctor import examine

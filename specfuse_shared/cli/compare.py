@@ -19,8 +19,9 @@ from rich.text import Text
 
 from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
-from specfuse_shared.cli.setup import ConfigFile, Members, calm, chosen_ensemble
-from specfuse_shared.config import PRESETS, EnsembleConfig
+from specfuse_shared.cli.options import AsJson, Preset
+from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.validation import check_choice
 
@@ -61,8 +62,6 @@ Tune = Annotated[
 Judge = Annotated[
     str | None, typer.Option("--judge", metavar="WHO", help='"members" rate each other\'s answers, nobody its own.')
 ]
-Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
 
 
@@ -94,7 +93,7 @@ def compare(
     if against is not None:
         check_choice("--against", against, ensemble.names)
     more = _More.checked(ensemble, asked, tune, judge)
-    calm(verbose)
+    configure_logging(verbose)
     how: dict[str, Any] = {"run": run, "max_tokens": max_tokens}
     with _progress(terminal.stderr()) as on_progress:
         found = comparing.compare(

@@ -4,7 +4,7 @@ of where members would go."""
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
@@ -16,7 +16,7 @@ from specfuse_shared.errors import MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.ollama import ollama_models
 from specfuse_shared.loading.planning import plan_ensemble
-from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan
 from specfuse_shared.sampling_params import SamplingParams
@@ -24,8 +24,6 @@ from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.types import MemberReport
 
 TRIAL, TRIAL_TOKENS = "How do the tides follow the moon?", 48
-
-OnProgress = Callable[[LoadProgress], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Checkup:
     """Models in Ollama's store, and bytes of their files."""
 
 
-def examine(config: EnsembleConfig, on_progress: OnProgress = None) -> Checkup:
+def examine(config: EnsembleConfig, on_progress: OnProgress | None = None) -> Checkup:
     """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
     try:
         return Checkup(_versions(), find_devices(), *_load(config, on_progress), _ollama())
@@ -55,7 +53,9 @@ def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: 
     return plan_ensemble(config, there, answers=answers, context=context)
 
 
-def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
+def _one_by_one(
+    config: EnsembleConfig, on_progress: OnProgress | None
+) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
     good: list[MemberReport] = []
     bad: list[str] = []
     for member in config.member_configs:
@@ -68,7 +68,7 @@ def _one_by_one(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[
     return tuple(good), tuple(bad)
 
 
-def _load(config: EnsembleConfig, on_progress: OnProgress) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
+def _load(config: EnsembleConfig, on_progress: OnProgress | None) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
     """The members as they loaded, and what was wrong with a short answer of those whose steps are captured: only an
     answer shows which of its forwards were replayed."""
     problems: tuple[str, ...] = ()

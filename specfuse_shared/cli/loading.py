@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specfuse_shared.cli import machine_tables, terminal
-from specfuse_shared.cli.setup import calm
+from specfuse_shared.cli.setup import configure_logging
 from specfuse_shared.config import EnsembleConfig
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
-    calm(verbose)
+    configure_logging(verbose)
     from specfuse_shared.serving.engine import EnsembleEngine
 
     errors = Console(stderr=True)

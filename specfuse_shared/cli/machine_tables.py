@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.cli.terminal import duration, visible
-from specfuse_shared.placement.plan import Plan, memory
+from specfuse_shared.placement.plan import Plan, format_bytes
 from specfuse_shared.report.formats import UNKNOWN
 from specfuse_shared.types import MemberReport
 
@@ -23,9 +23,10 @@ def show_checkup(checkup: Checkup, out: Console) -> None:
     for name, version in checkup.versions.items():
         out.print(f"{name} {version}")
     for device in checkup.devices:
-        out.print(f"device {device.name}: {visible(device.title)}, {memory(device.total)}, {memory(device.free)} free")
+        total, free = format_bytes(device.total), format_bytes(device.free)
+        out.print(f"device {device.name}: {visible(device.title)}, {total}, {free} free")
     for name, size in checkup.ollama.items():
-        out.print(f"ollama {visible(name)}: {memory(size)}")
+        out.print(f"ollama {visible(name)}: {format_bytes(size)}")
     if not checkup.members:
         return
     table = Table("", box=None, pad_edge=False, header_style="bold")
@@ -47,7 +48,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "dtype": report.dtype,
         "quantization": report.quantization or UNKNOWN,
         "parameters": f"{report.parameters / 1e6:,.1f} M" if report.parameters else UNKNOWN,
-        "memory": memory(report.memory_bytes) if report.memory_bytes else UNKNOWN,
+        "memory": format_bytes(report.memory_bytes) if report.memory_bytes else UNKNOWN,
         "context": UNKNOWN if report.context is None else f"{report.context:,} tokens",
         "template": report.template,
         "attention": report.attention,
@@ -74,17 +75,19 @@ def show_plan(plan: Plan, out: Console) -> None:
     for heading in ("weights", "caches", "logits", "with 10 %"):
         members.add_column(heading, justify="right")
     for a in plan.assignments:
-        parts = "\n".join(f"{d} {memory(n)}" for d, n in a.memory.items()) if len(a.memory) > 1 else a.place
+        parts = "\n".join(f"{d} {format_bytes(n)}" for d, n in a.memory.items()) if len(a.memory) > 1 else a.place
         form = a.number_format if a.quantization is None else f"{a.quantization} ({a.number_format})"
         sizes = (a.need.weights, a.need.caches, a.need.logits, a.need.total)
         place = Text(parts) if a.memory else Text("no room", style="red")
-        members.add_row(Text(visible(a.member)), place, form, *map(memory, sizes))
+        members.add_row(Text(visible(a.member)), place, form, *map(format_bytes, sizes))
     devices = Table("device", "", box=None, pad_edge=False, header_style="dim")
     for heading in ("free", "planned", "left"):
         devices.add_column(heading, justify="right")
     for d in plan.devices:
         used = plan.used(d.name)
-        devices.add_row(d.name, Text(visible(d.title)), memory(d.free), memory(used), memory(d.free - used))
+        devices.add_row(
+            d.name, Text(visible(d.title)), format_bytes(d.free), format_bytes(used), format_bytes(d.free - used)
+        )
     out.print(members)
     out.print()
     out.print(devices)

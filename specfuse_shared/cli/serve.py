@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specfuse_shared.cli.setup import Members, calm, ensemble_of
+from specfuse_shared.cli.setup import Members, configure_logging, ensemble_of
 from specfuse_shared.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def serve(
     chosen = _chosen(member, config, preset)
     chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in given.items() if v is not None}))
     chosen.api_key()
-    calm(verbose)
+    configure_logging(verbose)
     _log(verbose)
     from specfuse_shared.api_server.run import serve as run
 

@@ -84,7 +84,7 @@ def _member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
     return MemberConfig(name, server=f"http{rest}", api_key_env=KEY_ENV if os.environ.get(KEY_ENV) else None)
 
 
-def calm(verbose: bool) -> None:
+def configure_logging(verbose: bool) -> None:
     """The libraries' own messages and progress bars belong to `--verbose`."""
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

@@ -14,7 +14,7 @@ from specfuse_shared.types import FinishReason, RoundRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class TrimmedSegment:
     """A segment as it becomes part of the answer: why the answer ends with it, if it does, and at which stop string."""
 
     text: str
@@ -35,7 +35,7 @@ class AnswerText:
         self._counted, self._hold = Encoding(), StopHold(params.stops)
         self._began = time.monotonic()
 
-    def fit(self, segment: str, reason: FinishReason | None, own_count: int | None = None) -> Fitted:
+    def fit(self, segment: str, reason: FinishReason | None, own_count: int | None = None) -> TrimmedSegment:
         """The segment within `max_tokens`, and what of it stands before a stop string.
 
         `reason`: why the answer ends with it in any case. `own_count`: tokens of the reference member where it decodes
@@ -45,8 +45,8 @@ class AnswerText:
         for stop in find_stops(self.text, segment, self._stops):
             whole = (self.text + segment)[: stop.start]
             if self._may_end is None or self._may_end(whole):
-                return Fitted(whole[len(self.text) :], FinishReason.STOP, stop)
-        return Fitted(segment, reason)
+                return TrimmedSegment(whole[len(self.text) :], FinishReason.STOP, stop)
+        return TrimmedSegment(segment, reason)
 
     def _within_limit(
         self, segment: str, reason: FinishReason | None, own_count: int | None
@@ -72,7 +72,7 @@ class AnswerText:
         self.text += segment
         return self._segment(self._hold.feed(segment), record)
 
-    def finish(self, segment: Fitted, record: RoundRecord | None) -> SegmentEvent | None:
+    def finish(self, segment: TrimmedSegment, record: RoundRecord | None) -> SegmentEvent | None:
         """Append the last segment, cut at the stop string, and release what was held back."""
         self.text += segment.text
         if segment.stop is not None:

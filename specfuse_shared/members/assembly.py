@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import MissingExtraError
-from specfuse_shared.loading.planning import OnMemberStage, needed_memory, plan_ensemble
+from specfuse_shared.loading.gguf import OnStage
+from specfuse_shared.loading.planning import needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_gguf_tokenizer, load_tokenizer
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from specfuse_shared.members.server.lane import ServerLane
 
 logger = logging.getLogger(__name__)
+
+Stages = Mapping[str, OnStage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +65,22 @@ def assemble(members: Sequence[MemberHere], on_forward: OnForward) -> Assembly:
 
 def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress: OnProgress | None) -> Assembly:
     """The members wherever they are: those behind servers are reached first. Raises `MemberLoadError`."""
-    report = _reporter(config, on_progress)
+    stages = _stages(config, on_progress)
     served = [member for member in config.member_configs if member.server is not None]
     own = [member for member in config.member_configs if member.server is None]
     found: dict[str, Member] = {}
     lanes: list[Lane] = []
     try:
         if served:
-            lane = _server_lane(served, config, on_forward, report)
+            lane = _server_lane(served, config, on_forward, stages)
             lanes.append(lane)
             found |= {member.name: member.member for member in lane.served.values()}
         if config.runtime == "ray" and own:
-            for config_of, actor in zip(own, _ray_lanes(own, config, on_forward, report), strict=True):
+            for config_of, actor in zip(own, _ray_lanes(own, config, on_forward, stages), strict=True):
                 lanes.append(actor)
                 found[config_of.label] = distant_member(config_of, actor.members[0], config.cache_dir)
             own = []
-        local = assemble(tuple(load_members(config, own, report)), on_forward)
+        local = assemble(tuple(load_members(config, own, stages)), on_forward)
     except BaseException:
         for opened in lanes:
             opened.close()
@@ -86,31 +89,30 @@ def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress
     return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, *lanes))
 
 
-def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], on_stage: OnMemberStage) -> Iterator[MemberHere]:
+def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], stages: Stages) -> Iterator[MemberHere]:
     """Plan where the members of this machine go, then load each into its place. Raises `MemberLoadError`."""
     if not here:
         return
-    plan = plan_ensemble(config, convert=True, on_stage=on_stage)
+    plan = plan_ensemble(config, convert=True, on_stage=stages)
     for member in here:
-        tell, place = partial(on_stage, member.label), plan.of(member.label)
-        yield load_here(member, cache_dir=config.cache_dir, on_stage=tell, place=place, execution=config.execution)
-        tell("ready")
+        on_stage, place = stages[member.label], plan.of(member.label)
+        yield load_here(member, cache_dir=config.cache_dir, on_stage=on_stage, place=place, execution=config.execution)
+        on_stage("ready")
 
 
-def _reporter(config: EnsembleConfig, on_progress: OnProgress | None) -> OnMemberStage:
-    names = config.names
+def _stages(config: EnsembleConfig, on_progress: OnProgress | None) -> Stages:
+    """For each member, what is called with the stages of its loading."""
 
-    def report(name: str, stage: str) -> None:
-        index = names.index(name) + 1
-        logger.info("member %s (%d of %d): %s", name, index, len(names), stage)
+    def report(index: int, name: str, stage: str) -> None:
+        logger.info("member %s (%d of %d): %s", name, index, len(config.names), stage)
         if on_progress is not None:
-            on_progress(LoadProgress(name, index, len(names), stage))
+            on_progress(LoadProgress(name, index, len(config.names), stage))
 
-    return report
+    return {name: partial(report, index, name) for index, name in enumerate(config.names, 1)}
 
 
 def _ray_lanes(
-    members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, on_stage: OnMemberStage
+    members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, stages: Stages
 ) -> list[PipedLane]:
     try:
         from specfuse_shared.members.ray_lane import ray_lanes
@@ -118,16 +120,16 @@ def _ray_lanes(
         raise MissingExtraError('runtime="ray"', "ray") from error
 
     for member in members:
-        on_stage(member.label, "loading on a node of the cluster")
+        stages[member.label]("loading on a node of the cluster")
     memory_of = partial(needed_memory, cache_dir=config.cache_dir)
     lanes = ray_lanes(members, memory_of, config.ray_address, config.execution, on_forward)
     for member in members:
-        on_stage(member.label, "ready")
+        stages[member.label]("ready")
     return lanes
 
 
 def _server_lane(
-    members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, on_stage: OnMemberStage
+    members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, stages: Stages
 ) -> ServerLane:
     try:
         from specfuse_shared.members.server.lane import ServerLane
@@ -137,10 +139,10 @@ def _server_lane(
 
     read = []
     for member in members:
-        on_stage(member.label, "reading the tokenizer")
+        stages[member.label]("reading the tokenizer")
         read.append(ServerMember(member, config.cache_dir))
-        on_stage(member.label, f"asking {member.server}")
+        stages[member.label](f"asking {member.server}")
     lane = ServerLane(read, on_forward)
     for member in members:
-        on_stage(member.label, "ready")
+        stages[member.label]("ready")
     return lane

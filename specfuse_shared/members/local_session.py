@@ -63,8 +63,8 @@ class LocalSession(Session[SequenceState]):
         if self._guesses is not None:
             self._guesses.expect(branch, OWN if is_own else TOLD)
 
-    def _next(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> Stage[tuple[list[int], bool]]:
-        wanted = self._wanted(ids, count, hold, alone)
+    def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+        wanted = self._wanted(ids, count, min_tokens_left, alone)
         return self._chosen(wanted, (yield self._asked(wanted)))
 
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
@@ -113,9 +113,9 @@ class LocalSession(Session[SequenceState]):
         whole = Branch(branch.base, branch.tokens + guess.tokens)
         return max(0, self.context.knows(whole) - len(branch.tokens))
 
-    def _wanted(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> DraftRequest:
+    def _wanted(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> DraftRequest:
         """The next tokens behind `ids`, at most `count` and all under one rule."""
-        held = max(0, hold - len(ids))
+        held = max(0, min_tokens_left - len(ids))
         blocked = self._member.blocked(alone=alone, held=held > 0)
         branch = Branch(len(self.context.answer), tuple(ids))
         return DraftRequest(branch, min(count, held or count), self._sampler, blocked)

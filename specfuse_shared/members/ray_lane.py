@@ -23,7 +23,7 @@ from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import OnForward
 from specfuse_shared.members.piped_lane import PipedLane, serve_members
-from specfuse_shared.placement.plan import memory as memory_text
+from specfuse_shared.placement.plan import format_bytes
 
 ray: Any = untyped_ray
 
@@ -221,4 +221,4 @@ def _check_room(member: MemberConfig, needs: Mapping[str, float], nodes: Sequenc
 
 
 def _said(needs: Mapping[str, float]) -> str:
-    return ", ".join(f"{k} {memory_text(v) if k == 'memory' else format(v, 'g')}" for k, v in needs.items())
+    return ", ".join(f"{k} {format_bytes(v) if k == 'memory' else format(v, 'g')}" for k, v in needs.items())

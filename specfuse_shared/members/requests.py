@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.logprobs import Judgement
+from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static_runner import DraftRun
 
@@ -54,7 +54,7 @@ class ForwardRequest:
     """What a sequence wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
 
     `guesses` go along, where anything goes at all.
-    What comes back: `ChosenTokens` of a draft; with `logprobs` a `Judgement`; else the logits (V) behind the last
+    What comes back: `ChosenTokens` of a draft; with `logprobs` a `PendingLogprobs`; else the logits (V) behind the last
     branch, or None behind a piece of the prompt.
     """
 
@@ -66,4 +66,4 @@ class ForwardRequest:
     guesses: tuple[Branch, ...] = ()
 
 
-ForwardResult = torch.Tensor | Judgement | ChosenTokens | None
+ForwardResult = torch.Tensor | PendingLogprobs | ChosenTokens | None

@@ -20,7 +20,7 @@ from specfuse_shared.members.requests import (
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.likeliest import Likeliest
-from specfuse_shared.runtime.logprobs import Judgement, Line
+from specfuse_shared.runtime.logprobs import Line, PendingLogprobs
 from specfuse_shared.runtime.model_runner import Reclaimable
 
 _Place = tuple[Likeliest, int]
@@ -106,16 +106,16 @@ class SequenceState(ABC):
         """
         return self.judge(LogprobRequest([(branch, stop_ids)])).read()[0]
 
-    def judge(self, request: LogprobRequest) -> Judgement:
+    def judge(self, request: LogprobRequest) -> PendingLogprobs:
         """Let the device find the log p of branches that were extended, without waiting for it."""
         found = self.judgement(request)
-        Judgement.together([found])
+        PendingLogprobs.together([found])
         return found
 
-    def judgement(self, request: LogprobRequest) -> Judgement:
-        """The same, but for `Judgement.together` to start."""
+    def judgement(self, request: LogprobRequest) -> PendingLogprobs:
+        """The same, but for `PendingLogprobs.together` to start."""
         lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
-        return Judgement(lines, self._logits_row, request.top)
+        return PendingLogprobs(lines, self._logits_row, request.top)
 
     @property
     def drafts_ahead(self) -> bool:

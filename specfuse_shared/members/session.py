@@ -18,7 +18,7 @@ from specfuse_shared.members.stages import (
     Drafted,
     Op,
     Open,
-    Question,
+    ScoringQuery,
     Think,
     Thought,
     TokenCounts,
@@ -90,10 +90,10 @@ class Session(ABC, Generic[C]):
         """The draws that follow belong to this round."""
 
     @abstractmethod
-    def _next(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+    def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         """One to `count` tokens behind the committed answer and `ids`, and whether the turn ends behind them.
 
-        The turn does not end before `hold` tokens behind the answer. `alone`: tokens without text may come, too.
+        The turn does not end before `min_tokens_left` tokens behind the answer. `alone`: also tokens without text.
         """
 
     @abstractmethod
@@ -135,10 +135,10 @@ class Session(ABC, Generic[C]):
                 return self.prefill()
             case Think(limit=limit, most=most):
                 return self.think(limit, most)
-            case Draft(limit=limit, round_index=number, hold=hold, guess=guess):
-                return self.draft(limit, number, hold, guess)
-            case DraftAlone(limit=limit, round_index=number, hold=hold):
-                return self.draft_alone(limit, number, hold)
+            case Draft(limit=limit, round_index=number, min_tokens_left=min_tokens_left, guess=guess):
+                return self.draft(limit, number, min_tokens_left, guess)
+            case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left):
+                return self.draft_alone(limit, number, min_tokens_left)
             case Verify(questions=questions, top=top):
                 return self.verify(questions, top)
             case Commit(text=text):
@@ -162,20 +162,20 @@ class Session(ABC, Generic[C]):
         fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
         return Thought(fresh, ended)
 
-    def draft(self, limit: int, round_index: int, hold: int = 0, guess: str = "") -> Stage[Drafted]:
+    def draft(self, limit: int, round_index: int, min_tokens_left: int = 0, guess: str = "") -> Stage[Drafted]:
         """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
         self._start(round_index)
         if guess and self._guesses_ahead:
             self._expect(self._branch(self._encoded(guess)))
         if self._constraint is not None:
             self._constraint.start()
-        ids, ended = yield from self._decode([], limit, hold)
+        ids, ended = yield from self._decode([], limit, min_tokens_left)
         text = self._codec.text_after(self.context.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
-            ids, ended = yield from self._decode(ids, len(ids) + 1, hold)
+            ids, ended = yield from self._decode(ids, len(ids) + 1, min_tokens_left)
             text = self._codec.text_after(self.context.answer, ids)
         self._expect(Branch(len(self.context.answer), tuple(ids)), is_own=True)
-        turn_ends = () if hold else self._turn_ends
+        turn_ends = () if min_tokens_left else self._turn_ends
         text, turn_over = self._cut_turn(text, turn_ends)
         if ended or turn_over:
             return Drafted(whole_characters(text), True, len(ids))
@@ -184,12 +184,12 @@ class Session(ABC, Generic[C]):
         cut = cut_candidate(text)
         return Drafted(cut, False, len(ids), whole_characters(text)[len(cut) :])
 
-    def verify(self, questions: Sequence[Question], top: int = 0) -> Stage[Verdicts]:
+    def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Stage[Verdicts]:
         """Judge candidates, all at once."""
         branches = [self._branch(self._encoded(q.text)) for q in questions]
         for question in questions:
-            if question.then and self._guesses_ahead:
-                self._expect(self._branch(self._encoded(question.text + question.then)))
+            if question.overrun and self._guesses_ahead:
+                self._expect(self._branch(self._encoded(question.text + question.overrun)))
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)
@@ -215,14 +215,14 @@ class Session(ABC, Generic[C]):
         if self._constraint is not None:
             self._constraint.commit(text)
 
-    def draft_alone(self, limit: int, round_index: int, hold: int = 0) -> Stage[Drafted]:
+    def draft_alone(self, limit: int, round_index: int, min_tokens_left: int = 0) -> Stage[Drafted]:
         """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
         self._start(round_index)
-        ids, ended = yield from self._decode([], limit, hold, alone=True)
+        ids, ended = yield from self._decode([], limit, min_tokens_left, alone=True)
         read = self.context.answer[: len(self.context.answer) - self._ids_held]
         pending = [*self.context.answer[len(read) :], *ids]
         text = self._codec.text_after(read, pending)
-        turn_ends = () if hold else self._turn_ends
+        turn_ends = () if min_tokens_left else self._turn_ends
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :], turn_ends)
         if not (ended or turn_over):
             yield from self._keep(Branch(len(self.context.answer), tuple(ids)))
@@ -239,17 +239,17 @@ class Session(ABC, Generic[C]):
         self.context.release(remember)
 
     def _decode(
-        self, ids: Sequence[int], limit: int, hold: int = 0, alone: bool = False
+        self, ids: Sequence[int], limit: int, min_tokens_left: int = 0, alone: bool = False
     ) -> Stage[tuple[list[int], bool]]:
         """Sample behind the committed answer and `ids` until there are `limit` of them; True if the turn ended.
 
-        The turn does not end before `hold` tokens.
+        The turn does not end before `min_tokens_left` tokens.
         """
         ids, ended = list(ids), False
         while not ended and len(ids) < limit:
             if self._constraint is not None and self._constraint.finished:
                 return ids, True
-            more, ended = yield from self._next(ids, limit - len(ids), hold, alone)
+            more, ended = yield from self._next(ids, limit - len(ids), min_tokens_left, alone)
             ids += more
         return ids, ended
 

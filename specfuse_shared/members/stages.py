@@ -41,14 +41,14 @@ class Think:
 class Draft:
     """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Drafted`.
 
-    `hold`: so many tokens of the draft come before the turn may end. `guess`: what it may turn out to be; it changes
-    only how fast that is found.
+    `min_tokens_left`: the turn may end behind so many tokens of the draft. `guess`: what it may turn out to be, which
+    changes only how fast that is found.
     """
 
     stage: ClassVar[StageName] = "draft"
     limit: int
     round_index: int
-    hold: int = 0
+    min_tokens_left: int = 0
     guess: str = ""
 
 
@@ -59,19 +59,19 @@ class DraftAlone:
     stage: ClassVar[StageName] = "draft"
     limit: int
     round_index: int
-    hold: int = 0
+    min_tokens_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ScoringQuery:
     """A candidate put to a verifier: its text, and whether an end of turn follows.
 
-    `then`: what its drafter began to say behind it, which may come next.
+    `overrun`: what its drafter began to say behind it, which may come next.
     """
 
     text: str
     ends: bool
-    then: str = ""
+    overrun: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Verify:
     """
 
     stage: ClassVar[StageName] = "verify"
-    questions: tuple[Question, ...]
+    questions: tuple[ScoringQuery, ...]
     top: int = 0
 
 
@@ -125,13 +125,13 @@ class StageRequest:
 class Drafted:
     """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled.
 
-    `then`: what it began to say behind the text, and was cut off.
+    `overrun`: what it began to say behind the text, and was cut off.
     """
 
     text: str
     ends: bool
     tokens: int
-    then: str = ""
+    overrun: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.likeliest import Likeliest
-from specfuse_shared.runtime.logprobs import Judgement
+from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static_runner import DraftInput
 
@@ -231,7 +231,7 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
             first += len(rows)
     columns = _run_drafts(drafts) if drafts else iter(())
     results = [next(columns) if request.draft is not None else _result(request) for request in requests]
-    Judgement.together([result for result in results if isinstance(result, Judgement)])
+    PendingLogprobs.together([result for result in results if isinstance(result, PendingLogprobs)])
     return results
 
 

@@ -184,9 +184,9 @@ class Plan:
         """Why there is no place, and what would help."""
         if self.fits:
             return None
-        lacking = [f"{a.member} ({memory(a.need.total)})" for a in self.assignments if not a.memory]
-        free = ", ".join(f"{d.name} {memory(d.free)}" for d in self.devices)
-        total = memory(sum(a.need.total for a in self.assignments))
+        lacking = [f"{a.member} ({format_bytes(a.need.total)})" for a in self.assignments if not a.memory]
+        free = ", ".join(f"{d.name} {format_bytes(d.free)}" for d in self.devices)
+        total = format_bytes(sum(a.need.total for a in self.assignments))
         return (
             f"no device has room for {', '.join(lacking)}: the members need {total} in all, with caches and a reserve "
             f"of 10 %, and there is {free}. What would help: {'; '.join(self.advice)}"
@@ -212,6 +212,6 @@ class Plan:
         return {**data, "fits": self.fits, "problem": self.problem}
 
 
-def memory(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes as a person reads them."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

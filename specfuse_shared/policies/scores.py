@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -47,15 +46,11 @@ class MeanProb:
         return math.fsum(spread) / sum(token_bytes)
 
 
-_FIRST_WORD = re.compile(r"\s*\S*")
-
-
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """Probability of the stretch that all candidates cover, so that none gains or loses by where it was cut.
 
-    B: bytes of the `least` that is compared, the "shortest" candidate or, if candidates that end the turn are shorter,
-    at least a "word" of those that go on. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
+    B: bytes of the shortest candidate. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
     one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
     Where all candidates end the turn, nothing of them is unknown, and B is the longest: an answer counts whole.
 
@@ -70,7 +65,6 @@ class Stretch:
     """
 
     per: Literal["token", "byte"] = "token"
-    least: Literal["shortest", "word"] = "shortest"
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         ending = sorted((c for c in candidates if c.ends), key=lambda c: c.size)
@@ -79,14 +73,8 @@ class Stretch:
 
     def _size(self, candidates: Sequence[CandidateLogprobs]) -> int:
         """B in bytes."""
-        shortest = min(c.size for c in candidates)
-        going_on = [c for c in candidates if not c.ends]
-        if not going_on:
-            return max(c.size for c in candidates)
-        if self.least == "shortest":
-            return shortest
-        word = max(len(_FIRST_WORD.match(c.text)[0].encode()) for c in going_on)  # type: ignore[index]
-        return max(shortest, min(word, *(c.size for c in going_on)))
+        sizes = [c.size for c in candidates]
+        return max(sizes) if all(c.ends for c in candidates) else min(sizes)
 
     def _logprob(self, candidate: CandidateLogprobs, shorter: CandidateLogprobs | None, size: int) -> float:
         """ℓ_i; `shorter`: the shortest candidate that ends and behind which this one goes on."""

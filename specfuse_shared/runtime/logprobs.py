@@ -46,7 +46,7 @@ class _Numbers:
         return list(chain.from_iterable(self._read[place] for place in places))
 
 
-class Judgement:
+class PendingLogprobs:
     """Log-probabilities of lines, on their way from the device; `logits` (V) of a node.
 
     `top`: so many of the most probable tokens in the place of each are found, too.
@@ -62,7 +62,7 @@ class Judgement:
         self._places: list[slice] = []
 
     @classmethod
-    def together(cls, judgements: Sequence[Judgement]) -> None:
+    def together(cls, judgements: Sequence[PendingLogprobs]) -> None:
         """Let the device find them all at once: a few kernels, and one thing to wait for."""
         some = [judgement for judgement in judgements if judgement._nodes]
         if not some:
@@ -114,19 +114,19 @@ class Judgement:
         ]
 
 
-def _nodes_of(judgement: Judgement) -> int:
+def _nodes_of(judgement: PendingLogprobs) -> int:
     return len(judgement._nodes)
 
 
-def _asked_of(judgement: Judgement) -> int:
+def _asked_of(judgement: PendingLogprobs) -> int:
     return len(judgement._asked)
 
 
-def _ends_of(judgement: Judgement) -> int:
+def _ends_of(judgement: PendingLogprobs) -> int:
     return sum(1 for line in judgement._lines if line.stops)
 
 
-def _tops_of(judgement: Judgement) -> int:
+def _tops_of(judgement: PendingLogprobs) -> int:
     return 2 * judgement._top * len(judgement._asked)
 
 

@@ -26,7 +26,7 @@ from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
-from specfuse_shared.serving.forks import spare_forks
+from specfuse_shared.serving.forks import limit_threads_after_fork
 from specfuse_shared.serving.memory import release
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.opening import Opener, Opening
@@ -108,7 +108,7 @@ class EnsembleEngine:
                 self._opener = Opener(assembly.members, scheduler)
                 self._assembly, self._scheduler = assembly, scheduler
                 weakref.finalize(self, scheduler.close)
-                spare_forks()
+                limit_threads_after_fork()
         return self
 
     def describe(self) -> tuple[MemberReport, ...]:
@@ -283,7 +283,6 @@ class EnsembleEngine:
         return self._assembly.members
 
     def _assemble(self, on_progress: OnProgress | None) -> Assembly:
-        """The members and their lanes; here is where members of another kind would come in."""
         return assemble_ensemble(self.config, self._metrics.forward, on_progress)
 
     def _reference(self, members: Sequence[str] | None) -> Member:

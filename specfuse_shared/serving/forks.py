@@ -9,7 +9,7 @@ import torch
 
 
 @cache
-def spare_forks() -> None:
+def limit_threads_after_fork() -> None:
     """Let processes that are forked from this one compute with one thread each.
 
     The threads that OpenMP keeps do not survive a fork, and the next one to ask for them would wait for ever.

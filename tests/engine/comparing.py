@@ -23,7 +23,7 @@ from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import RoundRecord
 from tests.engine.naive import NaiveMember, NaiveRound, naive_rounds
 
-SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte", "stretch": "word"})
+SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte"})
 """Settings of the scores that are held against the naive rounds."""
 FAULT_ROW = "fault"
 """Name of a test's property: what was injected, when, into what, and what happened."""

@@ -142,8 +142,8 @@ class FakeLane:
                 self.answers[key] = ""
             case Draft(limit=limit) | DraftAlone(limit=limit) as op:
                 words = self.says[request.member](self.answers[key], limit).split()
-                if ends := "." in words[op.hold :]:
-                    words = words[: words.index(".", op.hold)]
+                if ends := "." in words[op.min_tokens_left :]:
+                    words = words[: words.index(".", op.min_tokens_left)]
                 text = "".join(f" {word}" for word in words)
                 if isinstance(op, DraftAlone) and not ends:
                     self.answers[key] += text

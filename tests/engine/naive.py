@@ -7,7 +7,6 @@ written out again here; what text and ids are (templates, canonical encoding, cu
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,19 +82,16 @@ Judged = dict[Draft, list[tuple[float, int]]]
 def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
     """What one verifier thinks of each candidate: exp(Σ log p / units), or the probability of the stretch."""
     if config.score == "stretch":
-        return _stretch(judged, config.units == "token", config.stretch == "word")
+        return _stretch(judged, config.units == "token")
     units = {"text": lambda n: 1, "root": math.sqrt, "token": lambda n: n}[config.units or ""]
     return {d: math.exp(sum(lp for lp, _ in tokens) / units(len(tokens))) for d, tokens in judged.items()}
 
 
-def _stretch(judged: Judged, whole: bool, word: bool) -> dict[Draft, float]:
-    """Up to where all have text (but for short ends: a word; and whole answers whole), and what goes on from the text
-    of one that ends never past that point."""
+def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
+    """Up to where all have text (finished answers in full), and what goes on from the text of one that ends never past
+    that point."""
     size = {d: len(d[0].encode()) for d in judged}
     border = (max if all(ends for _, ends in judged) else min)(size.values())
-    if word and (going := [d for d in judged if not d[1]]):
-        first = max(len(re.findall(r"^\s*\S*", text)[0].encode()) for text, _ in going)
-        border = max(border, min(first, *(size[d] for d in going)))
     found = {}
     for draft, tokens in judged.items():
         behind = [e for e in judged if e[1] and e != draft and draft[0].startswith(e[0])]

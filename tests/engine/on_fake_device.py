@@ -28,7 +28,7 @@ from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.fused_norms import fuse_norms
-from specfuse_shared.runtime.logprobs import Judgement
+from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from tests.engine.tiny import ARCHITECTURES
@@ -66,7 +66,7 @@ def run(kind: str, device: torch.device) -> None:
         [ForwardRequest(c, branches, logprobs=asked) for c, asked in zip(contexts, asking, strict=True)]
     )
     for context, judgement in zip(contexts, judged, strict=True):
-        assert isinstance(judgement, Judgement)
+        assert isinstance(judgement, PendingLogprobs)
         must_wait(judgement.read)
         context.commit(Branch(0, (1, 2, 3)))
         assert context.logits(Branch(3, ())).device.type == device.type

@@ -150,7 +150,7 @@ def test_no_member_ends_its_turn_before_min_tokens(names: str, least: int, expec
         result = engine.generate("tell me", SamplingParams(max_tokens=20, min_tokens=least))
     assert result.usage.completion_tokens == expected
     assert result.finish_reason == ("length" if expected == 20 else "stop")
-    holds = [request.op.hold for request in lane.asked if isinstance(request.op, (Draft, DraftAlone))]
+    holds = [request.op.min_tokens_left for request in lane.asked if isinstance(request.op, (Draft, DraftAlone))]
     assert holds == [max(0, least - n) for n in range(0, 3 * len(holds) // len(names), 3) for _ in names]
 
 

@@ -239,8 +239,6 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(folder: Path) -> None:
         ({"members": ["a"], "score": "mean_log"}, "did you mean 'mean_logprob'"),
         ({"members": ["a"], "score": "mean_prob", "per": "text"}, "per with score='mean_prob' is 'text': use one of"),
         ({"members": ["a"], "score": "stretch", "per": "root"}, "use one of 'token', 'byte'"),
-        ({"members": ["a"], "score": "stretch", "stretch": "words"}, "did you mean 'word'"),
-        ({"members": ["a"], "score": "mean_prob", "stretch": "word"}, "stretch='word' goes with score=\"stretch\""),
         ({"members": ["a"], "exit": "sometimes"}, "use one of 'entropy'"),
         ({"members": ["a"], "reference": "b"}, "reference is 'b'"),
         ({"members": ["a"], "exit_threshold": 2}, "exit_threshold"),

@@ -76,9 +76,8 @@ def test_each_setting_of_a_score_makes_the_policy_that_it_names() -> None:
     }
     assert made[("mean_logprob", None)] == made[("mean_logprob", "text")] == MeanLogprob("text")
     assert made[("mean_prob", None)] == made[("mean_prob", "token")] == MeanProb("token")
-    assert made[("stretch", None)] == made[("stretch", "token")] == Stretch("token", "shortest")
-    assert made[("stretch", "byte")] == Stretch("byte", "shortest")
-    assert EnsembleConfig(["a/b"], score="stretch", stretch="word").score_policy() == Stretch("token", "word")
+    assert made[("stretch", None)] == made[("stretch", "token")] == Stretch("token")
+    assert made[("stretch", "byte")] == Stretch("byte")
     assert made[("mean_logprob", "root")] == MeanLogprob("root")
 
 

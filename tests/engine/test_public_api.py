@@ -31,6 +31,7 @@ DOCUMENTED = {
     "RoundRecord",
     "SamplingParams",
     "ToolCall",
+    "demo_encoder",
     "demo_members",
 }
 ERRORS = {n for n, v in vars(errors).items() if inspect.isclass(v) and issubclass(v, errors.SpecFuseError)}

@@ -56,6 +56,7 @@ ITEMS = "* Chicken and Steak\n* Salmon and Shrimp\n* Chicken and Steak\n* Chicke
     ("answer", "segment"),
     [
         ("I am not sure.\nI am not sure.\nI am", " not sure."),
+        ("It is yeast" + " yeast" * 10, " Yeast"),
         (f"Dear Ann,\n\n{LONG}{LONG}I", " would like to"),
         (f"Dear Ann,\n\n{LONG}{LONG}", "I would like"),
         ("- Business Administration\n- Business Administration\n- Business", " Administration\n"),

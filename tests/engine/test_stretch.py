@@ -148,21 +148,6 @@ def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None
     assert elect([candidate(end=0.7), one, other]).winner == 0
 
 
-def test_at_least_a_word_is_compared_of_those_that_go_on() -> None:
-    full_stop = candidate((".", 0.3), end=0.9)
-    which = candidate((" wh", 0.5), ("ich", 0.2), (" is", 0.1))
-    and_so = candidate((" and", 0.4), (" so", 0.9))
-    row = [full_stop, which, and_so]
-    assert Stretch(least="shortest")(row) == pytest.approx([0.27, 0.5, 0.4])
-    assert Stretch(least="word")(row) == pytest.approx([0.27, 0.1, 0.36])
-    assert (elect(row[:2]).winner, elect(row[:2], score=Stretch(least="word")).winner) == (1, 0)
-    behind = candidate((".", 0.3), (" It", 1e-4))
-    assert Stretch(least="word")([full_stop, behind, which])[1] == pytest.approx(0.3 * 0.1), "no word against an end"
-    assert Stretch(least="word")([full_stop, candidate((".", 0.3), (".", 0.5), end=0.9)])[1] == pytest.approx(0.03)
-    going_on = [which, candidate((" a", 0.1))]
-    assert Stretch(least="word")(going_on) == Stretch()(going_on), "no candidate that goes on is shorter"
-
-
 def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins() -> None:
     rows = [[candidate((" The", p)), candidate((" The", p), (" tart", 0.01))] for p in (0.3, 0.6)]
     election = elect(*rows)
@@ -303,7 +288,6 @@ VERIFIERS = st.lists(
 )
 WEIGHTS = st.lists(st.floats(0.05, 1), min_size=3, max_size=3)
 DRAFTS = st.lists(st.sampled_from(CHOICES), min_size=2, max_size=6, unique=True)
-LEAST = st.sampled_from(["shortest", "word"])
 
 
 def tables(verifiers: Sequence[Verifier], drafts: Sequence[Draft]) -> list[list[CandidateLogprobs]]:
@@ -311,13 +295,13 @@ def tables(verifiers: Sequence[Verifier], drafts: Sequence[Draft]) -> list[list[
 
 
 @settings(max_examples=300, deadline=None)
-@given(VERIFIERS, WEIGHTS, DRAFTS, LEAST)
+@given(VERIFIERS, WEIGHTS, DRAFTS)
 def test_scores_of_candidates_that_differ_within_the_stretch_are_probabilities_of_one_outcome(
-    verifiers: list[Verifier], raw: list[float], drafts: list[Draft], least: str
+    verifiers: list[Verifier], raw: list[float], drafts: list[Draft]
 ) -> None:
     weights = policies.normalised(raw[: len(verifiers)])
     distinct = _distinct_within(drafts)
-    found = elect(*tables(verifiers, distinct), weights=weights, score=Stretch("token", least))  # type: ignore[arg-type]
+    found = elect(*tables(verifiers, distinct), weights=weights)
     for row in found.scores:
         assert sum(row) <= 1 + 1e-9
     assert sum(found.votes) <= 1 + 1e-9
@@ -343,9 +327,7 @@ def weighted(verifiers: Sequence[Verifier], weights: Sequence[float], draft: Dra
     return sum(w * math.exp(sum(v.judge(*draft).logprobs)) for w, v in zip(weights, verifiers, strict=True))
 
 
-def survives(
-    draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier], weights: Sequence[float], least: str
-) -> bool:
+def survives(draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier], weights: Sequence[float]) -> bool:
     """Whether the draft wins among `drafts`, or what goes on from it where it does not end.
 
     Not asked of beginnings that a verifier encodes in other tokens than the draft's own: to it they exclude each other.
@@ -353,7 +335,7 @@ def survives(
     they differ, to others they do not.
     """
     drafts = [d for d in drafts if d == draft or d[1] or all(_joins(v, d[0], draft[0]) for v in verifiers)]
-    score = Stretch("token", least)  # type: ignore[arg-type]
+    score = Stretch()
     rows = tables(verifiers, drafts)
     border = score._size(rows[0])
     agree = [text for text, _ in drafts if text[:border] == draft[0][:border]]
@@ -377,33 +359,32 @@ def _joins(verifier: Verifier, text: str, longer: str) -> bool:
 
 
 @settings(max_examples=200, deadline=None)
-@given(VERIFIERS, WEIGHTS, st.lists(st.sampled_from(CHOICES), min_size=1, max_size=4), LEAST)
+@given(VERIFIERS, WEIGHTS, st.lists(st.sampled_from(CHOICES), min_size=1, max_size=4))
 def test_a_draft_with_half_of_the_probability_wins_against_any_rivals(
-    verifiers: list[Verifier], raw: list[float], rivals: list[Draft], least: str
+    verifiers: list[Verifier], raw: list[float], rivals: list[Draft]
 ) -> None:
     weights = policies.normalised(raw[: len(verifiers)])
     for draft in CHOICES:
         if weighted(verifiers, weights, draft) > 0.5:
-            assert survives(draft, list(dict.fromkeys([*rivals, draft])), verifiers, weights, least)
-            assert survives(draft, list(dict.fromkeys([draft, *rivals])), verifiers, weights, least)
+            assert survives(draft, list(dict.fromkeys([*rivals, draft])), verifiers, weights)
+            assert survives(draft, list(dict.fromkeys([draft, *rivals])), verifiers, weights)
 
 
-@pytest.mark.parametrize("least", ["shortest", "word"])
-def test_a_draft_with_half_of_the_votes_wins_against_each_of_all_rivals(least: str) -> None:
+def test_a_draft_with_half_of_the_votes_wins_against_each_of_all_rivals() -> None:
     verifiers, weights, met = [Verifier(3, (*LETTERS, "ab"), 30.0), Verifier(8, ("a", "b"), 30.0)], [0.7, 0.3], 0
     for draft in CHOICES:
         for rival in CHOICES if weighted(verifiers, weights, draft) > 0.5 else ():
-            assert survives(draft, list(dict.fromkeys([rival, draft])), verifiers, weights, least)
+            assert survives(draft, list(dict.fromkeys([rival, draft])), verifiers, weights)
             met += 1
     assert met >= 2 * len(CHOICES)
 
 
 @settings(max_examples=100, deadline=None)
-@given(VERIFIERS, DRAFTS, st.sampled_from(["token", "byte"]), LEAST, st.data())
+@given(VERIFIERS, DRAFTS, st.sampled_from(["token", "byte"]), st.data())
 def test_the_winner_does_not_hang_on_the_order_of_candidates(
-    verifiers: list[Verifier], drafts: list[Draft], per: str, least: str, data: st.DataObject
+    verifiers: list[Verifier], drafts: list[Draft], per: str, data: st.DataObject
 ) -> None:
-    score, moved = Stretch(per, least), data.draw(st.permutations(drafts))  # type: ignore[arg-type]
+    score, moved = Stretch(per), data.draw(st.permutations(drafts))  # type: ignore[arg-type]
     for aggregate in (policies.weighted_mean, policies.geometric_mean):
         found = elect(*tables(verifiers, drafts), score=score, aggregate=aggregate)
         again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)

@@ -142,6 +142,13 @@ def test_configurable_fields_keep_the_stream_and_the_profile(tiny: EnsembleEngin
     assert (made.profile or {})["max_output_tokens"] == 20
 
 
+def test_a_copy_with_more_room_says_so(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(engine=tiny, max_tokens=12)
+    copied = model.model_copy(update={"max_tokens": 20})
+    assert [(each.profile or {})["max_output_tokens"] for each in (model, copied)] == [12, 20]
+    assert ChatSpecFuse(engine=tiny, profile={}).model_copy(update={"max_tokens": 20}).profile == {}
+
+
 def test_a_profile_of_one_s_own_stays(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, profile={"max_input_tokens": 7})
     made, _ = model.configurable_fields(seed=ConfigurableField(id="seed")).prepare({"configurable": {"seed": 1}})

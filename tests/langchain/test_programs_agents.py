@@ -1,36 +1,45 @@
-"""Agents that tutorials end with, over the demo: hand-offs, people who decide, middlewares, fallbacks, traces."""
+"""Agents that tutorials end with, over the demo: hand-offs, people who decide, middlewares, fallbacks, traces.
 
-from __future__ import annotations
+The members decide words and arguments. Whether a call is made is forced here, since models this small may call again
+what they know; what each test asserts is what LangChain's machinery made of our messages.
+"""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import (
     HumanInTheLoopMiddleware,
     ModelFallbackMiddleware,
+    ModelRequest,
+    ModelResponse,
     ModelRetryMiddleware,
     TodoListMiddleware,
+    wrap_model_call,
 )
-from langchain.agents.structured_output import ProviderStrategy
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.caches import InMemoryCache
-from langchain_core.messages import AIMessage, ToolMessage
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables import ConfigurableField
-from langchain_core.tools import tool
+from langchain_core.tools import BaseTool, tool
 from langchain_core.tracers import BaseTracer
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, ToolRuntime
 from langgraph.types import Command
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from langchain_specfuse import ChatSpecFuse, errors
 from specfuse_shared import EnsembleEngine
 
 pytestmark = pytest.mark.slow
 RUN: list[str] = []
+FACT = "The observatory opens at seven in the evening."
 
 
-@tool(return_direct=True)
+@tool
 def opening_hours(day: str) -> str:
     """When the observatory opens on a day."""
     RUN.append(day)
@@ -48,86 +57,196 @@ def llm(demo_engine: EnsembleEngine) -> ChatSpecFuse:
     return ChatSpecFuse(engine=demo_engine, max_tokens=80)
 
 
-def test_a_supervisor_hands_over_to_the_worker_it_names(llm: ChatSpecFuse) -> None:
-    class Route(BaseModel):
-        worker: bool
+def once(choice: str = "any") -> Any:
+    """A middleware: the first turn calls a tool, the next one answers.
 
-    def supervise(state: MessagesState) -> Command[Any]:
-        route = llm.with_structured_output(Route).invoke([*state["messages"], ("user", "Is a worker needed?")])
+    With a `ProviderStrategy` LangChain passes a choice on only in the model's settings.
+    """
+
+    @wrap_model_call
+    def force(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+        now = "none" if any(isinstance(message, ToolMessage) for message in request.messages) else choice
+        if isinstance(request.response_format, ProviderStrategy):
+            return handler(request.override(model_settings={"tool_choice": now}))
+        return handler(request.override(tool_choice=now))
+
+    return force
+
+
+def kinds(state: dict[str, Any]) -> list[str]:
+    return [message.type for message in state["messages"]]
+
+
+# ── hand-offs ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Route(BaseModel):
+    """Who answers."""
+
+    worker: Literal["astronomer", "cook"] = Field(description="astronomer: stars and planets; cook: food and drink")
+
+
+class Routed(MessagesState):
+    worker: str
+
+
+@pytest.mark.parametrize("question", ["What is a comet?", "How is bread baked?"])
+def test_a_supervisor_hands_over_to_the_worker_it_names(llm: ChatSpecFuse, question: str) -> None:
+    def supervise(state: Routed) -> Command[Any]:
+        route = llm.with_structured_output(Route).invoke([*state["messages"], ("user", "Who shall answer?")])
         assert isinstance(route, Route)
-        return Command(goto="worker" if route.worker else END, update={"messages": [AIMessage("Handed over.")]})
+        return Command(goto=route.worker, update={"worker": route.worker})
 
-    def work(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [llm.invoke(state["messages"], max_tokens=12)]}
+    def work(name: str) -> Callable[[Routed], dict[str, Any]]:
+        persona = ("system", f"You are {name}. Answer briefly.")
+        return lambda state: {"messages": [llm.invoke([persona, *state["messages"]], max_tokens=12, stop=["\n"])]}
 
-    graph = StateGraph(MessagesState)
-    graph.add_node("supervisor", supervise, destinations=("worker", END))
-    graph.add_node("worker", work)
-    graph.add_edge(START, "supervisor")
-    graph.add_edge("worker", END)
-    state = graph.compile().invoke({"messages": [("user", "Describe the sea, please.")]})
-    assert [message.text for message in state["messages"]][1] == "Handed over."
-    assert len(state["messages"]) in (2, 3)
+    graph = StateGraph(Routed).add_node("supervisor", supervise, destinations=("astronomer", "cook"))
+    for name in ("astronomer", "cook"):
+        graph.add_node(name, work(name)).add_edge(name, END)
+    app = graph.add_edge(START, "supervisor").compile()
+    nodes = [
+        node for update in app.stream({"messages": [("user", question)]}, stream_mode="updates") for node in update
+    ]
+    state = app.invoke({"messages": [("user", question)]})
+    assert nodes == ["supervisor", state["worker"]]
+    assert kinds(state) == ["human", "ai"]
+    assert state["messages"][1].usage_metadata["input_tokens"] > 0
+
+
+def transfer_to(agent: str, about: str) -> BaseTool:
+    @tool(f"transfer_to_{agent}", description=f"Hands the conversation over to the {agent}, who knows {about}.")
+    def transfer(runtime: ToolRuntime) -> Command[Any]:
+        asked = runtime.state["messages"][-1]
+        note = ToolMessage(f"The {agent} answers now.", tool_call_id=runtime.tool_call_id or "")
+        return Command(goto=agent, graph=Command.PARENT, update={"messages": [asked, note]})
+
+    return transfer
+
+
+def test_an_agent_hands_over_with_a_tool(llm: ChatSpecFuse) -> None:
+    tools = [transfer_to("astronomer", "stars"), transfer_to("cook", "food")]
+    desk = create_agent(llm, tools, middleware=[once()], name="desk")
+    brief = llm.model_copy(update={"max_tokens": 12})
+    workers = {name: create_agent(brief, [], name=name) for name in ("astronomer", "cook")}
+    graph = StateGraph(MessagesState).add_node("desk", desk, destinations=tuple(workers))
+    for name, agent in workers.items():
+        graph.add_node(name, agent).add_edge(name, END)
+    state = graph.add_edge(START, "desk").compile().invoke({"messages": [("user", "Ask the cook: how is bread made?")]})
+    assert kinds(state) == ["human", "ai", "tool", "ai"]
+    _, called, told, answer = state["messages"]
+    [call] = called.tool_calls
+    assert told.tool_call_id == call["id"]
+    assert answer.name == call["name"].removeprefix("transfer_to_")
+    assert told.text == f"The {answer.name} answers now."
+    assert answer.text
+
+
+# ── people, values, plans ────────────────────────────────────────────────────────────────────────
 
 
 def test_a_person_agrees_and_the_agent_goes_on_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
     RUN.clear()
     ask = HumanInTheLoopMiddleware(interrupt_on={"opening_hours": True})
     agent = create_agent(
-        llm, [opening_hours], middleware=[ask], checkpointer=InMemorySaver(), response_format=ProviderStrategy(Verdict)
+        llm,
+        [opening_hours],
+        middleware=[ask, once()],
+        checkpointer=InMemorySaver(),
+        response_format=ProviderStrategy(Verdict),
     )
     config: Any = {"configurable": {"thread_id": "1"}}
-    question = "Use the tool opening_hours for the day Monday: when does the observatory open on Monday?"
-    state = agent.invoke({"messages": [("user", question)]}, config)
-    if "__interrupt__" in state:  # two small members may also answer at once
-        assert RUN == []
-        state = agent.invoke(Command(resume={"decisions": [{"type": "approve"}]}), config)
-        assert len(RUN) == 1
-    if not any(isinstance(message, ToolMessage) for message in state["messages"]):
-        assert isinstance(state["structured_response"], Verdict)
+    stopped = agent.invoke({"messages": [("user", "Is the observatory open on Monday evening?")]}, config)
+    [request] = stopped["__interrupt__"][0].value["action_requests"]
+    assert RUN == []
+    state = agent.invoke(Command(resume={"decisions": [{"type": "approve"}]}), config)
+    assert [{"day": day} for day in RUN] == [request["args"]]
+    assert kinds(state) == ["human", "ai", "tool", "ai"]
+    assert isinstance(state["structured_response"], Verdict)
+    assert Verdict.model_validate_json(state["messages"][-1].text) == state["structured_response"]
 
 
-def test_a_model_asked_with_provider_strategy_alone_gives_the_value(llm: ChatSpecFuse) -> None:
-    agent = create_agent(llm, [], response_format=ProviderStrategy(Verdict))
+@pytest.mark.parametrize("strategy", [ProviderStrategy, ToolStrategy])
+def test_an_agent_without_tools_gives_the_value(llm: ChatSpecFuse, strategy: Callable[[type], Any]) -> None:
+    agent = create_agent(llm, [], response_format=strategy(Verdict))
     state = agent.invoke({"messages": [("user", "The observatory is open now. Is it open?")]})
+    answer = next(message for message in state["messages"] if isinstance(message, AIMessage))
+    told = answer.tool_calls[0]["args"] if strategy is ToolStrategy else Verdict.model_validate_json(answer.text)
+    assert Verdict.model_validate(told) == state["structured_response"]
+    assert [call["name"] for call in answer.tool_calls] == (["Verdict"] if strategy is ToolStrategy else [])
+
+
+def test_a_class_alone_is_the_strategy_that_a_grammar_can_hold(llm: ChatSpecFuse) -> None:
+    state = create_agent(llm, [], response_format=Verdict).invoke({"messages": [("user", "Is it open? Yes.")]})
+    assert kinds(state) == ["human", "ai"]
     assert isinstance(state["structured_response"], Verdict)
 
 
-def test_an_agent_with_a_list_of_todos_runs_to_its_end(llm: ChatSpecFuse) -> None:
-    agent = create_agent(llm, [opening_hours], middleware=[TodoListMiddleware()])
-    state = agent.invoke({"messages": [("user", "Say hello.")]}, {"recursion_limit": 12})
-    assert isinstance(state["messages"][-1], (AIMessage, ToolMessage))
+def test_an_agent_writes_a_list_of_todos_and_answers(llm: ChatSpecFuse) -> None:
+    wide = llm.model_copy(update={"max_tokens": 200})
+    agent = create_agent(wide, [opening_hours], middleware=[TodoListMiddleware(), once("write_todos")])
+    state = agent.invoke({"messages": [("user", "Plan one step: find out when the observatory opens.")]})
+    assert kinds(state) == ["human", "ai", "tool", "ai"]
+    [call] = state["messages"][1].tool_calls
+    assert state["todos"] == call["args"]["todos"]
+    assert all(set(todo) == {"content", "status"} for todo in state["todos"])
 
 
 def test_a_sub_agent_is_a_tool_of_another_one(llm: ChatSpecFuse) -> None:
     inner = create_agent(llm.model_copy(update={"max_tokens": 12}), [])
+    asked: list[str] = []
 
-    @tool(return_direct=True)
+    @tool
     def ask_the_expert(question: str) -> str:
         """Asks the expert of the sea."""
+        asked.append(question)
         return str(inner.invoke({"messages": [("user", question)]})["messages"][-1].text)
 
-    [call] = llm.bind_tools([ask_the_expert], tool_choice="any").invoke("Ask the expert: is the sea deep?").tool_calls
-    assert ask_the_expert.invoke(call).content
+    outer = create_agent(llm.model_copy(update={"max_tokens": 60}), [ask_the_expert], middleware=[once()])
+    state = outer.invoke({"messages": [("user", "Ask the expert: is the sea deep?")]})
+    assert kinds(state) == ["human", "ai", "tool", "ai"]
+    assert asked == [state["messages"][1].tool_calls[0]["args"]["question"]]
+    assert state["messages"][2].text == inner.invoke({"messages": [("user", asked[0])]})["messages"][-1].text
 
 
-def test_fields_that_are_configured_fall_back_retry_and_are_cached(llm: ChatSpecFuse) -> None:
-    cache = InMemoryCache()
-    model = ChatSpecFuse(engine=llm.engine, max_tokens=8, cache=cache)
-    field = ConfigurableField(id="seconds")
-    chain = model.configurable_fields(timeout=field).with_fallbacks([model], exceptions_to_handle=(TimeoutError,))
-    told = chain.invoke("What is the sea?", {"configurable": {"seconds": 1e-4}})
-    again = model.invoke("What is the sea?")
-    assert told.text == again.text
-    hurried = ChatSpecFuse(engine=llm.engine, max_tokens=8, timeout=1e-4)
-    middlewares = [
-        ModelFallbackMiddleware(model),
-        ModelRetryMiddleware(max_retries=1, initial_delay=0, on_failure="error"),
-    ]
-    state = create_agent(hurried, [], middleware=middlewares).invoke({"messages": [("user", "What is the sea?")]})
-    assert state["messages"][-1].text
+# ── what stands around a model ───────────────────────────────────────────────────────────────────
+
+
+def test_fields_that_are_configured_fall_back_retry_and_are_cached(
+    llm: ChatSpecFuse, demo_engine: EnsembleEngine
+) -> None:
+    model = ChatSpecFuse(engine=demo_engine, max_tokens=8, cache=InMemoryCache())
+    chosen = model.configurable_fields(timeout=ConfigurableField(id="seconds"))
+    hurry: Any = {"configurable": {"seconds": 1e-4}}
     with pytest.raises(errors.RequestTimeoutError):
-        hurried.invoke("What is the sea?")
+        chosen.invoke("What is the sea?", hurry)
+    told = chosen.with_fallbacks([model], exceptions_to_handle=(TimeoutError,)).invoke("What is the sea?", hurry)
+    before = demo_engine.metrics().forwards
+    assert model.invoke("What is the sea?").text == told.text
+    assert demo_engine.metrics().forwards == before, "the cache answered"
+
+
+class Failures(BaseCallbackHandler):
+    """The errors of models."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    def on_llm_error(self, error: BaseException, **kwargs: Any) -> None:
+        self.errors.append(error)
+
+
+def test_middlewares_retry_and_fall_back(llm: ChatSpecFuse, demo_engine: EnsembleEngine) -> None:
+    hurried = ChatSpecFuse(engine=demo_engine, max_tokens=8, timeout=1e-4)
+    model = ChatSpecFuse(engine=demo_engine, max_tokens=8)
+    retries = ModelRetryMiddleware(max_retries=1, initial_delay=0, on_failure="error")
+    asked = {"messages": [HumanMessage("What is the sea?")]}
+    failures = Failures()
+    with pytest.raises(errors.RequestTimeoutError):
+        create_agent(hurried, [], middleware=[retries]).invoke(asked, {"callbacks": [failures]})
+    assert len(failures.errors) == 2
+    state = create_agent(hurried, [], middleware=[ModelFallbackMiddleware(model), retries]).invoke(asked)
+    assert state["messages"][-1].text == model.invoke("What is the sea?").text
 
 
 def test_a_tracer_hears_of_an_answer(llm: ChatSpecFuse) -> None:
@@ -147,19 +266,46 @@ def test_a_tracer_hears_of_an_answer(llm: ChatSpecFuse) -> None:
     assert usage == answer.usage_metadata
 
 
+# ── retrieval that the model asks for ────────────────────────────────────────────────────────────
+
+
+class Grade(BaseModel):
+    """Whether a text helps to answer a question."""
+
+    relevant: bool
+
+
 def test_retrieval_that_an_agent_asks_for(llm: ChatSpecFuse) -> None:
-    found: list[str] = []
+    """LangGraph's tutorial: ask for documents, grade them, ask in other words or answer."""
 
     @tool
     def search(query: str) -> str:
         """Searches the documents of the observatory."""
-        found.append(query)
-        return "The observatory opens at seven in the evening."
+        return FACT
 
-    asked = ("user", "Search for: when does the observatory open?")
-    call = llm.bind_tools([search], tool_choice="any").invoke([asked])
-    assert call.tool_calls
-    result = search.invoke(call.tool_calls[0])
-    answer = llm.bind_tools([search], tool_choice="none").invoke([asked, call, result], max_tokens=24)
-    assert found
-    assert answer.text
+    def ask(state: MessagesState) -> dict[str, list[BaseMessage]]:
+        return {"messages": [llm.bind_tools([search], tool_choice="any").invoke(state["messages"][:1])]}
+
+    def grade(state: MessagesState) -> Literal["answer", "rewrite"]:
+        question, text = state["messages"][0].text, state["messages"][-1].text
+        found = llm.with_structured_output(Grade).invoke(f"Question: {question}\nText: {text}\nDoes the text help?")
+        assert isinstance(found, Grade)
+        return "answer" if found.relevant else "rewrite"
+
+    def rewrite(state: MessagesState) -> dict[str, list[BaseMessage]]:
+        asked = f"Ask this in other words: {state['messages'][0].text}"
+        return {"messages": [HumanMessage(llm.invoke(asked, max_tokens=16, stop=["\n"]).text)]}
+
+    def answer(state: MessagesState) -> dict[str, list[BaseMessage]]:
+        found = next(message.text for message in state["messages"] if isinstance(message, ToolMessage))
+        prompt = f"Notes: {found}\nQuestion: {state['messages'][0].text}\nAnswer in one short sentence."
+        return {"messages": [llm.invoke(prompt, max_tokens=24)]}
+
+    graph = StateGraph(MessagesState).add_node(ask).add_node("search", ToolNode([search])).add_node(rewrite)
+    graph.add_node(answer).add_edge(START, "ask").add_edge("ask", "search").add_conditional_edges("search", grade)
+    app = graph.add_edge("rewrite", "answer").add_edge("answer", END).compile()
+    state = app.invoke({"messages": [("user", "When does the observatory open?")]})
+    way = ["human", "ai", "tool", "human", "ai"] if len(state["messages"]) == 5 else ["human", "ai", "tool", "ai"]
+    assert kinds(state) == way
+    assert state["messages"][2].tool_call_id == state["messages"][1].tool_calls[0]["id"]
+    assert "seven" in state["messages"][-1].text

@@ -49,12 +49,15 @@ def callbacks() -> Callbacks:
 
 @pytest.fixture
 def nothing_of_ours_fails(listener: Listener, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The test asks the LLM, and no call of it ends with an error of ours, also where LlamaIndex goes on without it."""
+    """The test asks the LLM; every call ends, none with an error of ours, also where LlamaIndex goes on without it."""
     root, failures = get_dispatcher(), Failures()
     root.add_span_handler(failures)
     yield
     root.span_handlers.remove(failures)
-    assert listener.calls()
+    calls = listener.calls()
+    assert calls
+    for kind in ("Chat", "Completion"):
+        assert calls.count(f"LLM{kind}StartEvent") == calls.count(f"LLM{kind}EndEvent")
     failed = [*failures.errors, *(event.exception for event in listener.of("ExceptionEvent"))]
     assert [error for error in failed if isinstance(error, SpecFuseError)] == []
     assert [record for record in caplog.records if record.name.startswith("llamaindex_specfuse")] == []

@@ -80,7 +80,7 @@ class Run:
         assert max(b - a for a, b in pairwise(times)) < 0.9 * (times[-1] - times[0])
 
 
-def called(id_: str, tool: str, **arguments: str) -> ChatMessage:
+def called(id_: str, tool: str, **arguments: Any) -> ChatMessage:
     call = ToolCallBlock(tool_call_id=id_, tool_name=tool, tool_kwargs=arguments)
     return ChatMessage(role="assistant", blocks=[TextBlock(text=""), call])
 

@@ -27,6 +27,8 @@ def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny_llm: SpecF
     told = started.model_dict
     assert (told["model"], told["temperature"], told["max_tokens"]) == ("chat+base", 0.5, 6)
     assert last.raw["model"] == "chat+base"
+    written = llm.metadata.model_dump(exclude_unset=True)  # what OpenInference calls invocation parameters
+    assert (written["model_name"], written["temperature"], written["max_tokens"]) == ("chat+base", 0.5, 6)
     assert set(last.raw["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
     assert llm.engine is not None
     assert str(Path(llm.engine.config.member_configs[0].model).parent) not in json.dumps(told, default=str)
@@ -81,7 +83,9 @@ def test_thoughts_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> 
 @pytest.mark.parametrize(
     ("option", "told"),
     [({"num_predict": 5}, "max_tokens"), ({"num_ctx": 5}, "max_context"), ({"format": "json"}, "structured_predict"),
-     ({"keep_alive": 1}, r"close\(\)"), ({"n": 2}, "several times"), ({"max_completion_tokens": 5}, "max_tokens")],
+     ({"keep_alive": 1}, r"close\(\)"), ({"n": 2}, "several times"), ({"max_completion_tokens": 5}, "max_tokens"),
+     ({"request_timeout": 5}, "timeout"), ({"json_mode": True}, "structured_predict"),
+     ({"thinking": True}, "MemberConfig"), ({"frequency_penalty": 0.5}, "repetition_penalty")],
 )  # fmt: skip
 def test_an_option_of_another_model_gets_an_answer_that_helps(
     tiny_llm: SpecFuseLLM, option: dict[str, Any], told: str
@@ -89,7 +93,7 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
     for make in (lambda: SpecFuseLLM(engine=tiny_llm.engine, **option), lambda: tiny_llm.complete("Hi", **option)):
         with pytest.raises(ConfigError, match=told):
             make()
-    assert tiny_llm.complete("Hi", n=1, max_tokens=3).text
+    assert tiny_llm.complete("Hi", n=1, presence_penalty=0.0, thinking=False, max_tokens=3).text
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic

@@ -22,7 +22,7 @@ from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, st
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import readable_or_refused
+from tests.llamaindex.listening import Listener, readable_or_refused
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,27 +64,34 @@ def test_citations_are_answered_from_numbered_sources(index: SummaryIndex, llm: 
     assert response.source_nodes[0].node.get_content().startswith("Source 1:")
 
 
-def test_a_router_that_calls_a_function_always_chooses(index: SummaryIndex, llm: SpecFuseLLM) -> None:
+def test_a_router_that_calls_a_function_always_chooses(
+    index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
+) -> None:
     selector = PydanticSingleSelector.from_defaults(llm=llm.model_copy(update={"max_tokens": 50}))
     router = RouterQueryEngine(selector=selector, query_engine_tools=tools(index, llm), llm=llm)
-    with readable_or_refused():  # the members may name a choice that there is not
+    with readable_or_refused(listener, QUESTION):  # the members may name a choice that there is not
         response = router.query(QUESTION)
         assert response.metadata is not None
         assert response.metadata["selector_result"].ind in (0, 1)
 
 
-def test_a_router_that_reads_text_chooses_or_says_what_it_could_not_read(index: SummaryIndex, llm: SpecFuseLLM) -> None:
+def test_a_router_that_reads_text_chooses_or_says_what_it_could_not_read(
+    index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
+) -> None:
     selector = LLMSingleSelector.from_defaults(llm=llm.model_copy(update={"max_tokens": 30}))
     router = RouterQueryEngine(selector=selector, query_engine_tools=tools(index, llm), llm=llm)
-    with readable_or_refused():
+    with readable_or_refused(listener, QUESTION):
         assert str(router.query(QUESTION))
 
 
-async def test_sub_questions_are_asked_or_could_not_be_read(index: SummaryIndex, llm: SpecFuseLLM) -> None:
+async def test_sub_questions_are_asked_or_could_not_be_read(
+    index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
+) -> None:
+    both = "When does it open, and what is there to eat?"
     questions = LLMQuestionGenerator.from_defaults(llm=llm.model_copy(update={"max_tokens": 60}))
     engine = SubQuestionQueryEngine.from_defaults(tools(index, llm), llm=llm, question_gen=questions, verbose=False)
-    with readable_or_refused():
-        assert str(await engine.aquery("When does it open, and what is there to eat?"))
+    with readable_or_refused(listener, both):
+        assert str(await engine.aquery(both))
 
 
 def test_the_fifth_chat_mode_answers_from_documents(index: SummaryIndex, llm: SpecFuseLLM) -> None:

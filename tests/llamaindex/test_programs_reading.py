@@ -40,7 +40,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import readable_or_refused
+from tests.llamaindex.listening import Listener, readable_or_refused
 
 pytestmark = [
     pytest.mark.slow,
@@ -111,18 +111,18 @@ def test_a_document_gives_its_passages_their_context(llm: SpecFuseLLM) -> None:
 # ── rerankers ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_reranker_that_predicts_values_always_ranks(llm: SpecFuseLLM) -> None:
+def test_a_reranker_that_predicts_values_always_ranks(llm: SpecFuseLLM, listener: Listener) -> None:
     reranker = StructuredLLMRerank(llm=llm.model_copy(update={"max_tokens": 40}), top_n=1)
-    with readable_or_refused():  # the members may name a document that there is not
+    with readable_or_refused(listener, QUESTION):  # the members may name a document that there is not
         assert len(reranker.postprocess_nodes(ranked(), query_str=QUESTION)) <= 1
 
 
 @pytest.mark.parametrize("reranker", [LLMRerank, RankGPTRerank])
 def test_a_reranker_that_reads_text_ranks_what_it_can_read(
-    reranker: type[LLMRerank] | type[RankGPTRerank], llm: SpecFuseLLM
+    reranker: type[LLMRerank] | type[RankGPTRerank], llm: SpecFuseLLM, listener: Listener
 ) -> None:
     ranking = reranker(llm=llm.model_copy(update={"max_tokens": 12}), top_n=1)
-    with readable_or_refused():
+    with readable_or_refused(listener, QUESTION):
         assert len(ranking.postprocess_nodes(ranked(), query_str=QUESTION)) <= 1
 
 
@@ -162,9 +162,10 @@ async def test_a_graph_with_a_schema_is_extracted_as_values(llm: SpecFuseLLM) ->
     ],
 )
 async def test_evaluators_give_a_verdict_or_say_that_there_is_none(
-    evaluator: type[BaseEvaluator], llm: SpecFuseLLM
+    evaluator: type[BaseEvaluator], llm: SpecFuseLLM, listener: Listener
 ) -> None:
     asked = {"query": QUESTION, "response": "At seven.", "contexts": FACTS[:1], "reference": "At seven in the evening."}
-    with readable_or_refused():
+    judged = "At seven." if evaluator is FaithfulnessEvaluator else QUESTION
+    with readable_or_refused(listener, judged):
         result = await evaluator(llm=llm).aevaluate(**asked, second_response="At noon.")  # type: ignore[call-arg]
         assert isinstance(result, EvaluationResult)

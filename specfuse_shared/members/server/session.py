@@ -56,10 +56,10 @@ class ServerSession(Session[SentIds]):
     def _start(self, round_index: int) -> None:
         self._round, self._drawn = round_index, 0
 
-    def _next(self, ids: Sequence[int], count: int, hold: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+    def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         if self._constraint is not None:
             return (yield from self._next_allowed(ids))
-        held = max(0, hold - len(ids))
+        held = max(0, min_tokens_left - len(ids))
         banned = self._stop_ids if held else ()
         found, ended = yield self._continued(ids, min(count, held or count), banned)
         sayable = found if alone else self._sayable(found)

@@ -1,0 +1,67 @@
+"""OpenTelemetry exporters of others find our model's name, sampling and tokens where they look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from langchain_specfuse import ChatSpecFuse
+from specfuse_shared import EnsembleEngine
+from tests.exporting import Spans, instrumented, parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
+
+
+@pytest.fixture
+def model(tiny: EnsembleEngine) -> ChatSpecFuse:
+    return ChatSpecFuse(engine=tiny, max_tokens=9, temperature=0.5, seed=1)
+
+
+@pytest.fixture
+def openinference() -> Iterator[Spans]:
+    with instrumented("openinference.instrumentation.langchain", "LangChainInstrumentor") as spans:
+        yield spans
+
+
+@pytest.fixture
+def openllmetry() -> Iterator[Spans]:
+    with instrumented("opentelemetry.instrumentation.langchain", "LangchainInstrumentor") as spans:
+        yield spans
+
+
+async def test_openinference_finds_name_sampling_and_tokens(model: ChatSpecFuse, openinference: Spans) -> None:
+    whole = model.invoke("Hello")
+    list(model.stream("Hello"))
+    await model.ainvoke("Hello")
+    _ = [chunk async for chunk in model.astream("Hello")]
+    spans = openinference.of_models("llm.model_name")
+    assert len(spans) == 4
+    for span in spans:
+        assert (span["llm.model_name"], span["llm.finish_reason"]) == ("chat+base", "length")
+        assert (parameters(span)["max_tokens"], parameters(span)["temperature"]) == (9, 0.5)
+        assert whole.usage_metadata is not None
+        assert span["llm.token_count.prompt"] == whole.usage_metadata["input_tokens"]
+        assert span["llm.token_count.completion"] == whole.usage_metadata["output_tokens"]
+
+
+def test_openinference_finds_what_a_call_sets(model: ChatSpecFuse, openinference: Spans) -> None:
+    model.invoke("Hello", max_tokens=5, temperature=0.0)
+    [span] = openinference.of_models("llm.model_name")
+    assert (parameters(span)["max_tokens"], parameters(span)["temperature"]) == (5, 0.0)
+    assert span["llm.token_count.completion"] == 5
+
+
+async def test_openllmetry_finds_name_sampling_and_tokens(model: ChatSpecFuse, openllmetry: Spans) -> None:
+    whole = model.invoke("Hello")
+    list(model.stream("Hello"))
+    await model.ainvoke("Hello")
+    _ = [chunk async for chunk in model.astream("Hello")]
+    spans = openllmetry.of_models("gen_ai.request.model")
+    assert len(spans) == 4
+    for span in spans:
+        assert span["gen_ai.request.model"] == span["gen_ai.response.model"] == "chat+base"
+        assert (span["gen_ai.request.max_tokens"], span["gen_ai.request.temperature"]) == (9, 0.5)
+        assert whole.usage_metadata is not None
+        assert span["gen_ai.usage.input_tokens"] == whole.usage_metadata["input_tokens"]
+        assert span["gen_ai.usage.output_tokens"] == whole.usage_metadata["output_tokens"]

@@ -1,0 +1,60 @@
+"""OpenTelemetry exporters of others find our model's name, sampling and tokens where they look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from llamaindex_specfuse import SpecFuseLLM
+from tests.exporting import Spans, instrumented, parameters
+from tests.llamaindex.listening import ENDPOINTS, ask
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
+
+
+@pytest.fixture
+def sampled(tiny_llm: SpecFuseLLM) -> SpecFuseLLM:
+    return tiny_llm.model_copy(update={"max_tokens": 9, "temperature": 0.5, "seed": 1})
+
+
+@pytest.fixture
+def openinference() -> Iterator[Spans]:
+    with instrumented("openinference.instrumentation.llama_index", "LlamaIndexInstrumentor") as spans:
+        yield spans
+
+
+@pytest.fixture
+def openllmetry() -> Iterator[Spans]:
+    with instrumented("opentelemetry.instrumentation.llamaindex", "LlamaIndexInstrumentor") as spans:
+        yield spans
+
+
+async def usage(llm: SpecFuseLLM, endpoints: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What each endpoint counted."""
+    return [(await ask(llm, endpoint, "Hello"))[-1].raw["usage"] for endpoint in endpoints]
+
+
+async def test_openinference_finds_name_sampling_and_tokens(sampled: SpecFuseLLM, openinference: Spans) -> None:
+    counted = await usage(sampled, ENDPOINTS)
+    spans = openinference.of_models("llm.model_name")
+    assert len(spans) == len(ENDPOINTS)
+    for span, told in zip(spans, counted, strict=True):
+        assert span["llm.model_name"] == "chat+base"
+        assert (parameters(span)["max_tokens"], parameters(span)["temperature"]) == (9, 0.5)
+        assert span["llm.token_count.prompt"] == told["prompt_tokens"]
+        assert span["llm.token_count.completion"] == told["completion_tokens"]
+
+
+async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: SpecFuseLLM, openllmetry: Spans) -> None:
+    """It writes no maximum of any LLM, and nothing of completions."""
+    chats = tuple(endpoint for endpoint in ENDPOINTS if "chat" in endpoint)
+    counted = await usage(sampled, chats)
+    spans = openllmetry.of_models("gen_ai.request.model")
+    assert len(spans) == len(chats)
+    for span, told in zip(spans, counted, strict=True):
+        assert span["gen_ai.request.model"] == span["gen_ai.response.model"] == "chat+base"
+        assert span["gen_ai.request.temperature"] == 0.5
+        assert span["gen_ai.usage.input_tokens"] == told["prompt_tokens"]
+        assert span["gen_ai.usage.output_tokens"] == told["completion_tokens"]
