@@ -10,12 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {names!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hidden())
+from importlib.machinery import PathFinder
+own = PathFinder.find_spec
+def find(cls, name, *args):
+    return None if name.partition(".")[0] in {names!r} else own(name, *args)
+PathFinder.find_spec = classmethod(find)
 """
 MISSING = (
     *("pytest_timeout", "pytest_asyncio", "xdist", "hypothesis", "psutil", "accelerate", "gguf", "httpx", "starlette"),
