@@ -1,6 +1,7 @@
 """Speed of static execution on one GPU, with random weights at the shapes of real models: no download.
 
-    python benchmarks/gpu.py [--repeats 5] [--minutes 9] [--execution static] [--compare-vllm URL] [--json FILE]
+    python benchmarks/gpu.py [--repeats 5] [--minutes 6] [--only WORDS] [--without WORDS] [--execution static]
+                             [--compare-vllm URL] [--json FILE]
     python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
 
 1. decode    a member's ms a token at 512 tokens of context ÷ bytes (weights it reads, its cache) / bandwidth
@@ -8,13 +9,17 @@
 3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forwards at that floor
 4. first     seconds to the first segment at 512 and 4,000 prompt tokens
 5. answers   tokens a second of 1, 8 and 32 answers at once
-6. guesses   seconds of one and of 8 answers with speculation ÷ without, which 1 to 5 do without
-7. memory    and the library's own `generate` beside it
+6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without, which 1 to 5 do without
+7. contexts  ms a token of each member, and tokens a second of 1, 8 and 32 answers with and without speculation, behind
+             512 to 32,768 tokens, as far as members and memory reach
+8. memory    the library's own `generate` beside it, and how many forwards of each part were replayed, ran in a fixed
+             shape, and ran as they came
 
-Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit, so that every member works in
-every round. Members are taken in order as far as memory goes, at least the first. What was found is written after every
-part, also when the time is over, when it is interrupted (Ctrl-C, SIGTERM), and when a part fails, which is said. At the
-end comes a table to paste into docs/performance.md.
+Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit and no end of an answer before its
+length, so that every member works in every round. Random weights say nothing of correctness: their logits are so small
+that a wrong mask would hardly show; that is for the tests. Members are taken in order as far as memory goes, at least
+the first. What was found is written after every part, also when the time is over, when it is interrupted (Ctrl-C,
+SIGTERM), and when a part fails, which is said. At the end comes a table to paste into docs/performance.md.
 
 With --compare-vllm, the decode of a vLLM server on the same kind of card stands beside that of the first member: it
 has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` makes random weights too).
@@ -23,66 +28,49 @@ has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` 
 from __future__ import annotations
 
 import argparse
-import gc
+import resource
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
+import sweep
 import torch
 from figures import RESULTS, Figure, markdown, report, write
+from loaded import SEGMENT, engine_over, forwards_of, prompt, told
 from shapes import members
 from speculation import forwards
 from vllm_peer import Peer
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, SegmentEvent
-from specfuse_shared.loading.pretrained import OnProgress
-from specfuse_shared.members.assembly import Assembly, assemble
+from specfuse_shared import EnsembleEngine, Message, SamplingParams, SegmentEvent
 from specfuse_shared.members.jobs import run_stage
 from specfuse_shared.members.local import LocalMember
 from specfuse_shared.members.local_session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
+from specfuse_shared.placement.devices import host_memory
 
-SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
-SEGMENT, CANDIDATES = 10, 5
+CANDIDATES = 5
 _SHARE_FOR_WEIGHTS = 0.8
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompt tokens of the short and the long prompt, tokens of an answer, how many at once, bytes of the copy."""
+    """Prompt tokens of the short and the long prompt, tokens of an answer, how many at once, bytes of the copy; prompt
+    tokens of the sweep."""
 
     short: int = 512
     long: int = 4000
     tokens: int = 64
     at_once: tuple[int, ...] = (1, 8, 32)
     copied: int = 1 << 31
+    contexts: tuple[int, ...] = (512, 2048, 8192, 32768)
 
 
-TINY = Sizes(48, 160, 24, (1, 2, 4), 1 << 24)
-
-
-class LoadedEngine(EnsembleEngine):
-    """An engine over members that are loaded already."""
-
-    def __init__(self, members: Sequence[LocalMember], speculation: str) -> None:
-        names = [MemberConfig(member.name, name=member.name) for member in members]
-        settings = {
-            "segment_tokens": SEGMENT,
-            "first_segment_tokens": None,
-            "exit": "never",
-            "reuse_prefixes": False,
-            "speculation": speculation,
-        }
-        super().__init__(EnsembleConfig(names, **settings))
-        self._loaded = members
-
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
-        return assemble(self._loaded, self._metrics.forward)
+TINY = Sizes(48, 160, 24, (1, 2, 4), 1 << 24, (48, 320))
 
 
 class Bench:
@@ -92,7 +80,7 @@ class Bench:
         self.sizes, self.repeats, self.device, self.execution = sizes, repeats, device, execution
         self.facts: list[tuple[str, str]] = []
         self.bandwidth = self._bandwidth()
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
         dtype = torch.float32 if tiny else torch.bfloat16
         self.members = list(members(tiny, device, dtype, execution, _SHARE_FOR_WEIGHTS * free))
         self.facts += [(member.name, _described(member)) for member in self.members]
@@ -110,12 +98,18 @@ class Bench:
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
         yield "speculation", lambda: self.speculation(self.members)
+        yield from sweep.parts(self)
 
-    def run(self, minutes: float, peer: Peer | None, save: Callable[[], None]) -> None:
-        """All parts that begin within so many minutes; `save` is called after each."""
+    def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
+        """All parts that begin within so many minutes, of those with one text in their names and without another;
+        `save` is called after each."""
+        only, without = wanted
         end, name = time.monotonic() + 60 * minutes, ""
         try:
             for name, part in self.parts(peer):
+                if only not in name or (without and without in name):
+                    continue
+                before = forwards_of(self.members)
                 if time.monotonic() > end:
                     self.facts.append((name, f"left out: {minutes:g} minutes were over"))
                     continue
@@ -123,6 +117,7 @@ class Bench:
                     self.figures += part()
                 except Exception as error:  # a card of another size or make: the rest still says something
                     self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
+                self.facts.append((f"forwards, {name}", told(forwards_of(self.members) - before)))
                 save()
         except KeyboardInterrupt:
             self.facts.append((name, "interrupted; what came before is complete"))
@@ -136,22 +131,27 @@ class Bench:
 
     def decode(self, member: LocalMember) -> float:
         """Seconds a token of plain decoding behind the short prompt; `generate` goes to the facts."""
-        session, seconds = self.opened(member), []
-        for number in range(self.repeats + 1):
-            seconds.append(self.timed(lambda n=number: run_stage(session.draft_alone(self.sizes.tokens, n + 1))))  # type: ignore[misc]
-        session.release()
+        step = self.step_seconds(member, self.sizes.short, self.repeats)
         own = [self.timed(lambda: self.generate(member)) for _ in range(self.repeats + 1)]
-        step, library = (statistics.median(found[1:]) / self.sizes.tokens for found in (seconds, own))
+        library = statistics.median(own[1:]) / self.sizes.tokens
         said = f"{1e3 * library:.2f} ms a token; decode takes {step / library:.2f} of it"
         self.facts.append((f"generate, {member.name}", said))
         self.steps[member.name] = step
         return step
 
+    def step_seconds(self, member: LocalMember, size: int, repeats: int) -> float:
+        """Seconds a token of plain decoding behind a prompt of so many tokens."""
+        session, seconds = self.opened(member, size), []
+        for number in range(repeats + 1):
+            seconds.append(self.timed(lambda n=number: run_stage(session.draft_alone(self.sizes.tokens, n + 1))))  # type: ignore[misc]
+        session.release()
+        return statistics.median(seconds[1:]) / self.sizes.tokens
+
     @torch.inference_mode()
     def generate(self, member: LocalMember) -> None:
         """The library's own greedy decoding of as many tokens behind the same prompt."""
         model = member.runner.model
-        ids = torch.tensor([member.encode_prompt(self.prompt([member], self.sizes.short))], device=self.device)
+        ids = torch.tensor([member.encode_prompt(prompt([member], self.sizes.short))], device=self.device)
         before = model.config._attn_implementation
         model.set_attn_implementation("eager" if before.endswith("eager") else "sdpa")
         length = {"max_new_tokens": self.sizes.tokens, "min_new_tokens": self.sizes.tokens}
@@ -160,7 +160,7 @@ class Bench:
 
     def verify(self, member: LocalMember) -> float:
         """Seconds until a member has judged five candidates behind the short prompt."""
-        session, seconds = self.opened(member), []
+        session, seconds = self.opened(member, self.sizes.short), []
         for number in range(self.repeats + 1):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
             asked = [ScoringQuery(text, False) for text in texts]
@@ -169,9 +169,9 @@ class Bench:
         session.release()
         return statistics.median(seconds[1:])
 
-    def opened(self, member: LocalMember) -> LocalSession:
-        prompt = member.encode_prompt(self.prompt([member], self.sizes.short))
-        session = member.open(prompt, SamplingParams(max_tokens=self.sizes.tokens), 0)
+    def opened(self, member: LocalMember, size: int) -> LocalSession:
+        ids = member.encode_prompt(prompt([member], size))
+        session = member.open(ids, self.params(), 0)
         run_stage(session.prefill())
         return session
 
@@ -196,11 +196,11 @@ class Bench:
 
     def _of_peer(self, member: LocalMember, peer: Peer) -> Figure:
         """Our decode against the server's, behind as long a prompt."""
-        prompt = [5] * self.sizes.short
-        speeds = [peer.speed([prompt], self.sizes.tokens) for _ in range(self.repeats + 1)]
+        ids = [5] * self.sizes.short
+        speeds = [peer.speed([ids], self.sizes.tokens) for _ in range(self.repeats + 1)]
         theirs, ours = statistics.median(speeds[1:]), 1 / self.steps[member.name]
         for count in self.sizes.at_once[1:]:
-            rate = peer.speed([prompt] * count, self.sizes.tokens)
+            rate = peer.speed([ids] * count, self.sizes.tokens)
             self.facts.append((f"vLLM, {count} at once", f"{rate:.1f} tokens/s"))
         detail = f"{ours:.1f} ÷ {theirs:.1f} tokens/s, vLLM {peer.version} with {peer.model}"
         return Figure(f"decode of {member.name} ÷ that of vLLM", ours / theirs, 0.8, True, detail)
@@ -212,22 +212,15 @@ class Bench:
 
     # ── the ensemble ─────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def engine(self, some: Sequence[LocalMember], speculation: str = "off") -> Iterator[EnsembleEngine]:
+    def engine(self, some: Sequence[LocalMember], speculation: str = "off") -> AbstractContextManager[EnsembleEngine]:
         """An engine over loaded members, with what earlier ones left given back."""
-        for member in self.members:
-            member.runner.free_reclaimable()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        with LoadedEngine(some, speculation) as engine:
-            yield engine.load()
+        return engine_over(some, self.members, speculation=speculation)
 
     def round(self, some: Sequence[LocalMember]) -> Figure:
-        messages, seconds = self.prompt(some, self.sizes.short), []
+        messages, seconds = prompt(some, self.sizes.short), []
         with self.engine(some) as engine:
             for _ in range(self.repeats + 1):
-                result = engine.generate(messages, SamplingParams(max_tokens=self.sizes.tokens))
+                result = engine.generate(messages, self.params())
                 full = [r for r in result.rounds[:-1] if r.verified or len(some) == 1]
                 seconds.append(statistics.median(r.timing.total for r in full))
         spent, floor = statistics.median(seconds[1:]), SEGMENT * sum(map(self.floor, some))
@@ -238,7 +231,7 @@ class Bench:
         found = {}
         with self.engine(some) as engine:
             for size in (self.sizes.short, self.sizes.long):
-                messages = self.prompt(some, size)
+                messages = prompt(some, size)
                 waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(self.repeats + 1)]  # type: ignore[misc]
                 found[size] = statistics.median(waits[1:])
         for size, wait in found.items():
@@ -248,10 +241,10 @@ class Bench:
 
     def answers(self, some: Sequence[LocalMember]) -> list[Figure]:
         """Throughput of many answers at once against one."""
-        rates, params = {}, SamplingParams(max_tokens=self.sizes.tokens)
+        rates, params = {}, self.params()
         with self.engine(some) as engine:
             for count in self.sizes.at_once:
-                asked = [self.prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
+                asked = [prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
                 results = engine.generate_batch(asked, params)
                 spent = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
                 rates[count] = sum(r.usage.completion_tokens for r in results) / spent  # type: ignore[union-attr]
@@ -263,39 +256,37 @@ class Bench:
 
     def speculation(self, some: Sequence[LocalMember]) -> list[Figure]:
         """Answers with guesses against answers without."""
-        spent, needed = {}, {}
-        params, counts = SamplingParams(max_tokens=self.sizes.tokens), self.sizes.at_once[:2]
+        rates: dict[tuple[str, int], tuple[float, float]] = {}
         for way in ("off", "auto"):
             with self.engine(some, way) as engine:
-                for count in counts:
-                    asked = [self.prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
-                    results = engine.generate_batch(asked, params)
-                    needed[way, count] = forwards(results)  # type: ignore[arg-type]
-                    spent[way, count] = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
+                for count in self.sizes.at_once:
+                    rates[way, count] = self.rate(engine, some, self.sizes.short // 4, count)
         return [
             Figure(
                 f"seconds with ÷ without speculation, {count} at once, {len(some)} members",
-                spent["auto", count] / spent["off", count],
+                rates["off", count][0] / rates["auto", count][0],
                 1.02,
                 False,
-                f"forwards a token {needed['off', count]:.2f} → {needed['auto', count]:.2f}",
+                f"forwards a token {rates['off', count][1]:.2f} → {rates['auto', count][1]:.2f}",
             )
-            for count in counts
+            for count in self.sizes.at_once
         ]
+
+    def rate(
+        self, engine: EnsembleEngine, some: Sequence[LocalMember], size: int, count: int, warm: bool = True
+    ) -> tuple[float, float]:
+        """Tokens a second of so many answers at once behind prompts of `size` tokens, and forwards a token."""
+        asked = [prompt(some, size, f"Entry {n}. ") for n in range(count)]
+        if warm:
+            engine.generate_batch(asked, self.params())
+        found: list[Any] = []
+        spent = self.timed(lambda: found.extend(engine.generate_batch(asked, self.params())))
+        return sum(r.usage.completion_tokens for r in found) / spent, forwards(found)
 
     # ── tools ────────────────────────────────────────────────────────────────────────────────────
 
-    def prompt(self, some: Sequence[LocalMember], size: int, start: str = "") -> list[Message]:
-        """A question behind filler, so that the longest member prompt has about `size` tokens."""
-
-        def asked(sentences: int) -> list[Message]:
-            return [Message("user", start + SENTENCE * sentences + "Describe the log of the observatory at length.")]
-
-        def length(sentences: int) -> int:
-            return max(len(member.encode_prompt(asked(sentences))) for member in some)
-
-        each = (length(20) - length(10)) / 10
-        return asked(max(0, int((size - length(0)) / each)))
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.sizes.tokens, ignore_eos=True)
 
     def timed(self, work: Callable[[], object]) -> float:
         """Seconds until the device has done the work."""
@@ -327,7 +318,7 @@ class Bench:
     def _memory(self) -> str:
         if self.device.type == "cuda":
             return f"{torch.cuda.max_memory_allocated(self.device) / 1e9:.1f} GB at most"
-        return f"{psutil.Process().memory_info().rss / 1e9:.1f} GB of the process"
+        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB of the process at most"
 
 
 def _described(member: LocalMember) -> str:
@@ -337,7 +328,7 @@ def _described(member: LocalMember) -> str:
 
 
 def _first_segment(engine: EnsembleEngine, messages: list[Message]) -> None:
-    events = engine.stream(messages, SamplingParams(max_tokens=4 * SEGMENT))
+    events = engine.stream(messages, SamplingParams(max_tokens=4 * SEGMENT, ignore_eos=True))
     next(event for event in events if isinstance(event, SegmentEvent) and event.text)
     events.close()  # type: ignore[attr-defined]
 
@@ -347,7 +338,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--execution", choices=["static", "dynamic"], default="static")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--minutes", type=float, default=9, help="no part begins later")
+    parser.add_argument("--minutes", type=float, default=6, help="no part begins later")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="parts that have them in their names, as in the facts"
+    )
+    parser.add_argument("--without", default="", metavar="WORDS", help="no parts with them in their names")
     parser.add_argument("--compare-vllm", metavar="URL", help="of a vLLM server with a model of the first shape")
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to see that everything runs")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
@@ -362,7 +357,8 @@ def main() -> None:
     name = "tiny sizes on a CPU" if options.tiny else torch.cuda.get_device_name(device)
     title = f"GPU path, {options.execution}, {name}"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    bench.run(options.minutes, peer, lambda: write(bench.figures, options.json, bench.facts))
+    wanted = options.only, options.without
+    bench.run(options.minutes, wanted, peer, lambda: write(bench.figures, options.json, bench.facts))
     report(title, bench.figures, options.json, bench.facts)
     print(markdown(bench.figures))
 

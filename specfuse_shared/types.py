@@ -248,7 +248,8 @@ class MemberReport:
     cached path and the model's own plain forward, or a server's two ways of scoring. `parameters` and `memory_bytes`
     are 0 where a server does not tell. `graphs`: "captured" (its steps run as CUDA graphs), or "eager: " and why not.
     `template`: "own", "given" or "plain". `context`: token limit, None if the model states none. `backend`: what runs
-    it, and `why` it is that.
+    it, and `why` it is that. `forwards`: how many of it were "replayed" as CUDA graphs, ran in a fixed shape ("static")
+    and ran as they came ("dynamic") so far; none where another engine runs it.
     """
 
     name: str
@@ -269,3 +270,4 @@ class MemberReport:
     load_seconds: float
     backend: str = "transformers"
     why: str = ""
+    forwards: Mapping[str, int] = field(default_factory=dict)

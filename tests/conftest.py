@@ -1,8 +1,13 @@
-"""What many tests share: the real demo ensemble, loaded once per number format, two tiny members, and a browser."""
+"""What many tests share: the real demo ensemble, loaded once per number format, two tiny members, and a browser.
+
+`pytest -m gpu` has to start on a lent card, where there is pytest and little else: settings of plugins that are missing
+are known all the same, and files without a test that needs a card are not even imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +20,30 @@ from tests.engine.tiny import pair_config, save_pair
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+_SETTINGS = {
+    "pytest_timeout": ("timeout",),
+    "pytest_asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+}
+_MARKS = ("needs_cuda(", "mark.gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for plugin, names in _SETTINGS.items():
+        for name in names if find_spec(plugin) is None else ():
+            parser.addini(name, f"of {plugin}, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "gpu":  # a lent card has versions of its own, which may warn of anything
+        config.addinivalue_line("filterwarnings", "default")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.markexpr != "gpu":
+        return None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    return None if any(mark in file.read_text("utf-8") for file in files for mark in _MARKS) else True
 
 
 @pytest.fixture(scope="session")

@@ -12,15 +12,18 @@ import torch
 import transformers
 
 from specfuse_shared.config import EnsembleConfig
-from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.errors import MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.ollama import ollama_models
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan
+from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.types import MemberReport
+
+TRIAL, TRIAL_TOKENS = "How do the tides follow the moon?", 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Checkup:
 def examine(config: EnsembleConfig, on_progress: OnProgress | None = None) -> Checkup:
     """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
     try:
-        return Checkup(_versions(), find_devices(), _load(config, on_progress), (), _ollama())
+        return Checkup(_versions(), find_devices(), *_load(config, on_progress), _ollama())
     except MemberLoadError as error:
         members, problems = _one_by_one(config, on_progress)
         return Checkup(_versions(), find_devices(), members, problems or (str(error),), _ollama())
@@ -57,16 +60,26 @@ def _one_by_one(
     bad: list[str] = []
     for member in config.member_configs:
         try:
-            good += _load(replace(config, members=[member], reference=None), on_progress)
+            found, wrong = _load(replace(config, members=[member], reference=None), on_progress)
+            good += found
+            bad += wrong
         except MemberLoadError as error:
             bad.append(str(error))
     return tuple(good), tuple(bad)
 
 
-def _load(config: EnsembleConfig, on_progress: OnProgress | None) -> tuple[MemberReport, ...]:
+def _load(config: EnsembleConfig, on_progress: OnProgress | None) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
+    """The members as they loaded, and what was wrong with a short answer of those whose steps are captured: only an
+    answer shows which of its forwards were replayed."""
+    problems: tuple[str, ...] = ()
     with EnsembleEngine(config) as engine:
         engine.load(on_progress)
-        return engine.describe()
+        if any(report.graphs == "captured" for report in engine.describe()):
+            try:
+                engine.generate(TRIAL, SamplingParams(max_tokens=TRIAL_TOKENS))
+            except SpecFuseError as error:
+                problems = (f"a short answer failed: {error}",)
+        return engine.describe(), problems
 
 
 def _versions() -> dict[str, str]:

@@ -55,6 +55,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "verification": report.verification,
         "probe error": f"{report.probe_error:.1e}",
         "graphs": report.graphs,
+        "forwards": ", ".join(f"{count:,} {way}" for way, count in report.forwards.items() if count) or UNKNOWN,
         "stop tokens": ", ".join(map(str, report.stop_token_ids)),
         "load": duration(report.load_seconds),
     }

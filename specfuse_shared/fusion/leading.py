@@ -1,9 +1,10 @@
 """Who drafts first in a round, and whether anybody does.
 
-Where members take turns, one leads: what its draft saves the others is time. Members that run beside each other draft
-at the same time, unless a leader pays there too, by what forwards of each take and by how often one draft settled a
-round lately: a lone answer must have its drafts earlier, and many answers that keep all lanes at work must cost
-clearly less. Seconds are measured and rounded, so that a seed seldom meets another leader.
+Where members take turns, one leads: what its draft saves the others is time, unless they are on an accelerator with as
+many answers as members. Members that run beside each other draft at the same time, unless a leader pays there too, by
+what forwards of each take and by how often one draft settled a round lately: a lone answer must have its drafts
+earlier, and many answers that keep all lanes at work must cost clearly less. Seconds are measured and rounded, so that
+a seed seldom meets another leader.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _MEMORY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Which lane runs each member, how many answers are on their way now, and mean seconds of each member's forwards
-    (none for members that have not run yet)."""
+    """Which lane runs each member, how many answers are on their way now, mean seconds of each member's forwards (none
+    for members that have not run yet), and the lanes on accelerators."""
 
     lane_of: Mapping[str, int]
     answers: Callable[[], int]
     step_seconds: Callable[[], Mapping[str, float]]
+    accelerated: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -51,10 +53,16 @@ class Lead:
             return leader
         lanes = {self.traffic.lane_of[name] for name in active}
         if len(lanes) == 1:
-            return leader
+            return None if self._reads_all(lanes, len(active)) else leader
         is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * len(lanes)
         led, at_once = self._round(sum if is_busy else max, self._steps(participants, active), leader, tokens)
         return leader if led < (_CLEARLY if is_busy else 1) * at_once else None
+
+    def _reads_all(self, lanes: set[int], members: int) -> bool:
+        """Whether every member's weights are read for some answer at any time: on an accelerator that is what a forward
+        costs, however many answers share it, so a leader spares nothing and only adds stages that wait."""
+        assert self.traffic is not None
+        return lanes <= self.traffic.accelerated and self.traffic.answers() >= members
 
     def _round(
         self, together: Callable[[Iterable[float]], float], steps: Mapping[str, float], leader: str, tokens: int

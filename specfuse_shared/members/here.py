@@ -18,6 +18,7 @@ from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.runtime.model_runner import Reclaimable
+from specfuse_shared.runtime.streams import Stopwatch
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
@@ -28,6 +29,8 @@ class Stream(Protocol):
     """Where the work of a member is queued."""
 
     def entered(self) -> AbstractContextManager[Any]: ...
+
+    def timed(self) -> Stopwatch: ...
 
     def wait(self) -> None: ...
 
@@ -66,7 +69,8 @@ class MemberHere(ABC):
     def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
         tokenizer = self.prompts.tokenizer
         self.vocabulary_size = size
-        self.stop_ids = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
+        named = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
+        self.stop_ids = tuple(stop for stop in named if stop < size)  # defaults of an architecture may lie beyond it
         self._special = ids_without_text(tokenizer, size, self.stop_ids)
         self.never_guessed = frozenset((*self._special, *self.stop_ids))
         self.text = MemberText(self.prompts, self.stop_ids, size)
@@ -166,5 +170,15 @@ class MemberHere(ABC):
     def _stops(self) -> torch.Tensor:
         return self._ids(self.stop_ids)
 
+    def is_blocked(self, token: int, blocked: torch.Tensor | None) -> bool:
+        """Whether a token is among ids that `blocked` gave, without asking the device."""
+        return blocked is not None and token in self._id_sets[id(blocked)]
+
+    @cached_property
+    def _id_sets(self) -> dict[int, frozenset[int]]:
+        return {}
+
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
+        found = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
+        self._id_sets[id(found)] = frozenset(ids)
+        return found

@@ -19,6 +19,9 @@ from specfuse_shared.members.tree_sequence import feed_together
 
 logger = logging.getLogger(__name__)
 
+_MOST_TRIES = 16
+"""Lacks of memory that one forward of one answer survives: each gives something back, at last every member's steps."""
+
 T = TypeVar("T")
 Stage: TypeAlias = Generator[ForwardRequest, Any, T]
 """A stage of one member of one answer; it is sent the `ForwardResult` of what it yields."""
@@ -65,7 +68,7 @@ def within(chunk: int, jobs: Sequence[Job]) -> list[Job]:
     return chosen
 
 
-def feed_all(jobs: Sequence[Job], is_last_try: bool = False) -> None:
+def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:
     """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
     try:
         results = feed_together([job.request for job in jobs if job.request is not None])
@@ -75,15 +78,19 @@ def feed_all(jobs: Sequence[Job], is_last_try: bool = False) -> None:
             logger.warning("a forward of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
             for start in range(0, len(jobs), size):
                 feed_all(jobs[start : start + size])
-        elif is_out_of_memory(error) and not is_last_try:
-            assert jobs[0].request is not None
-            jobs[0].request.context.runner.pool.make_room()
-            feed_all(jobs, is_last_try=True)
+        elif is_out_of_memory(error) and tries and (_make_room(jobs[0]) or tries == _MOST_TRIES):
+            feed_all(jobs, tries - 1)
         else:
             jobs[0].fail(error)
         return
     for job, result in zip(jobs, results, strict=True):
         job.result = result
+
+
+def _make_room(job: Job) -> bool:
+    """Whether something could be given back for the job's forward."""
+    assert job.request is not None
+    return job.request.context.runner.pool.make_room()
 
 
 @torch.inference_mode()

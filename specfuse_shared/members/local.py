@@ -77,9 +77,8 @@ class LocalMember(MemberHere):
 
     @property
     def report(self) -> MemberReport:
-        if self.runner.static is None:
-            return replace(self._report, why=self.why)
-        return replace(self._report, why=self.why, graphs=self.runner.static.graphs.report)
+        graphs = self._report.graphs if self.runner.static is None else self.runner.static.graphs.report
+        return replace(self._report, why=self.why, graphs=graphs, forwards=self.runner.forwards)
 
     def _described(self, place: Assignment, way: Attempt, seconds: float, size: tuple[int, int]) -> MemberReport:
         """`size`: parameters, and bytes of all weights."""

@@ -26,6 +26,7 @@ from specfuse_shared.members.requests import PREFILL_CHUNK
 from specfuse_shared.members.stages import Close, Closed, Fault, Open, Reply, StageRequest, StageResult, TokenCounts
 from specfuse_shared.placement.devices import free_memory
 from specfuse_shared.runtime.model_runner import share_room
+from specfuse_shared.runtime.streams import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class _Task:
 class LocalLane:
     """Runs the stages of `members` whenever `step` is called, always by the same thread, each in its member's stream.
 
-    `cores`: how many that thread may use from then on, None: as it is. `on_forward` is told of every forward.
+    `cores`: how many that thread may use from then on, None: as it is. `on_forward` is told of every forward, once its
+    device is through with it.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LocalLane:
         self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
         self._results: list[tuple[Reply, StageResult]] = []
         self._held, self._stepped, self._step_seconds = 0, 0.0, 0.0
+        self._timed: list[tuple[str, int, Stopwatch]] = []
 
     # ── the lane ─────────────────────────────────────────────────────────────────────────────────
 
@@ -85,12 +88,17 @@ class LocalLane:
         return [member.info for member in self.local.values()]
 
     def memory(self) -> Mapping[str, int]:
-        """Free bytes of each device, less a reserve."""
+        """Free bytes of each device and those of caches that are there already, less a reserve."""
         members = self.local.values()
-        devices = dict.fromkeys(device for member in members for device in member.devices)
+        held: dict[str, float] = {}
+        for member in members:
+            for device, share in member.devices.items():
+                held[device] = held.get(device, 0.0) + share * member.cache_use().cache_bytes
         reserved = sum(member.runner.reserve_bytes for member in members)
-        shares = {device: _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) for device in devices}
-        return {device: max(0, int(free_memory(device) * share) - reserved) for device, share in shares.items()}
+        return {
+            device: max(0, int((free_memory(device) + size) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE)) - reserved)
+            for device, size in held.items()
+        }
 
     def remember(self, limits: Mapping[str, int]) -> None:
         for name, limit in limits.items():
@@ -116,6 +124,7 @@ class LocalLane:
             sessions.clear()
             self.local[name].runner.stream.wait()  # nothing may still run over memory that others get now
             self.local[name].close()
+        self._tell_times()
 
     # ── its turn ─────────────────────────────────────────────────────────────────────────────────
 
@@ -164,6 +173,7 @@ class LocalLane:
                         task.job.advance()
                 self._settle(task)
             self._step_seconds = time.monotonic() - began
+            self._tell_times()
         self._stepped = time.monotonic()
         self._give()
 
@@ -223,11 +233,22 @@ class LocalLane:
         jobs = within(self._prefill_chunk(name), [task.job for task in waiting])
         if not jobs:
             return []
-        began = time.monotonic()
         with self._stream(name):
+            watch = self.local[name].runner.stream.timed()
             feed_all(jobs)
-        self._on_forward(name, len(jobs), time.monotonic() - began)
+            watch.stop()
+        self._timed.append((name, len(jobs), watch))
         return [task for task in waiting if task.job in jobs]
+
+    def _tell_times(self) -> None:
+        """Tell of the forwards that the devices are through with, in their order."""
+        waiting = []
+        for name, answers, watch in self._timed:
+            if (seconds := watch.seconds) is None:
+                waiting.append((name, answers, watch))
+            else:
+                self._on_forward(name, answers, seconds)
+        self._timed = waiting
 
     def _prefill_chunk(self, name: str) -> int:
         """Prompt tokens of the next step: few where an answer that has begun would wait for them."""

@@ -17,6 +17,8 @@ from specfuse_shared.runtime.sampler import Sampler, masked
 from specfuse_shared.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from specfuse_shared.members.here import MemberHere
 
 _BEFORE = 8
@@ -39,6 +41,7 @@ class LocalSession(Session[SequenceState]):
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._guesses = Guesses(member.never_guessed, member.token_cost) if self.context.keeps_spare else None
+        self._guesses_ahead = self._guesses is not None
 
     @property
     def counts(self) -> TokenCounts:
@@ -138,9 +141,7 @@ class LocalSession(Session[SequenceState]):
         """Tokens by what came of that, and whether they end the turn."""
         if isinstance(found, ChosenTokens):
             return self.context.drafted(wanted, found, self._member.stop_ids)
-        logits = found if self._constraint is None else masked(found, self._constraint.allowed())
-        history = self._history(wanted.branch) if self._sampler.needs_history else ()
-        token = self._sampler.pick(logits, history, wanted.blocked)
+        token = self._picked(wanted, found)
         if self._guesses is not None:
             self._guesses.observe(self.context.answer, wanted.branch.tokens, token)
         if token in self._member.stop_ids:
@@ -148,6 +149,17 @@ class LocalSession(Session[SequenceState]):
         if self._constraint is not None:
             self._constraint.advance(token)
         return [token], False
+
+    def _picked(self, wanted: DraftRequest, logits: torch.Tensor) -> int:
+        """The token behind the branch, by its logits (V), or as the forward told that fed it."""
+        if self._constraint is not None:
+            logits = masked(logits, self._constraint.allowed())
+        elif self._sampler.is_plain:
+            likeliest = self.context.likeliest(wanted.branch)
+            if likeliest is not None and not self._member.is_blocked(likeliest, wanted.blocked):
+                return likeliest
+        history = self._history(wanted.branch) if self._sampler.needs_history else ()
+        return self._sampler.pick(logits, history, wanted.blocked)
 
     def _history(self, branch: Branch) -> tuple[int, ...]:
         return (*self.context.prompt, *self.context.answer, *branch.tokens)

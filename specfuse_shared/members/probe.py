@@ -25,8 +25,9 @@ from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
-from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.model_runner import ModelRunner, model_home
 from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.streams import ModelStream
 from specfuse_shared.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Attempt:
     """A way to score branches, and its mean |Δ log p| against the model's plain forward.
 
     `slots`: one cache slot of each layer; none for recurrent models, whose state does not grow. `graphs`: for static
-    execution. `dynamic`: why it is not used.
+    execution. `dynamic`: why it is not used. `stream`: where all attempts work, and the member after them.
     """
 
     plan: MaskPlan | None
@@ -54,6 +55,7 @@ class Attempt:
     slots: Mapping[int, Layer] = field(default_factory=dict)
     graphs: Graphs | None = None
     dynamic: str = "not asked for"
+    stream: ModelStream | None = None
 
     @property
     def verification(self) -> Literal["packed", "rows"]:
@@ -70,7 +72,7 @@ class Attempt:
         return self.graphs.report if self.graphs is not None else f"eager: dynamic execution ({self.dynamic})"
 
     def runner(self, model: Any) -> ModelRunner:
-        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs)
+        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs, self.stream)
 
 
 def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
@@ -81,10 +83,11 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
     problems: list[str] = []
-    ways = [Attempt(plan) for plan in plans_for(config) if _is_packable(model)]
+    start = Attempt(None, stream=ModelStream(model_home(model)))
+    ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
     tried: list[Attempt] = []
     with _small_windows(config) as shrunk:
-        for group in (ways, [Attempt(None)], [Attempt(None, one_by_one=True)]):
+        for group in (ways, [start], [replace(start, one_by_one=True)]):
             tried += [_attempt(model, way, shrunk, problems) for way in group]
             best = min(tried, key=lambda way: way.error, default=None)
             if best is not None and best.error <= tolerance:
@@ -114,9 +117,9 @@ def _executed(model: Any, way: Attempt, shrunk: dict[str, int], member: str, exe
         return replace(way, dynamic=reason)
     fixed = _attempt(model, replace(way, error=float("inf"), graphs=Graphs(model.device, member)), shrunk, problems)
     assert fixed.graphs is not None
+    fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
     if fixed.error <= tolerance:
-        # what was captured belongs to the probe's windows; whether capturing works is known now
-        return replace(fixed, graphs=Graphs(model.device, member, fixed.graphs.reason))
+        return fixed
     reason = "; ".join(problems) or f"steps of fixed shape are off by {fixed.error:.2g} nats"
     logger.warning("member %s runs dynamically: %s", member, reason)
     return replace(way, dynamic=reason)

@@ -19,8 +19,12 @@ from specfuse_shared.members.requests import (
     LogprobRequest,
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+from specfuse_shared.runtime.likeliest import Likeliest
 from specfuse_shared.runtime.logprobs import Line, PendingLogprobs
 from specfuse_shared.runtime.model_runner import Reclaimable
+
+_Place = tuple[Likeliest, int]
+"""Where the likeliest token behind a node is told."""
 
 
 class SequenceState(ABC):
@@ -38,6 +42,7 @@ class SequenceState(ABC):
         self.answer: tuple[int, ...] = ()
         self.computed_tokens = self.forwards = 0
         self._end: torch.Tensor | None = None
+        self._end_place: _Place | None = None
         self._forget_tree()
 
     @property
@@ -62,13 +67,19 @@ class SequenceState(ABC):
         if request.prompt:
             return self.prompt_remaining > 0
         if request.logprobs is not None:
-            lines = (self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions)
-            return any(node not in self._rows for line in lines for node in line if node != ROOT)
-        return any(node not in self._rows for branch in request.branches for node in self._path(branch))
+            lines = [self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions]
+        else:
+            lines = [self._path(branch) for branch in request.branches]
+        rows = self._rows
+        for line in lines:
+            for node in line:
+                if node not in rows and node != ROOT:
+                    return True
+        return False
 
     def knows(self, branch: Branch) -> int:
         """How many of the branch's tokens, from its first on, went through the model."""
-        path = self._tree.find(*self._behind(branch))
+        path = self._paths.get((branch.base, branch.tokens)) or self._tree.find(*self._behind(branch))
         count = next((n for n, node in enumerate(path) if node not in self._rows), len(path))
         return max(0, count - (branch.base < len(self.answer)))
 
@@ -82,6 +93,12 @@ class SequenceState(ABC):
         path = self._path(branch)
         return self._logits_row(path[-1] if path else ROOT)
 
+    def likeliest(self, branch: Branch) -> int | None:
+        """The likeliest token after the branch where the forward that fed it told; all of those wait but once."""
+        path = self._path(branch)
+        place = self._places.get(path[-1]) if path else self._end_place
+        return None if place is None else place[0].token(place[1])
+
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
         """Natural log p of each token of a branch given all before it; waits for the device.
 
@@ -91,6 +108,12 @@ class SequenceState(ABC):
 
     def judge(self, request: LogprobRequest) -> PendingLogprobs:
         """Let the device find the log p of branches that were extended, without waiting for it."""
+        found = self.judgement(request)
+        PendingLogprobs.together([found])
+        return found
+
+    def judgement(self, request: LogprobRequest) -> PendingLogprobs:
+        """The same, but for `PendingLogprobs.together` to start."""
         lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
         return PendingLogprobs(lines, self._logits_row, request.top)
 
@@ -112,6 +135,7 @@ class SequenceState(ABC):
         self.extend([branch])  # feeds nothing where the caller saw to it
         path = self._path(branch)
         end = self._logits_row(path[-1] if path else ROOT).clone()
+        self._end_place = self._places.get(path[-1]) if path else self._end_place
         self._keep(branch, path[len(path) - len(branch.tokens) :])
         self.answer, self._end = self.answer[: branch.base] + branch.tokens, end
         self._forget_tree()
@@ -119,6 +143,7 @@ class SequenceState(ABC):
     def begin_answer(self) -> None:
         """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
         self.prompt, self.answer = self.prompt + self.answer, ()
+        self._paths.clear()  # branches count from the answer's beginning
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> None:
@@ -141,9 +166,19 @@ class SequenceState(ABC):
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         """Make the cache hold the trunk up to `branch.base` and then `nodes`."""
 
-    def _path(self, branch: Branch) -> list[int]:
+    def _path(self, branch: Branch) -> Sequence[int]:
         """The branch's nodes."""
-        return self._tree.path(*self._behind(branch))
+        base, tokens = key = branch.base, branch.tokens
+        found = self._paths.get(key)
+        if found is None:
+            trunk, behind = self._behind(branch)
+            before = self._paths.get((base, tokens[:-1])) if len(behind) > 1 else None
+            if before is None:
+                found = self._tree.path(trunk, behind)
+            else:  # drafts and guesses grow by one token after the other
+                found = [*before, self._tree.child(before[-1], trunk, tokens[-1])]
+            self._paths[key] = found
+        return found
 
     def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
         """The branch as tokens behind so much of the trunk; at an inner point, led by a copy of the token before it."""
@@ -159,7 +194,7 @@ class SequenceState(ABC):
             return self._end
         return self._rows[node]
 
-    def _line(self, branch: Branch, ends: bool) -> list[int]:
+    def _line(self, branch: Branch, ends: bool) -> Sequence[int]:
         """The nodes whose logits judge the branch's tokens, and what follows them if it `ends`."""
         if not branch.tokens and not ends:
             return []
@@ -169,4 +204,6 @@ class SequenceState(ABC):
 
     def _forget_tree(self) -> None:
         self._tree = TokenTree()
+        self._paths: dict[tuple[int, tuple[int, ...]], Sequence[int]] = {}
         self._rows: dict[int, torch.Tensor] = {}
+        self._places: dict[int, _Place] = {}

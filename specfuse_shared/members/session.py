@@ -70,7 +70,7 @@ class Session(ABC, Generic[C]):
         self, text: MemberText, stop_ids: Sequence[int], context: C, prompt: Sequence[int], params: SamplingParams
     ) -> None:
         self.context = context
-        self.encoding = Encoding()
+        self.encoding, self._encodings = Encoding(), dict[str, Encoding]()
         self._prompts, self._codec, self._turn_ends = text.prompts, text.codec, text.turn_ends
         self._stop_ids, self._prompt, self._text = tuple(stop_ids), tuple(prompt), ""
         self._thinking, grammar = False, params.grammar
@@ -107,6 +107,9 @@ class Session(ABC, Generic[C]):
     @abstractmethod
     def _keep(self, branch: Branch) -> Stage[None]:
         """The branch becomes the end of the committed answer."""
+
+    _guesses_ahead = False
+    """Whether it makes use of how the answer may go on."""
 
     def _expect(self, branch: Branch, is_own: bool = False) -> None:
         """The answer may go on like this: as another member says, or as this one drafted itself."""
@@ -162,8 +165,8 @@ class Session(ABC, Generic[C]):
     def draft(self, limit: int, round_index: int, min_tokens_left: int = 0, guess: str = "") -> Stage[Drafted]:
         """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
         self._start(round_index)
-        if guess:
-            self._expect(self._branch(self._codec.extend(self.encoding, guess)))
+        if guess and self._guesses_ahead:
+            self._expect(self._branch(self._encoded(guess)))
         if self._constraint is not None:
             self._constraint.start()
         ids, ended = yield from self._decode([], limit, min_tokens_left)
@@ -183,10 +186,10 @@ class Session(ABC, Generic[C]):
 
     def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Stage[Verdicts]:
         """Judge candidates, all at once."""
-        branches = [self._branch(self._codec.extend(self.encoding, q.text)) for q in questions]
+        branches = [self._branch(self._encoded(q.text)) for q in questions]
         for question in questions:
-            if question.overrun:
-                self._expect(self._branch(self._codec.extend(self.encoding, question.text + question.overrun)))
+            if question.overrun and self._guesses_ahead:
+                self._expect(self._branch(self._encoded(question.text + question.overrun)))
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)
@@ -206,9 +209,9 @@ class Session(ABC, Generic[C]):
 
     def commit(self, text: str) -> Stage[None]:
         """`text` is now part of the answer."""
-        encoding = self._codec.extend(self.encoding, text)
+        encoding = self._encoded(text)
         yield from self._keep(self._branch(encoding))
-        self._text, self.encoding = self._text + text, encoding
+        self._text, self.encoding, self._encodings = self._text + text, encoding, {}
         if self._constraint is not None:
             self._constraint.commit(text)
 
@@ -249,6 +252,13 @@ class Session(ABC, Generic[C]):
             more, ended = yield from self._next(ids, limit - len(ids), min_tokens_left, alone)
             ids += more
         return ids, ended
+
+    def _encoded(self, text: str) -> Encoding:
+        """The answer and `text` behind it; what is drafted, judged and committed is often the same text."""
+        found = self._encodings.get(text)
+        if found is None:
+            found = self._encodings[text] = self._codec.extend(self.encoding, text)
+        return found
 
     def _branch(self, encoding: Encoding) -> Branch:
         base = common_length(self.context.answer, encoding.ids)

@@ -49,9 +49,10 @@ class TokenTree:
 
     def path(self, trunk: int, tokens: tuple[int, ...]) -> list[int]:
         """Nodes of `tokens` in a row behind the first `trunk` committed tokens."""
-        node, path = ROOT, []
+        node, path, known = ROOT, [], self._children
         for token in tokens:
-            node = self.child(node, trunk, token)
+            found = known.get((node, trunk, token))
+            node = self.child(node, trunk, token) if found is None else found
             path.append(node)
         return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from specfuse_shared.members.requests import (
@@ -17,6 +18,8 @@ from specfuse_shared.members.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.kv_cache import CacheRow
+from specfuse_shared.runtime.likeliest import Likeliest
+from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static_runner import DraftInput
 
@@ -86,17 +89,23 @@ class TreeSequence(SequenceState):
         row.used, ids = 0, self.prompt + self.answer
         for start in range(0, len(ids), PREFILL_CHUNK):
             [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
-            self._end = rows[-1]
+            self._end, self._end_place = rows[-1], None
 
-    def take(self, nodes: Sequence[int], rows: torch.Tensor) -> None:
-        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end."""
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, told: Likeliest | None, first: int) -> None:
+        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
+
+        `told`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
+        """
         if nodes:
             self._take(nodes, list(rows))
+            if told is not None:
+                self._places.update((node, (told, first + n)) for n, node in enumerate(nodes))
             return
         assert self._row is not None
         self.prompt_remaining = len(self.prompt) - self._row.used
         if not self.prompt_remaining:
             self._end = rows[-1]
+            self._end_place = None if told is None else (told, first + len(rows) - 1)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -123,11 +132,13 @@ class TreeSequence(SequenceState):
         last = path[-1] if path else ROOT
         trunk = len(self.prompt) + branch.base + len(branch.tokens)
         tree, rows, below = self._tree, self._rows, self._tree.below(last, trunk, self._fed_nodes)
+        places = self._places
         super().commit(branch)
-        self._plant(tree, rows, last, below)
+        numbers = self._plant(tree, rows, last, below)
+        self._places = {numbers[node]: places[node] for node in below if node in places}
 
-    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> None:
-        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
+    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> dict[int, int]:
+        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk; the new number of each."""
         assert self._row is not None
         slots = [slot for n in below if (slot := tree.nodes[n].slot) is not None]
         self._row.keep(self.length, slots)
@@ -136,6 +147,7 @@ class TreeSequence(SequenceState):
             new = self._tree.child(numbers[tree.nodes[old].parent], self.length, tree.nodes[old].token)
             self._tree.nodes[new].slot, numbers[old], self._rows[new] = slot, new, rows[old]
             self._fed_nodes.append(new)
+        return numbers
 
     def draft_input(self, draft: DraftRequest) -> DraftInput:
         """What the runner needs to go on from the draft's branch."""
@@ -167,13 +179,23 @@ class TreeSequence(SequenceState):
     def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
         tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
-        visible = torch.zeros(len(nodes), self.length + len(fed), dtype=torch.bool)
+        slots = self.length + len(fed)
+        visible = np.zeros((len(nodes), slots), dtype=bool)
+        row_of = dict(zip(nodes, range(len(nodes)), strict=True))
         for row, node in enumerate(nodes):
-            visible[row, : tree[node].trunk] = True
-            visible[row, [tree[a].slot for a in self._tree.lineage(node)]] = True
-        positions = torch.arange(self.length + len(fed))
-        positions[self.length :] = torch.tensor([tree[n].position for n in fed])
-        return visible, positions
+            own = tree[node]
+            if (parent := row_of.get(own.parent)) is not None:  # parents come first
+                visible[row] = visible[parent]
+            else:
+                visible[row, : own.trunk] = True
+                visible[row, [slot for a in self._tree.lineage(own.parent) if (slot := tree[a].slot) is not None]] = (
+                    True
+                )
+            assert own.slot is not None
+            visible[row, own.slot] = True
+        positions = np.arange(slots)
+        positions[self.length :] = [tree[n].position for n in fed]
+        return torch.from_numpy(visible), torch.from_numpy(positions)
 
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         assert self._row is not None
@@ -201,11 +223,16 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
         if (found := request.context.forward_input(request)) is not None:
             inputs.append((request.context, *found))
     if inputs:
-        logits = inputs[0][0].runner.step([segment for _, segment, _ in inputs])
+        runner, first = inputs[0][0].runner, 0
+        logits = runner.step([segment for _, segment, _ in inputs])
+        told = Likeliest(logits) if runner.tells_likeliest and any(map(len, logits)) else None
         for (context, _, nodes), rows in zip(inputs, logits, strict=True):
-            context.take(nodes, rows)
+            context.take(nodes, rows, told, first)
+            first += len(rows)
     columns = _run_drafts(drafts) if drafts else iter(())
-    return [next(columns) if request.draft is not None else _result(request) for request in requests]
+    results = [next(columns) if request.draft is not None else _result(request) for request in requests]
+    PendingLogprobs.together([result for result in results if isinstance(result, PendingLogprobs)])
+    return results
 
 
 def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
@@ -217,5 +244,5 @@ def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator
 
 def _result(request: ForwardRequest) -> ForwardResult:
     if request.logprobs is not None:
-        return request.context.judge(request.logprobs)
+        return request.context.judgement(request.logprobs)
     return request.context.logits(request.branches[-1]) if request.branches else None

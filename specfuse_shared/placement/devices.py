@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from typing import Any
 
-import psutil
 import torch
 
 from specfuse_shared.errors import ConfigError
@@ -18,9 +18,9 @@ _PLANNED = re.compile(r"(?:(\d+)\s*x\s*)?(?:([a-z]+):)?(\d+(?:\.\d+)?)\s*(GB|GiB
 
 def find_devices() -> tuple[Device, ...]:
     """The processor, then the accelerators (CUDA, ROCm, XPU, MPS)."""
-    memory = psutil.virtual_memory()
+    total, free = host_memory()
     title = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    found = [Device("cpu", "cpu", memory.total, memory.available, _cpu_has_bf16(), title)]
+    found = [Device("cpu", "cpu", total, free, _cpu_has_bf16(), title)]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
@@ -49,12 +49,23 @@ def free_memory(name: str) -> int:
     """Bytes that are free on a device now; what torch holds but does not use counts as free."""
     device = torch.device(name)
     if device.type in ("cpu", "meta"):
-        return int(psutil.virtual_memory().available)
+        return host_memory()[1]
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
         return int(module.recommended_max_memory() - module.driver_allocated_memory())
     unused = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + unused)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of this machine, and those that are free; where psutil is missing (a lent card), as the system counts."""
+    try:
+        import psutil
+    except ModuleNotFoundError:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
 
 
 def _accelerator(kind: str, index: int) -> Device:

@@ -183,19 +183,14 @@ class Batch(Cache):
         first, rows = found[0], found[-1].row.index + 1 - found[0].row.index
         plain = len(found) == 1 and first.visible is None and queries > 1
         masks: dict[str, torch.Tensor | None] = {}
-        parts = [(s.row.index - first.row.index, s, s.seen(), s.slot_positions()) for s in found]
+        seen: tuple[torch.Tensor, ...] = ()
         for kind in self._plan.kinds:
             if plain and self._plan.is_plain(kind, slots) and (first.row.used == 0 or self._knows_lower_right):
                 # a kernel that knows by itself what is visible, so that no mask is made, read or sent
                 masks[kind] = causal_lower_right(queries, slots) if first.row.used else None
                 continue
-            visible = torch.zeros(rows, queries, slots, dtype=torch.bool)
-            # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
-            visible[:, :, 0] = True
-            for row, segment, seen, at in parts:
-                query_at = at[len(at) - len(segment.ids) :]
-                visible[row, : len(segment.ids), : segment.slots] = self._plan.restrict(kind, seen, query_at, at)
-            masks[kind] = upload(additive(visible, self._dtype), self._device)[:, None]
+            seen = seen or tuple(upload(tensor, self._device) for tensor in _seen_by(found, rows, queries, slots))
+            masks[kind] = additive(self._plan.restrict(kind, *seen), self._dtype)[:, None]
         return masks
 
     def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
@@ -209,6 +204,19 @@ class Batch(Cache):
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return upload(values, self._device)
+
+
+def _seen_by(found: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[torch.Tensor, ...]:
+    """Which slots each query of these segments' rows sees (B, Q, K), its position (B, Q), and those of slots (B, K)."""
+    visible = torch.zeros(rows, queries, slots, dtype=torch.bool)
+    # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
+    visible[:, :, 0] = True
+    at, places = torch.zeros(rows, queries, dtype=torch.long), torch.arange(slots).repeat(rows, 1)
+    for segment in found:
+        row, count, own = segment.row.index - found[0].row.index, len(segment.ids), segment.slot_positions()
+        visible[row, :count, : segment.slots] = segment.seen()
+        at[row, :count], places[row, : segment.slots] = own[-count:], own
+    return visible, at, places
 
 
 class Attending(Protocol):

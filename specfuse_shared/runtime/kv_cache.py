@@ -176,7 +176,7 @@ class CachePool:
         self._blocks: dict[int, list[CacheBlock]] = {}
         self.slots = dict(slots or {})
         self.is_fixed = self.keeps_empty = False
-        self.make_room: Callable[[], object] = lambda: None
+        self.make_room: Callable[[], bool] = lambda: False
 
     @torch.inference_mode()
     def row(self, slots: int) -> CacheRow:
@@ -240,19 +240,22 @@ class CachePool:
         return covered
 
     def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `work` makes; if memory is short, once more when there is room."""
-        try:
-            return work()
-        except torch.OutOfMemoryError:
-            self.make_room()
-            return work()
+        """What `work` makes; if memory is short, once more, and again as long as there is something to free."""
+        for tries in itertools.count():
+            try:
+                return work()
+            except torch.OutOfMemoryError:
+                if not self.make_room() and tries:
+                    raise
+        raise AssertionError("never reached")
 
-    def reclaim(self) -> None:
-        """Give the memory of empty blocks back."""
+    def reclaim(self) -> bool:
+        """Give the memory of empty blocks back; whether there were any."""
         empty = [block for blocks in self._blocks.values() for block in blocks if not block.rows and block.stacks]
         for block in empty:
             block.drop()
             self._blocks[block.capacity].remove(block)
+        return bool(empty)
 
     @property
     def memory_bytes(self) -> int:

@@ -13,6 +13,8 @@ import torch
 from specfuse_shared.runtime.transfer import Download, upload
 
 _ROWS_A_KERNEL = 64
+_ROW_BY_ROW = {"cpu"}
+"""Devices on which a block of rows gains nothing: it fits no cache, and a call costs little."""
 TopTokens = tuple[tuple[int, float], ...]
 """Ids of the most probable tokens in one place, and their natural log p; the most probable first."""
 
@@ -33,6 +35,17 @@ class Line:
     stops: Sequence[int]
 
 
+class _Numbers:
+    """What is sent for many judgements at once; the first to ask waits for the device."""
+
+    def __init__(self, found: Sequence[torch.Tensor]) -> None:
+        self._sent, self._read = Download(torch.cat(list(found))), list[float]()
+
+    def part(self, places: Sequence[slice]) -> list[float]:
+        self._read = self._read or self._sent.read()
+        return list(chain.from_iterable(self._read[place] for place in places))
+
+
 class PendingLogprobs:
     """Log-probabilities of lines, on their way from the device; `logits` (V) of a node.
 
@@ -40,26 +53,41 @@ class PendingLogprobs:
     """
 
     def __init__(self, lines: Sequence[Line], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
-        self._lines, self._top = lines, top
+        self._lines, self._logits, self._top = lines, logits, top
         self.tops: list[list[TopTokens]] = [[] for _ in lines]
         """Of each line's tokens, once it was read."""
         self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))
-        self._sent: Download | None = None
-        if self._nodes:
-            asked = [pair for line in lines for pair in zip(line.nodes, line.tokens, strict=False)]
-            found = [_log_masses([logits(n) for n in self._nodes])]
-            if asked:
-                found.append(_picked([logits(n) for n, _ in asked], [token for _, token in asked]))
-            found += [_log_mass_of(logits(line.nodes[-1]), line.stops) for line in lines if line.stops]
-            if top:
-                found += _most_probable([logits(n) for n, _ in asked], top)
-            self._sent = Download(torch.cat(found))
+        self._asked = [pair for line in lines for pair in zip(line.nodes, line.tokens, strict=False)]
+        self._numbers: _Numbers | None = None
+        self._places: list[slice] = []
+
+    @classmethod
+    def together(cls, judgements: Sequence[PendingLogprobs]) -> None:
+        """Let the device find them all at once: a few kernels, and one thing to wait for."""
+        some = [judgement for judgement in judgements if judgement._nodes]
+        if not some:
+            return
+        rows = {id(j): {n: j._logits(n) for n in j._nodes} for j in some}
+        found = [_log_masses([row for own in rows.values() for row in own.values()])]
+        if asked := [(rows[id(j)][n], token) for j in some for n, token in j._asked]:
+            found.append(_picked([row for row, _ in asked], [token for _, token in asked]))
+        ends = [(rows[id(j)][line.nodes[-1]], line.stops) for j in some for line in j._lines if line.stops]
+        found += [_log_mass_of(row, stops) for row, stops in ends]
+        for j in some:
+            if j._top:
+                found += _most_probable([rows[id(j)][n] for n, _ in j._asked], j._top)
+        numbers, start = _Numbers(found), 0
+        for size in (_nodes_of, _asked_of, _ends_of, _tops_of):
+            for j in some:
+                j._numbers = numbers
+                j._places.append(slice(start, start + size(j)))
+                start += size(j)
 
     def read(self) -> list[list[float]]:
         """Natural log p of the tokens of each line, and of its end; waits for the device. Raises `NotFiniteError`."""
-        if self._sent is None:
+        if self._numbers is None:
             return [[] for _ in self._lines]
-        numbers = iter(self._sent.read())
+        numbers = iter(self._numbers.part(self._places))
         mass = {node: next(numbers) for node in self._nodes}
         if not all(map(math.isfinite, mass.values())):
             raise NotFiniteError
@@ -86,9 +114,25 @@ class PendingLogprobs:
         ]
 
 
+def _nodes_of(judgement: PendingLogprobs) -> int:
+    return len(judgement._nodes)
+
+
+def _asked_of(judgement: PendingLogprobs) -> int:
+    return len(judgement._asked)
+
+
+def _ends_of(judgement: PendingLogprobs) -> int:
+    return sum(1 for line in judgement._lines if line.stops)
+
+
+def _tops_of(judgement: PendingLogprobs) -> int:
+    return 2 * judgement._top * len(judgement._asked)
+
+
 def _log_masses(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """log Σ exp of each of the rows (V), in float32."""
-    if rows[0].device.type == "cpu":
+    if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([_log_mass(row) for row in rows])
     return torch.cat([torch.stack(some).float().logsumexp(-1) for some in _in_blocks(rows)])
 
@@ -121,7 +165,7 @@ _scratch = _Scratch()
 
 def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
     """What each of the rows (V) says of its token, in float32."""
-    if rows[0].device.type == "cpu":
+    if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)]).float()
     places = torch.split(upload(tokens, rows[0].device)[:, None], _ROWS_A_KERNEL)
     found = [torch.stack(some).gather(1, at) for some, at in zip(_in_blocks(rows), places, strict=True)]
@@ -130,7 +174,7 @@ def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor
 
 def _most_probable(rows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
     """The largest logits of each of the rows (V), then their places, in float32, which is exact for any vocabulary."""
-    blocks = [[row] for row in rows] if rows[0].device.type == "cpu" else _in_blocks(rows)
+    blocks = [[row] for row in rows] if rows[0].device.type in _ROW_BY_ROW else _in_blocks(rows)
     found = [torch.stack(some).topk(count, dim=-1) for some in blocks]
     values, places = (torch.cat(part).flatten().float() for part in zip(*found, strict=True))
     return [values, places]

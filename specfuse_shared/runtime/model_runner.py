@@ -21,9 +21,9 @@ from specfuse_shared.runtime.transfer import upload
 
 
 class Room(Protocol):
-    """Where answers have their caches; `make_room` gives back what only saves time."""
+    """Where answers have their caches; `make_room` gives back something that only saves time, if there is any."""
 
-    make_room: Callable[[], object]
+    make_room: Callable[[], bool]
 
 
 class Reclaimable(Protocol):
@@ -32,7 +32,17 @@ class Reclaimable(Protocol):
     @property
     def pool(self) -> Room: ...
 
-    def free_reclaimable(self) -> None: ...
+    def free_spare(self) -> bool:
+        """Free what is soon there again, remembered prefixes and empty blocks; whether there was any."""
+        ...
+
+    def drop_steps(self) -> bool:
+        """Free captured steps; whether there were any."""
+        ...
+
+    def free_reclaimable(self) -> None:
+        """Free all that only saves time."""
+        ...
 
 
 class ModelForward:
@@ -61,7 +71,7 @@ class ModelRunner:
 
     `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
     (Mamba), so `append` feeds them in turn. `slots`: what a slot of its cache is, where that is known. `graphs`: run
-    steps of fixed shape, and capture them as these can.
+    steps of fixed shape, and capture them as these can. `stream`: where it works; one of its own, if there is none yet.
     """
 
     def __init__(
@@ -71,15 +81,19 @@ class ModelRunner:
         one_by_one: bool = False,
         slots: Mapping[int, Layer] | None = None,
         graphs: Graphs | None = None,
+        stream: ModelStream | None = None,
     ) -> None:
         self.model, self.plan, self._one_by_one = model, plan, one_by_one
-        self.device, self.dtype = _home(model), model.dtype
-        self.stream = ModelStream(self.device)
+        self.device, self.dtype = model_home(model), model.dtype
+        self.stream = stream or ModelStream(self.device)
         self.pool: CachePool = CachePool(self.device, slots)
         self.prefixes = PrefixCache()
         share_room([self])
         self._forward = ModelForward(model)
         self.longrope = LongRope(model)
+        self.tells_likeliest = self.device.type != "cpu"  # where asking one by one would wait as often
+        self.dynamic = 0
+        """Forwards of no fixed shape."""
         self.static: StaticRunner | None = None
         if plan is not None and graphs is not None:
             self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
@@ -109,7 +123,18 @@ class ModelRunner:
                 found |= zip(own, self._packed([segments[n] for n in own], plan), strict=True)
         return [found[n] for n in range(len(segments))]
 
+    @property
+    def forwards(self) -> dict[str, int]:
+        """How many were replayed, ran in a fixed shape, and ran as they came."""
+        static = self.static
+        return {
+            "replayed": static.replayed if static else 0,
+            "static": static.ran if static else 0,
+            "dynamic": self.dynamic,
+        }
+
     def _packed(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
+        self.dynamic += 1
         batch = Batch(segments, plan, self.device, self.dtype)
         at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
         ids = [token for s in batch.segments for token in s.ids]
@@ -133,7 +158,8 @@ class ModelRunner:
         """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
         at = torch.arange(start, start + len(ids), device=self.device)
         tokens, size = upload(ids, self.device), 1 if self._one_by_one else len(ids)
-        pieces = zip(torch.split(tokens, size), torch.split(at, size), strict=True)
+        pieces = list(zip(torch.split(tokens, size), torch.split(at, size), strict=True))
+        self.dynamic += len(pieces)
         return torch.cat([self._forward(piece, cache, place, None) for piece, place in pieces])
 
     def plain(self, ids: Sequence[int]) -> torch.Tensor:
@@ -168,27 +194,39 @@ class ModelRunner:
         graphs = static.reserve_bytes(text.hidden_size, text.vocab_size) if static is not None else 0
         return graphs + self.stream.reserve_bytes
 
-    def free_reclaimable(self) -> None:
-        """Free what only saves time: remembered prefixes, empty blocks, captured steps."""
+    def free_spare(self) -> bool:
+        had = self.prefixes.memory_bytes > 0
         self.prefixes.shrink()
-        self.pool.reclaim()
-        if self.static is not None:
-            self.static.drop()
+        return self.pool.reclaim() or had
+
+    def drop_steps(self) -> bool:
+        if self.static is None:
+            return False
+        self.stream.wait()  # whoever is short of memory may be another model, in a stream of its own
+        return self.static.drop()
+
+    def free_reclaimable(self) -> None:
+        self.free_spare()
+        self.drop_steps()
 
 
 def share_room(runners: Sequence[Reclaimable]) -> None:
-    """Let each of runners on the same device make room for any other, when memory is short."""
+    """Let each of runners on the same device make room for any other, when memory is short.
+
+    What is soon there again goes first, then the captured steps of one model, which may be enough.
+    """
     held = [weakref.ref(runner) for runner in runners]
 
-    def make_room() -> None:
-        for runner in filter(None, (reference() for reference in held)):
-            runner.free_reclaimable()
+    def make_room() -> bool:
+        there = [runner for reference in held if (runner := reference()) is not None]
+        freed = [runner.free_spare() for runner in there]
+        return any(freed) or any(runner.drop_steps() for runner in there)
 
     for runner in runners:
         runner.pool.make_room = make_room
 
 
-def _home(model: Any) -> torch.device:
+def model_home(model: Any) -> torch.device:
     """Where a model takes its input and gives its logits: its device, or the main one of several."""
     places = dict.fromkeys(getattr(model, "hf_device_map", {}).values())
     if len(places) < 2:

@@ -47,13 +47,18 @@ class Sampler:
         self._seed, self._member, self._round = seed, member, 0
         self._processors = _processors(params)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it picks the largest of the logits as they are."""
+        return self.greedy and not self._processors
+
     def start(self, round_index: int) -> None:
         """Begin the draft of a round."""
         self._round, self.drawn = round_index, 0
 
     def pick(self, logits: torch.Tensor, history: Sequence[int], blocked: torch.Tensor | None = None) -> int:
         """The next token after `history` (prompt and answer ids), from its logits (V); never one of `blocked`."""
-        if self.greedy and not self._processors:
+        if self.is_plain and self.device.type == "cpu":
             best = _largest(logits)
             if blocked is None or not bool((blocked == best).any()):
                 return best
@@ -152,7 +157,7 @@ def allowed_ids(allowed: bytes) -> list[int]:
 
 def _bits(packed: bytes, device: torch.device) -> torch.Tensor:
     """The bits of bytes, the lowest first, as booleans (8 · bytes)."""
-    data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
+    data = upload(torch.frombuffer(bytearray(packed), dtype=torch.uint8), device)
     return (data[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten().bool()
 
 

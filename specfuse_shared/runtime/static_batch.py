@@ -21,12 +21,19 @@ from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
 
-MOST_TOKENS = 256
-"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded."""
+_MOST_TOKENS = {"cuda": 1024}
+_DEFAULT_MOST_TOKENS = 256
+"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded. On a CUDA
+device 32 answers, one of which makes a guess, still fit."""
 CAPTURE_AT = 3
 """At which use a step is captured: many shapes occur once and never again."""
 _QUERIES = (8, 32, 64, 128)
 """Tokens of a row in a verification: a few more cost less than another shape to capture."""
+
+
+def most_tokens(device: torch.device) -> int:
+    """Tokens of the longest step, padding included."""
+    return _MOST_TOKENS.get(device.type, _DEFAULT_MOST_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class StaticStep(Cache):
         self.moving = torch.zeros(self.tokens, dtype=torch.long, device=device)
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
-        self.uses, self.capture_at = 0, CAPTURE_AT
+        self.uses, self.capture_at, self.replays = 0, CAPTURE_AT, 0
         self.parts: list[_Part] = []
         start = 0
         for shape in shapes:
@@ -163,6 +170,11 @@ class StaticStep(Cache):
             for kind in self._plan.kinds:
                 part.masks[kind] = additive(self._plan.restrict(kind, visible, at, part.places), self._dtype)[:, None]
 
+    def drop_masks(self) -> None:
+        """A step that is over needs them no more, and in a pool of graphs others are made in the same place."""
+        for part in self.parts:
+            part.masks.clear()
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -191,5 +203,6 @@ class StaticStep(Cache):
 
 def shapes_of(wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
     """Blocks that cover these rows, with room for the longest of their feeds."""
-    queries = next((n for n in _QUERIES if n >= max(count for _, count in wanted)), MOST_TOKENS + 1) if tree else 1
+    longest = max(count for _, count in wanted)
+    queries = next((n for n in _QUERIES if n >= longest), longest) if tree else 1
     return [Shape(block, rows, queries) for block, rows in wanted[0][0].pool.covering([row for row, _ in wanted])]

@@ -20,12 +20,16 @@ from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.sampler import NOT_FINITE, Choice, Sampler
-from specfuse_shared.runtime.static_batch import MOST_TOKENS, StaticStep, shapes_of
+from specfuse_shared.runtime.static_batch import StaticStep, most_tokens, shapes_of
 from specfuse_shared.runtime.transfer import Download
 
-_MOST_STEPS = 64
+_MOST_STEPS, _MOST_GRAPHS = 128, 64
+_USUAL_TOKENS = 256
 _USUAL_STEPS = 24
 _GRAPH_BYTES = 8 << 20
+_MASKED_SLOTS = 4096
+_FIRST_CHECK, _NEXT_CHECK = 64, 8
+"""A replay is held against a run when it is the 64th of its step, and then each time there were eight times as many."""
 _ACTIVATIONS = 64
 """Numbers of a token that are there at once, in hidden sizes: inner layers are four times as wide, heads as wide."""
 
@@ -85,14 +89,17 @@ class StaticRunner:
         self._forward, self._plan, self._device, self._dtype, self.graphs = forward, plan, device, dtype, graphs
         self._markers = plan.markers(device, dtype)
         self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
-        self._logits: torch.Tensor | None = None
+        self._most = most_tokens(device)
+        self._logits: dict[int, torch.Tensor] = {}
+        self.replayed = self.ran = 0
+        """Forwards of fixed shape that were replayed, and that ran as they are."""
 
     def fits(self, segments: Sequence[ForwardInput]) -> bool:
         """Whether segments, for which room is reserved, are worth a step of fixed shape: no prompts, not many."""
         if any(s.visible is None for s in segments):
             return False
         shapes = shapes_of([(s.row, len(s.ids)) for s in segments], tree=True)
-        return sum(shape.tokens for shape in shapes) <= MOST_TOKENS
+        return sum(shape.tokens for shape in shapes) <= self._most
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment in one step; logits (wanted, V) of each."""
@@ -134,27 +141,42 @@ class StaticRunner:
     def reserve_bytes(self, width: int, vocabulary: int) -> int:
         """Memory that captured steps may come to take, for a model of hidden size `width`: rather too much.
 
-        Logits of the largest step and of its comparison, what its layers pass on, and the graphs themselves.
+        Logits of the largest step and of its comparison, what its layers pass on, its masks, what each step sees, and
+        the graphs themselves.
         """
         if self.graphs.reason is not None:
             return 0
         size = torch.empty((), dtype=self._dtype).element_size()
-        return MOST_TOKENS * (2 * vocabulary + _ACTIVATIONS * width) * size + _USUAL_STEPS * _GRAPH_BYTES
+        masks = _MASKED_SLOTS * (size * len(self._plan.kinds) + _USUAL_STEPS)
+        return self._most * ((2 * vocabulary + _ACTIVATIONS * width) * size + masks) + _USUAL_STEPS * _GRAPH_BYTES
 
-    def drop(self) -> None:
-        """Give the memory of captured steps back."""
-        self._keep([])
+    def drop(self) -> bool:
+        """Give the memory of steps back; whether any was captured. Nothing of them may still run."""
+        had = self.graphs.count > 0
+        self._steps.clear()
+        self._logits.clear()
+        self.graphs.drop()
+        return had
 
     def _run(self, step: StaticStep) -> torch.Tensor:
         """Logits (T, V) of the step, until the next one runs."""
-        if step.replay is not None:
-            step.replay()
+        if step.replay is not None and self.graphs.reason is None:
+            self._replay(step, step.replay)
         else:
             self._feed(step)
+            self.ran += 1
         assert step.logits is not None
         if step.replay is None and step.uses >= step.capture_at:
             self._capture(step, step.logits)
         return step.logits
+
+    def _replay(self, step: StaticStep, replay: Callable[[], None]) -> None:
+        replay()
+        self.replayed += 1
+        step.replays += 1
+        assert step.logits is not None
+        if _is_checked(step.replays):
+            self.graphs.holds(lambda: self._feed(step), step.logits)
 
     def _capture(self, step: StaticStep, logits: torch.Tensor) -> None:
         step.replay = self.graphs.capture(lambda: self._feed(step), logits, step.ids)
@@ -166,17 +188,19 @@ class StaticRunner:
         step.make_masks()
         with running(step):
             logits = self._forward(step.ids, step, step.positions, self._markers)
+        step.drop_masks()
         if step.logits is None:
             step.logits = self._output(step.tokens, logits)
         step.logits.copy_(logits)
 
     def _output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for logits (T, V), the same for all steps of usual size."""
-        if tokens > MOST_TOKENS:
+        """Room for logits (T, V), the same for all steps of one size: usual ones, and the longest."""
+        if tokens > self._most:
             return torch.empty_like(like)
-        if self._logits is None:
-            self._logits = like.new_empty(MOST_TOKENS, like.shape[-1])
-        return self._logits[:tokens]
+        size = _USUAL_TOKENS if tokens <= _USUAL_TOKENS else self._most
+        if size not in self._logits:
+            self._logits[size] = like.new_empty(size, like.shape[-1])
+        return self._logits[size][:tokens]
 
     def _step(self, wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
         """The step of the smallest shape that holds so many tokens of these rows."""
@@ -184,14 +208,27 @@ class StaticRunner:
         key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
         step = self._steps.get(key)
         if step is None or not step.is_valid:
-            self._keep([k for k, known in self._steps.items() if known.is_valid][1 - _MOST_STEPS :])
+            self._make_place()
             step = self._steps[key] = StaticStep(shapes, self._plan, self._device, self._dtype, tree)
         self._steps.move_to_end(key)
         step.uses += 1
         return step
 
-    def _keep(self, keys: Sequence[tuple[object, ...]]) -> None:
-        """Forget all other steps, but none that still runs."""
-        if len(keys) < len(self._steps):
-            self.graphs.wait()
-            self._steps = OrderedDict((key, self._steps[key]) for key in keys)
+    def _make_place(self) -> None:
+        """For one step more: without those that are of no use, else those that are not captured; else without any."""
+        if self.graphs.count >= _MOST_GRAPHS:
+            self.drop()
+        if len(self._steps) < _MOST_STEPS:
+            return
+        self._steps = OrderedDict((key, step) for key, step in self._steps.items() if step.is_valid)
+        if len(self._steps) >= _MOST_STEPS:
+            spare = [key for key, step in self._steps.items() if step.replay is None]
+            for key in spare[: len(self._steps) - _MOST_STEPS + 1]:
+                del self._steps[key]
+
+
+def _is_checked(replays: int) -> bool:
+    at = _FIRST_CHECK
+    while at < replays:
+        at *= _NEXT_CHECK
+    return at == replays

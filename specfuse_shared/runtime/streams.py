@@ -1,13 +1,67 @@
-"""A CUDA stream for each model, so that the small kernels of one run beside the matrices of another."""
+"""A CUDA stream for each model, so that the small kernels of one run beside the matrices of another.
+
+torch gives 32 streams of a device in turn, and its matrix library keeps one workspace for each: who captures in a
+stream that somebody else works in shares it with them. So streams are made here, and each is given once.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 _WORKSPACE_BYTES = 32 << 20
+_IN_TURN = 32
+"""Streams of one priority that torch has for a device."""
+_PRIORITIES = (0, -1)
+_taken: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def own_stream(device: torch.device) -> Any:
+    """A stream of a CUDA device that nobody else got here and still has; None if there is none left."""
+    with _lock:
+        for priority in _PRIORITIES:
+            for _ in range(_IN_TURN):
+                stream: Any = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+                if stream.cuda_stream not in _taken:
+                    _taken[stream.cuda_stream] = stream
+                    return stream
+    return None
+
+
+class Stopwatch:
+    """The seconds of what is queued in `stream` between its making and `stop`: those of the device, not of the queuing.
+
+    Without a stream, those of the clock.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._began, self._seconds = time.monotonic(), 0.0
+        self._stream, self._events = stream, list[Any]()
+        self._note()
+
+    def stop(self) -> None:
+        self._seconds = time.monotonic() - self._began
+        self._note()
+
+    @property
+    def seconds(self) -> float | None:
+        """None while the device is not through; waits for nothing."""
+        if self._stream is None:
+            return self._seconds
+        start, end = self._events
+        return float(start.elapsed_time(end)) / 1000 if end.query() else None
+
+    def _note(self) -> None:
+        if self._stream is not None:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._events.append(event)
 
 
 class ModelStream:
@@ -20,12 +74,17 @@ class ModelStream:
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = own_stream(device)
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # its weights may still be on their way
 
     def entered(self) -> AbstractContextManager[Any]:
         """While this lasts, what this thread asks of the device is queued in this stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def timed(self) -> Stopwatch:
+        """Takes the time of what is queued from now on."""
+        return Stopwatch(self._stream)
 
     def wait(self) -> None:
         """Until all that was queued is done."""

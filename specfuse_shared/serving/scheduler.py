@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from specfuse_shared.errors import (
     EngineClosedError,
@@ -45,8 +45,7 @@ class Scheduler:
     def __init__(self, assembly: Assembly, budget: Budget, places: Places, metrics: Metrics) -> None:
         self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
         self.places = places
-        lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
-        self.traffic = Traffic(lane_of, lambda: len(self._running), metrics.step_seconds)
+        self.traffic = traffic_of(assembly, metrics, lambda: len(self._running))
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
         self._queue, self._arrived = deque[Request](), deque[StageResult]()
@@ -287,6 +286,16 @@ class Scheduler:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
+
+
+def traffic_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int]) -> Traffic:
+    """What answers may know of the engine's lanes when they choose who leads."""
+    lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
+    devices = [[d for info in lane.members for d in info.devices] for lane in assembly.lanes]
+    # a device elsewhere is named with its lane: "name/cuda:0"
+    slow = ("cpu", "disk")
+    fast = [n for n, own in enumerate(devices) if own and not any(d.rpartition("/")[2] in slow for d in own)]
+    return Traffic(lane_of, answers, metrics.step_seconds, frozenset(fast))
 
 
 def _broken(kind: str, message: str) -> EngineClosedError:

@@ -32,7 +32,7 @@ def run(*arguments: str, script: str = "gpu.py") -> subprocess.CompletedProcess[
 
 
 def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None:
-    done = run("--tiny", "--repeats", "1", "--json", str(tmp_path / "gpu.json"))
+    done = run("--tiny", "--repeats", "1", "--without", "context", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
     names = [figure["name"].split(",")[0] for figure in found["figures"]]
@@ -40,11 +40,27 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
     assert [name for name in names if name.startswith("a round of")] == [
         f"a round of {count} ÷ 10 forwards each at the floor" for count in (1, 2, 3, 5)
     ]
-    assert names[-4:-2] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
-    assert set(names[-2:]) == {"seconds with ÷ without speculation"}
+    assert names[-5:-3] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
+    assert names[-3:] == ["seconds with ÷ without speculation"] * 3, "of 1, 2 and 4 answers"
     assert all(figure["ratio"] > 0 for figure in found["figures"])
     assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= found["facts"].keys()
     assert all("static execution" in found["facts"][name] for name in PARAMETERS)
+    replayed, static, dynamic = found["facts"]["forwards, answers at once"].split(", ")
+    assert replayed == "0 replayed"
+    assert int(static.split()[0]) > int(dynamic.split()[0]) > 0, "prompts are dynamic"
+
+
+def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> None:
+    done = run("--tiny", "--only", "context 48", "--json", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert not found["figures"]
+    assert not any(fact.startswith("failed") for fact in found["facts"].values())
+    assert all(f"context 48: decode, {name}" in found["facts"] for name in PARAMETERS)
+    for count in (1, 2, 4):
+        said = found["facts"][f"context 48: {count} at once, 5 members"]
+        assert "speculation off; " in said
+        assert said.endswith("speculation auto")
 
 
 class Server(BaseHTTPRequestHandler):

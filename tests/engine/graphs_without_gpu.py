@@ -1,8 +1,10 @@
 """A stand-in for CUDA graphs on a processor: a capture is recorded, and a replay does it again, in the same memory.
 
 It knows what a real driver does not forgive: a capture into a memory pool that nobody uses any more, a capture that was
-begun and never ended, numbers that the host reads while a capture is under way, work on a stream that takes no part in
-the capture (which a replay leaves out), and memory that was freed since (which a real replay reads in silence).
+begun and never ended, numbers that the host reads while a capture is under way, a thread that waits for the whole
+device meanwhile, work on a stream that takes no part in the capture (which a replay leaves out), and memory that was
+freed since (which a real replay reads in silence): also the workspace of a stream, which goes with any graph that was
+captured in it. Streams are given in turn, 32 of each priority.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class FreedMemoryError(AssertionError):
 class Stream:
     """Work of one stream; those that wait for a stream under capture take part in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.graph: Graph | None = None
+        self.cuda_stream = number
 
     def wait_stream(self, other: Stream) -> None:
         self.graph = self.graph or other.graph
@@ -59,7 +62,18 @@ class Driver:
     """Replays over memory that was gone."""
     failing: list[Exception] = field(default_factory=list)
     """Raised by the next captures, half-way."""
+    waiting_elsewhere: int = 0
+    """In so many of the next captures another thread waits for the whole device half-way."""
+    workspaces: Counter[int] = field(default_factory=Counter)
+    """How often that of each stream was freed."""
+    seconds: float = 0.0
+    """What the device has computed; each replay takes `a_replay`, which the host does not wait for."""
+    a_replay: float = 0.01
+    behind: bool = False
+    """Whether the device still computes what was queued."""
+    capturing: set[Graph] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _streams: dict[int, Iterator[int]] = field(default_factory=lambda: {0: itertools.count(), -1: itertools.count()})
     _local: threading.local = field(default_factory=threading.local)
 
     @property
@@ -67,6 +81,13 @@ class Driver:
         if not hasattr(self._local, "stream"):
             self._local.stream = Stream()
         return self._local.stream  # type: ignore[no-any-return]
+
+    def new_stream(self, device: object = None, priority: int = 0) -> Stream:
+        return Stream(1 + next(self._streams[priority]) % 32 - 100 * priority)
+
+    def synchronize(self, device: object = None) -> None:
+        for graph in self.capturing:
+            graph.breaks()
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -92,8 +113,9 @@ class Driver:
         if pool in self.allocating:
             self.allocating.remove(pool)
 
-    def release(self, pool: Pool) -> None:
+    def release(self, pool: Pool, stream: int) -> None:
         self.uses[pool] -= 1
+        self.workspaces[stream] += 1
 
 
 @dataclass
@@ -126,6 +148,8 @@ class Graph:
         self._pool = pool
         driver.begin(pool)
         driver.stream.graph = self
+        driver.capturing.add(self)
+        self._stream, self._workspace = driver.stream.cuda_stream, driver.workspaces[driver.stream.cuda_stream]
         self._recorder = Recorder(self, driver)
         self._recorder.__enter__()
 
@@ -134,16 +158,25 @@ class Graph:
         if recorder is None:
             raise RuntimeError("capture_end without capture_begin")
         recorder.__exit__(None, None, None)
+        driver.capturing.discard(self)
         self._recorder = driver.stream.graph = None
         if recorder.broken:
             raise RuntimeError("operation failed due to a previous error during capture")
         driver.end(self._pool)
         self._work, self._made = recorder.work, recorder.made
         driver.captures += 1
-        weakref.finalize(self, driver.release, self._pool)
+        weakref.finalize(self, driver.release, self._pool, self._stream)
+
+    def breaks(self) -> None:
+        assert self._recorder is not None
+        self._recorder.broken = True
 
     def replay(self) -> None:
         self.driver.replays += 1
+        self.driver.seconds += self.driver.a_replay
+        if self.driver.workspaces[self._stream] != self._workspace:
+            self.driver.freed.append("the workspace of a stream")
+            raise FreedMemoryError("a replay over a workspace that went with another graph")
         for tensor in self._made:  # a pool's memory serves other graphs in between
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
@@ -173,6 +206,11 @@ class Recorder(TorchDispatchMode):
         if self.driver.failing and len(self.work) > 5:
             self.broken = True
             raise self.driver.failing.pop(0)
+        if self.driver.waiting_elsewhere and len(self.work) > 5:
+            self.driver.waiting_elsewhere -= 1
+            other = threading.Thread(target=self.driver.synchronize)
+            other.start()
+            other.join()
         if _READS.intersection(func.tags) and func is not torch.ops.aten.index.Tensor:
             self.broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -204,6 +242,26 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class Event:
+    """A place in a stream: when it was recorded, the device had that much to compute before it."""
+
+    driver: Driver
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at: float | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.at = self.driver.seconds
+
+    def query(self) -> bool:
+        return not self.driver.behind
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.at is not None
+        assert end.at is not None
+        return 1000 * (end.at - self.at)
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """While a test runs, members on the processor capture their steps with the stand-in."""
@@ -211,12 +269,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     own: Any = type("Graph", (Graph,), {"driver": found})
     for name, value in {
         "CUDAGraph": own,
-        "Stream": lambda *args, **kwargs: Stream(),
+        "Stream": found.new_stream,
+        "Event": type("Event", (Event,), {"driver": found}),
         "stream": found.on,
         "current_stream": lambda device=None: found.stream,
         "graph_pool_handle": found.pool,
         "device": lambda device: nullcontext(),
-        "synchronize": lambda device=None: None,
+        "synchronize": found.synchronize,
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

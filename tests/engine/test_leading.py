@@ -11,6 +11,7 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.fusion.leading import Lead, Traffic
 from specfuse_shared.serving.metrics import Metrics
+from specfuse_shared.serving.scheduler import traffic_of
 from tests.engine.tiny import byte_level_tokenizer, save_model
 
 EVEN = {"small": 1.0, "large": 1.0}
@@ -54,6 +55,27 @@ def is_worth(found: Lead, tokens: int = 5) -> bool:
 def test_members_that_take_turns_have_a_leader() -> None:
     assert is_worth(lead(EVEN, answers=1, lanes=(0, 0)))
     assert is_worth(Lead())
+
+
+def test_on_a_card_that_reads_all_weights_anyway_nobody_leads() -> None:
+    def on_a_card(answers: int) -> Lead:
+        return Lead(Traffic({"small": 0, "large": 0}, lambda: answers, lambda: EVEN, frozenset({0})))
+
+    assert is_worth(on_a_card(answers=1))
+    assert not is_worth(on_a_card(answers=2))
+    assert not is_worth(on_a_card(answers=32))
+    assert is_worth(lead(EVEN, answers=32, lanes=(0, 0))), "on a processor more answers are more work"
+
+
+@pytest.mark.parametrize(
+    ("devices", "fast"),
+    [(["cuda:0"], {0}), (["node-cpu/cuda:1"], {0}), (["cpu"], set()), (["cuda:0", "cpu"], set()), ([], set())],
+)
+def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str], fast: set[int]) -> None:
+    member: Any = SimpleNamespace(name="m", devices=dict.fromkeys(devices, 1.0))
+    assembly: Any = SimpleNamespace(lanes=(SimpleNamespace(members=(member,)),))
+    traffic = traffic_of(assembly, Metrics(), lambda: 7)
+    assert (traffic.lane_of, traffic.answers(), traffic.accelerated) == ({"m": 0}, 7, fast)
 
 
 def test_a_lone_answer_has_one_where_its_drafts_are_there_earlier() -> None:

@@ -94,3 +94,13 @@ def test_what_cannot_be_is_refused(tiny_engine: EnsembleEngine) -> None:
             tiny_engine.generate("x", SamplingParams(**settings), tools=[tool])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"min_tokens must be between 0 and 5, not 6"):
         SamplingParams(max_tokens=5, min_tokens=6)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=60)])
+def test_ids_that_a_vocabulary_has_not_end_nothing(config: EnsembleConfig, params: SamplingParams) -> None:
+    """As an architecture's defaults name them beside a smaller vocabulary."""
+    beyond = [replace(m, stop_token_ids=(*m.stop_token_ids, 151_329)) for m in config.member_configs]
+    with EnsembleEngine(config) as plain, EnsembleEngine(replace(config, members=beyond)) as engine:
+        expected, found = plain.generate(QUESTION, params), engine.generate(QUESTION, params)
+        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+        assert not any(151_329 in report.stop_token_ids for report in engine.describe())

@@ -24,7 +24,7 @@ class CacheRoom:
     """The cache as those who share memory know it."""
 
     def __init__(self) -> None:
-        self.make_room: Callable[[], object] = lambda: None
+        self.make_room: Callable[[], bool] = lambda: False
 
 
 class LlamaRunner:
@@ -89,9 +89,19 @@ class LlamaRunner:
         while self._prefixes and self.prefix_bytes > limit:
             self._forget_oldest()
 
+    def free_spare(self) -> bool:
+        """Free what earlier answers left; whether there was anything."""
+        had = bool(self._prefixes)
+        self._drop(list(self._prefixes))
+        return had
+
+    def drop_steps(self) -> bool:
+        """It captures none."""
+        return False
+
     def free_reclaimable(self) -> None:
         """Free what only saves time."""
-        self._drop(list(self._prefixes))
+        self.free_spare()
 
     def close(self) -> None:
         """Give all memory back. Safe to call twice."""

@@ -1,0 +1,140 @@
+"""What a card and its libraries are, and what they cost by themselves: no model."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import transformers
+from sheet import Sheet
+from torch.nn.functional import scaled_dot_product_attention
+
+from specfuse_shared.runtime.kernels import choose_kernels, grouped_kernel
+from specfuse_shared.runtime.streams import own_stream
+from specfuse_shared.runtime.transfer import Download, upload
+
+Seconds = Callable[[Callable[[], object]], float]
+"""How long the device takes for some work."""
+SYMBOLS = ("clearCublasWorkspacesForStream", "_cuda_endAllocateToPool")
+MODULES = ("accelerate", "psutil", "rich", "pytest", "bitsandbytes", "torchao", "vllm", "llama_cpp")
+TOOLS = ("nvidia-smi", "compute-sanitizer", "nsys", "ncu")
+
+
+def versions(sheet: Sheet, device: torch.device) -> None:
+    """Versions, symbols of torch that decide what graphs forgive, and streams."""
+    sheet.add("python", platform.python_version())
+    sheet.add("torch", torch.__version__, f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    sheet.add("transformers", transformers.__version__)
+    for symbol in SYMBOLS:
+        sheet.add(f"torch has {symbol}", "yes" if _in_libraries(symbol) else "no", _MEANS.get(symbol, ""))
+    for kind, names, there in (("module", MODULES, find_spec), ("tool", TOOLS, shutil.which)):
+        missing = [name for name in names if not there(name)]
+        sheet.add(f"{kind}s found", ", ".join(name for name in names if name not in missing) or "none")
+        sheet.add(f"{kind}s missing", ", ".join(missing) or "none")
+    if device.type != "cuda":
+        sheet.lacks("streams, driver and memory: no CUDA device")
+        return
+    facts = torch.cuda.get_device_properties(device)
+    sheet.add("card", facts.name, f"{facts.total_memory / 2**30:.1f} GiB, {facts.multi_processor_count} processors")
+    sheet.add("streams in turn", len({torch.cuda.Stream(device).cuda_stream for _ in range(128)}), "of 128 made")
+    sheet.add("streams of our own", len({s.cuda_stream for s in [own_stream(device) for _ in range(40)] if s}), "of 40")
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+        sheet.add("driver, clocks, power", subprocess.run(asked, capture_output=True, text=True).stdout.strip())
+
+
+_MEANS = {"clearCublasWorkspacesForStream": "yes: a graph that goes takes the workspace of its stream with it"}
+
+
+def _in_libraries(symbol: str) -> bool:
+    for file in (Path(torch.__file__).parent / "lib").glob("libtorch_*.so"):
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as found:
+            if found.find(symbol.encode()) >= 0:
+                return True
+    return False
+
+
+def costs(sheet: Sheet, device: torch.device) -> None:
+    """Copies, matrix products, attention with and without a mask, launches, uploads."""
+    choose_kernels(device)
+    cuda = device.type == "cuda"
+    dtype, scale = (torch.bfloat16, 1) if cuda else (torch.float32, 16)
+
+    def seconds(work: Callable[[], object]) -> float:
+        found = []
+        for _ in range(11):
+            _wait(device)
+            began = time.perf_counter()
+            work()
+            _wait(device)
+            found.append(time.perf_counter() - began)
+        return statistics.median(found[2:])
+
+    _copies(sheet, device, (1 << 30) // scale // 4, seconds)
+    _matrices(sheet, device, dtype, scale, seconds)
+    _attention(sheet, device, dtype, scale, seconds)
+    small = torch.zeros(64, device=device)
+    sheet.add("a launch", f"{1e6 * seconds(lambda: [small.add_(1) for _ in range(1000)]) / 1000:.2f} µs")
+    sheet.add("an upload of 64 numbers", f"{1e6 * seconds(lambda: upload(range(64), device)):.1f} µs")
+    sheet.add("a download that is waited for", f"{1e6 * seconds(lambda: Download(small).read()):.1f} µs")
+    if not cuda:
+        sheet.lacks("page-locked copies and a replayed graph: no CUDA device")
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=own_stream(device)):
+        for _ in range(1000):
+            small.add_(1)
+    sheet.add("a kernel of a replayed graph", f"{1e6 * seconds(graph.replay) / 1000:.2f} µs")
+
+
+def _copies(sheet: Sheet, device: torch.device, numbers: int, seconds: Seconds) -> None:
+    source = torch.ones(numbers, device=device)
+    target = torch.empty_like(source)
+    sheet.add("copy on the device", f"{2 * source.nbytes / seconds(lambda: target.copy_(source)) / 1e9:.0f} GB/s")
+    sheet.add("read on the device", f"{source.nbytes / seconds(source.sum) / 1e9:.0f} GB/s")
+    if device.type == "cuda":
+        for kind, host in (("page-locked", torch.ones(1 << 26).pin_memory()), ("pageable", torch.ones(1 << 26))):
+            spent = seconds(lambda given=host: target[: 1 << 26].copy_(given))  # type: ignore[misc]
+            sheet.add(f"copy to the device, {kind}", f"{host.nbytes / spent / 1e9:.1f} GB/s")
+
+
+def _matrices(sheet: Sheet, device: torch.device, dtype: torch.dtype, scale: int, seconds: Seconds) -> None:
+    width, inner = 4096 // scale, 14336 // scale
+    weight = torch.randn(inner, width, device=device, dtype=dtype)
+    for rows in (1, 8, 32, 64, 256, 1024, 4096):
+        given = torch.randn(rows, width, device=device, dtype=dtype)
+        spent = seconds(lambda x=given: x @ weight.T)  # type: ignore[misc]
+        rate, read = 2 * rows * width * inner / spent / 1e12, weight.nbytes / spent / 1e9
+        sheet.add(f"{rows} rows × {width} × {inner}", f"{1e6 * spent:.1f} µs", f"{rate:.2f} TFLOP/s, {read:.0f} GB/s")
+
+
+def _attention(sheet: Sheet, device: torch.device, dtype: torch.dtype, scale: int, seconds: Seconds) -> None:
+    """As a draft's step calls it, under a mask over a whole row; and the library's kernel that takes none."""
+    heads, kv_heads, size = 32 // min(scale, 8), 8 // min(scale, 8), 128
+    module = torch.nn.Module()
+    module.is_causal = module.training = False  # type: ignore[assignment]
+    module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+    for slots in (1024, 4096, 8192, 32768):
+        slots //= scale
+        for rows in (1, 8):
+            query = torch.randn(rows, heads, 1, size, device=device, dtype=dtype)
+            keys, values = torch.randn(2, rows, kv_heads, slots, size, device=device, dtype=dtype)
+            mask = torch.zeros(rows, 1, 1, slots, device=device, dtype=dtype)
+            under = seconds(lambda: grouped_kernel(module, query, keys, values, mask, scaling=0.1))  # noqa: B023
+            free = seconds(lambda: scaled_dot_product_attention(query, keys, values, enable_gqa=True))  # noqa: B023
+            rate = 2 * keys.nbytes / under / 1e9
+            note = f"{rate:.0f} GB/s; without a mask {1e6 * free:.1f} µs"
+            sheet.add(f"attention, {rows} × {slots} slots, masked", f"{1e6 * under:.1f} µs", note)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,121 @@
+"""The first hour on a card, in small on a processor: it can be stopped, goes on, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sheet import Sheet, read
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_hour.py"
+
+
+def command(out: Path, *options: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), str(out), "--tiny", *options]
+
+
+def found_in(out: Path, step: str) -> dict[str, Any]:
+    found = read(out / f"{step}.json")
+    assert found is not None
+    return found
+
+
+def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> None:
+    first = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
+    assert first.returncode == 0, first.stdout + first.stderr
+    found = found_in(tmp_path, "versions")
+    assert found["status"] == "done"
+    lines = {line["what"]: line["found"] for line in found["lines"]}
+    assert lines["torch"] == torch.__version__
+    assert lines["torch has clearCublasWorkspacesForStream"] in ("yes", "no")
+    assert any("no CUDA device" in what for what in found["lacking"])
+    assert f"| torch | {torch.__version__} |" in (tmp_path / "versions.md").read_text("utf-8")
+    assert (tmp_path / "hour.md").read_text("utf-8").startswith("## versions: ")
+    again = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
+    assert "versions: done before" in again.stdout
+    assert found_in(tmp_path, "versions") == found
+    anew = subprocess.run(command(tmp_path, "--only", "versions", "--again"), capture_output=True, timeout=250)
+    assert anew.returncode == 0
+    assert found_in(tmp_path, "versions")["seconds"] != found["seconds"]
+
+
+def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
+    running = subprocess.Popen(command(tmp_path, "--only", "versions", "soak"), stdout=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 200
+    while not (tmp_path / "soak.json").exists():
+        assert running.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    shown, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "goes on from here" in shown
+    assert found_in(tmp_path, "versions")["status"] == "done"
+    assert found_in(tmp_path, "soak")["status"] == "running"
+    assert not processes_with(str(tmp_path))
+    again = subprocess.run(command(tmp_path, "--only", "versions", "soak"), capture_output=True, text=True, timeout=280)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "versions: done before" in again.stdout
+    soak = {line["what"]: line["found"] for line in found_in(tmp_path, "soak")["lines"]}
+    assert int(soak["answers"]) >= 24
+    assert soak["that differ from dynamic execution"] == "0"
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in line and file.parent.name != str(os.getpid()):
+            found.append(line)
+    return found
+
+
+def test_graphs_that_go_give_the_answers_of_dynamic_execution(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path, "--only", "graphs"), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = found_in(tmp_path, "graphs")["lines"]
+    assert line["what"] == "equal answers with at most 3 graphs"
+    same, count = line["found"].split(" of ")
+    assert same == count
+    assert len(found_in(tmp_path, "graphs")["lacking"]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_card_real_sizes_are_refused(tmp_path: Path) -> None:
+    real = [part for part in command(tmp_path) if part != "--tiny"]
+    done = subprocess.run(real, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "--tiny runs the same code on a CPU" in done.stderr
+
+
+def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import first_hour
+
+    def broken(sheet: Sheet, card: first_hour.Card) -> None:
+        sheet.add("so far", 1)
+        raise ValueError("a card of another make")
+
+    monkeypatch.setitem(first_hour.STEPS, "costs", broken)
+    assert first_hour.run_step("costs", first_hour.Card(tmp_path, torch.device("cpu"), True)) == 1
+    found = found_in(tmp_path, "costs")
+    assert found["status"] == "failed"
+    assert [line["found"] for line in found["lines"]] == ["1", "ValueError: a card of another make"]
+
+
+def test_a_sheet_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+    sheet = Sheet(tmp_path, "one", "one: a | b", True)
+    sheet.add("x", "a|b\nc")
+    assert json.loads(sheet.file.read_text("utf-8"))["status"] == "running"
+    assert "| x | a/b c |" in sheet.table()
+    assert read(tmp_path / "other.json") is None

@@ -1,0 +1,43 @@
+"""`specfuse-llm doctor` tells how the forwards of a short answer ran: replayed, in a fixed shape, or as they came."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from specfuse_shared import EnsembleEngine
+from specfuse_shared.cli.doctor import examine
+from specfuse_shared.cli.machine_tables import show_checkup
+from specfuse_shared.report.formats import UNKNOWN
+from tests.engine.graphs_without_gpu import Driver, driver
+
+__all__ = ["driver"]
+
+
+def shown(engine: EnsembleEngine, execution: str) -> str:
+    out = Console(record=True, width=160)
+    checkup = examine(replace(engine.config, execution=execution))
+    assert not checkup.problems
+    show_checkup(checkup, out)
+    return next(line for line in out.export_text().splitlines() if line.startswith("forwards"))
+
+
+def test_captured_steps_are_counted_as_replayed(driver: Driver, tiny_engine: EnsembleEngine) -> None:
+    line = shown(tiny_engine, "static")
+    assert line.count("replayed") == line.count("static") == line.count("dynamic") == 2
+    assert driver.replays > 10
+
+
+def test_without_captures_nothing_is_answered(tiny_engine: EnsembleEngine) -> None:
+    assert shown(tiny_engine, "static").split() == ["forwards", UNKNOWN, UNKNOWN]
+
+
+def test_a_short_answer_that_fails_is_a_problem(
+    driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfuse_shared.cli.doctor.TRIAL", "tides " * 2000)
+    checkup = examine(replace(tiny_engine.config, execution="static"))
+    assert len(checkup.members) == 2
+    assert "a short answer failed" in checkup.problems[0]
