@@ -27,7 +27,7 @@ from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import limit_threads_after_fork
-from specfuse_shared.serving.memory import release
+from specfuse_shared.serving.memory import bound_kernels, release
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.opening import Opener, Opening
 from specfuse_shared.serving.places import Places
@@ -53,6 +53,7 @@ class EnsembleEngine:
     """
 
     def __init__(self, config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> None:
+        bound_kernels()
         self.config = as_config(config, **settings)
         self._assembly = Assembly(())
         self._scheduler: Scheduler | None = None

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 import threading
 
 import torch
 
+KERNELS_ENV, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128
+"""oneDNN compiles a kernel for each shape of a product and keeps 1,024 of them, which takes some 400 MB. Few are in use
+at any time, and so many fewer are no slower."""
 TRIM_SECONDS = 5.0
 """Without an answer; then the memory that answers gave back is returned to the system."""
+
+
+def bound_kernels() -> None:
+    """Have oneDNN keep few kernels, unless the environment says how many. It is read with the first product."""
+    os.environ.setdefault(KERNELS_ENV, str(KERNELS))
 
 
 def release() -> None:

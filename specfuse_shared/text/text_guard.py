@@ -13,6 +13,7 @@ from specfuse_shared.text.turn_marks import TurnMarks
 
 APART = " . "
 """Between texts that are looked at together; no control string has it."""
+_SENTINEL = re.compile("\ue000([0-9a-f]{8}):(\\d+)\ue001")
 
 
 class TextGuard:
@@ -24,10 +25,8 @@ class TextGuard:
     def __init__(
         self, has_control: Callable[[str], bool], control: re.Pattern[str] | None, marks: TurnMarks, clean: bool
     ) -> None:
-        nonce = secrets.token_hex(4)
+        self._nonce = secrets.token_hex(4)
         self._has_control, self._control, self._marks, self._clean = has_control, control, marks, clean
-        self._mark = f"\ue000{nonce}:%d\ue001"
-        self._pattern = re.compile(f"\ue000{nonce}:(\\d+)\ue001")
         self._texts: list[str] = []
 
     def turn(self, message: Message) -> Turn:
@@ -57,16 +56,21 @@ class TextGuard:
         if self._clean or not self._has_control(text):
             return text
         replaced = self._control.sub(lambda m: self._sentinel(m.group()), text) if self._control else text
-        return self._sentinel(text) if self._has_control(self._pattern.sub(" ", replaced)) else replaced
+        seen = _SENTINEL.sub(lambda m: " " if m[1] == self._nonce else m[0], replaced)
+        return self._sentinel(text) if self._has_control(seen) else replaced
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """The rendered prompt as (piece, is plain text)."""
-        parts = self._pattern.split(rendered)
-        return [(self._texts[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(parts)]
+        parts, end = list[tuple[str, bool]](), 0
+        for found in _SENTINEL.finditer(rendered):
+            if found[1] == self._nonce:
+                parts += [(rendered[end : found.start()], False), (self._texts[int(found[2])], True)]
+                end = found.end()
+        return [*parts, (rendered[end:], False)]
 
     def _sentinel(self, text: str) -> str:
         self._texts.append(text)
-        return self._mark % (len(self._texts) - 1)
+        return f"\ue000{self._nonce}:{len(self._texts) - 1}\ue001"
 
     def _protect_all(self, value: Any) -> Any:
         if isinstance(value, str):
