@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specfuse_shared.errors import EngineBusyError, EngineClosedError, SpecFuseError, UnknownModelError
+from specfuse_shared.errors import ConfigError, EngineBusyError, EngineClosedError, SpecFuseError, UnknownModelError
 from specfuse_shared.loading.pretrained import LoadProgress
 from specfuse_shared.serving.engine import EnsembleEngine
 
@@ -96,6 +97,8 @@ class Models:
             for name, engine in self.engines.items():
                 self._stage = f"{name}: planning"
                 engine.load(lambda progress, ensemble=name: self._observe(ensemble, progress))  # type: ignore[misc]
+                with suppress(ConfigError):  # without the extra or a fast tokenizer, requests with a grammar are told
+                    engine.prepare_grammars()
         except BaseException as error:
             self._status, self._stage = "failed", str(error) if isinstance(error, SpecFuseError) else "internal error"
             raise

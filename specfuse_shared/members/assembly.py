@@ -21,6 +21,7 @@ from specfuse_shared.members.lanes import lanes_of
 from specfuse_shared.members.loading import load_here
 from specfuse_shared.members.local_lane import LocalLane
 from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.guidance import byte_vocabulary
 from specfuse_shared.text.member_text import MemberText
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class Assembly:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         return self.others if self.own is None else (self.own, *self.others)
+
+    def read_vocabularies(self) -> None:
+        """As the first grammar would have to. Raises `ConfigError` for a tokenizer without a fast version."""
+        byte_vocabulary()
+        for member in self.members:
+            member.text.prepare()
 
 
 def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None = None) -> Member:

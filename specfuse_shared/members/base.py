@@ -62,8 +62,8 @@ class TextSide(Protocol):
         """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
         ...
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Get ready for answers under a grammar. Raises `ConfigError` where the tokenizer cannot."""
+    def prepare(self, grammar: Grammar | None = None) -> None:
+        """Get ready for answers under a grammar, or under any. Raises `ConfigError` where the tokenizer cannot."""
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import weakref
@@ -26,7 +25,7 @@ from specfuse_shared.results import EnsembleResult
 from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
-from specfuse_shared.serving.forks import limit_threads_after_fork
+from specfuse_shared.serving.forks import FORKED, limit_threads_after_fork
 from specfuse_shared.serving.memory import bound_kernels, release
 from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.opening import Opener, Opening
@@ -35,8 +34,6 @@ from specfuse_shared.serving.scheduler import Scheduler
 from specfuse_shared.serving.streams import EventStream, result_of, results_of
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
-
-logger = logging.getLogger(__name__)
 
 
 class EnsembleEngine:
@@ -111,6 +108,10 @@ class EnsembleEngine:
                 weakref.finalize(self, scheduler.close)
                 limit_threads_after_fork()
         return self
+
+    def prepare_grammars(self) -> None:
+        """Read every member's vocabulary now, which the first grammar would wait for: seconds for large ones."""
+        self.load()._assembly.read_vocabularies()
 
     def describe(self) -> tuple[MemberReport, ...]:
         """What each member turned out to be; loads them if need be."""
@@ -295,7 +296,4 @@ class EnsembleEngine:
         if self._closed:
             raise EngineClosedError()
         if not self.is_of_this_process:
-            raise EngineClosedError(
-                "this engine belongs to the process that this one was forked from: make a new one here, or let "
-                "ChatSpecFuse, SpecFuseLLM or lease_engine find one (they do so by themselves)"
-            )
+            raise EngineClosedError(FORKED)

@@ -7,6 +7,11 @@ from functools import cache, partial
 
 import torch
 
+FORKED = (
+    "this engine belongs to the process that this one was forked from: make a new one here, or let ChatSpecFuse, "
+    "SpecFuseLLM or lease_engine find one (they do so by themselves)"
+)
+
 
 @cache
 def limit_threads_after_fork() -> None:

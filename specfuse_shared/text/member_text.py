@@ -31,6 +31,11 @@ class MemberText:
         """The tokens as the grammar library reads them; built when the first grammar comes."""
         return token_vocabulary(self.prompts.tokenizer, self._vocabulary_size, self._stop_ids)
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compile a grammar, in the thread that asks, so that no lane has to. Raises `ConfigError` if it cannot be."""
-        self.vocabulary.matcher(grammar.compiled)
+    def prepare(self, grammar: Grammar | None = None) -> None:
+        """Compile a grammar, in the thread that asks, so that no lane has to; None: only read the vocabulary.
+
+        Raises `ConfigError` if it cannot be.
+        """
+        vocabulary = self.vocabulary
+        if grammar is not None:
+            vocabulary.matcher(grammar.compiled)

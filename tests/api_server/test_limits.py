@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from specfuse_shared import ConfigError, EnsembleEngine
+from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings, read_config
 from tests.api_server.serving import QUESTION, serving, until
 
@@ -130,6 +131,12 @@ def test_a_conversation_has_a_limit(tiny: EnsembleEngine) -> None:
             refused = client.post(path, json=body)
             assert refused.status_code == 400
             assert re.search("10000|9999", refused.json()["error"]["message"])
+
+
+def test_a_server_is_ready_for_grammars_before_it_answers(tiny: EnsembleEngine) -> None:
+    with EnsembleEngine(tiny.config) as engine:
+        Models({"tiny": engine}).load()
+        assert all("vocabulary" in vars(member.text) for member in engine._members)
 
 
 def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSettings]) -> None:

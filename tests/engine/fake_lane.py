@@ -69,7 +69,7 @@ class WordText:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return [hash(word) for message in messages for word in message.content.split()]
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar | None = None) -> None:
         raise AssertionError("no grammar is used with members of words")
 
 
