@@ -38,7 +38,8 @@ def idle(engine: EnsembleEngine) -> bool:
 def test_a_client_that_leaves_a_stream_stops_the_compute(client: httpx.Client, tiny: EnsembleEngine) -> None:
     cancelled = tiny.metrics().requests["cancelled"]
     with client.stream("POST", CHAT, json={**LONG, "stream": True}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: without it the stream is closed
+        next(lines)
         assert tiny.metrics().running == 1
     until(lambda: idle(tiny), 5)
     assert tiny.metrics().requests["cancelled"] == cancelled + 1

@@ -70,7 +70,7 @@ class WordText:
         return [hash(word) for message in messages for word in message.content.split()]
 
     def prepare(self, grammar: Grammar | None = None) -> None:
-        raise AssertionError("no grammar is used with members of words")
+        assert grammar is None, "no grammar is used with members of words"
 
 
 @dataclass

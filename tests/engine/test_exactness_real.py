@@ -143,7 +143,9 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     run_rounds(session, 4)
     assert not session.finished
     for member in members:
-        context = session.participants[member.name].session.context
+        own = session.participants[member.name].session
+        run_stage(own.commit(session.rounds[-1].text))  # with which the next round would begin
+        context = own.context
         assert list(context.prompt) == member.encode_prompt(messages)
         assert list(context.answer) == member.codec.encode(session.text)
         assert context._row.used == len(context.prompt) + len(context.answer)
