@@ -43,7 +43,8 @@ def engine_over(
 ) -> Iterator[EnsembleEngine]:
     """An engine over some of the members; what earlier ones left with any of `every` is given back before."""
     for member in every or some:
-        member.runner.free_reclaimable()
+        member.runner.free_spare()
+        member.runner.drop_steps()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

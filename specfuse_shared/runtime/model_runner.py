@@ -40,10 +40,6 @@ class Reclaimable(Protocol):
         """Free captured steps; whether there were any."""
         ...
 
-    def free_reclaimable(self) -> None:
-        """Free all that only saves time."""
-        ...
-
 
 class ModelForward:
     """A model's own call, over tokens in a row."""
@@ -204,10 +200,6 @@ class ModelRunner:
             return False
         self.stream.wait()  # whoever is short of memory may be another model, in a stream of its own
         return self.static.drop()
-
-    def free_reclaimable(self) -> None:
-        self.free_spare()
-        self.drop_steps()
 
 
 def share_room(runners: Sequence[Reclaimable]) -> None:

@@ -141,7 +141,8 @@ def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Dri
         for context in [*contexts, *expected]:
             context.release()
         contexts, expected = [], []
-        runner.free_reclaimable()
+        runner.free_spare()
+        runner.drop_steps()
     assert driver.captures > 2
     assert not driver.allocating
     assert not driver.freed

@@ -161,7 +161,8 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
     with EnsembleEngine(engine.config) as other:
         for member in local_members(other):
             member.runner.model.register_forward_hook(wait)
-            member.runner.free_reclaimable()
+            member.runner.free_spare()
+            member.runner.drop_steps()
         with caplog.at_level(logging.WARNING):
             assert other.generate(MESSAGES, GREEDY).text == expected
         assert all(report.graphs.startswith("eager: ") for report in other.describe())

@@ -206,7 +206,7 @@ def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
     def free(*_: Any) -> None:
         if driver.capturing and not freed:
             freed.append(driver.captures)
-            thread = threading.Thread(target=other.free_reclaimable)
+            thread = threading.Thread(target=lambda: (other.free_spare(), other.drop_steps()))
             thread.start()
             thread.join()
 

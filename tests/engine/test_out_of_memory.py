@@ -71,7 +71,8 @@ def test_an_answer_survives_one_lack_of_memory_anywhere(
         expected, count = answer(config, members, None)
         for failing in (*range(1, 12), *range(12, count, max(1, count // 8))):
             for member in members:
-                member.runner.free_reclaimable()
+                member.runner.free_spare()
+                member.runner.drop_steps()
             assert answer(config, members, failing)[0] == expected, f"number {failing} of {count}"
             assert not driver.freed
             assert not driver.allocating

@@ -164,7 +164,8 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
             context.release()
         assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
         if len(texts) == 2:
-            runner.free_reclaimable()
+            runner.free_spare()
+            runner.drop_steps()
             assert runner.pool.memory_bytes == 0
     assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
 

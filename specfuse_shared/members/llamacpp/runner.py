@@ -99,10 +99,6 @@ class LlamaRunner:
         """It captures none."""
         return False
 
-    def free_reclaimable(self) -> None:
-        """Free what only saves time."""
-        self.free_spare()
-
     def close(self) -> None:
         """Give all memory back. Safe to call twice."""
         self._prefixes.clear()
