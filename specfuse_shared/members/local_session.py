@@ -41,7 +41,6 @@ class LocalSession(Session[SequenceState]):
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._guesses = Guesses(member.never_guessed, member.token_cost) if self.context.keeps_spare else None
-        self._guesses_ahead = self._guesses is not None
 
     @property
     def counts(self) -> TokenCounts:
@@ -59,9 +58,13 @@ class LocalSession(Session[SequenceState]):
         if self._guesses is not None and not self._guesses.has_read:
             self._guesses.read((*self.context.prompt, *self.context.answer), 0)
 
-    def _expect(self, branch: Branch, is_own: bool = False) -> None:
+    def _expect_text(self, text: str) -> None:
         if self._guesses is not None:
-            self._guesses.expect(branch, OWN if is_own else TOLD)
+            self._guesses.expect(self._branch(self._encoded(text)), TOLD)
+
+    def _expect_own(self, branch: Branch) -> None:
+        if self._guesses is not None:
+            self._guesses.expect(branch, OWN)
 
     def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         wanted = self._wanted(ids, count, min_tokens_left, alone)

@@ -108,11 +108,11 @@ class Session(ABC, Generic[C]):
     def _keep(self, branch: Branch) -> Stage[None]:
         """The branch becomes the end of the committed answer."""
 
-    _guesses_ahead = False
-    """Whether it makes use of how the answer may go on."""
+    def _expect_text(self, text: str) -> None:
+        """The answer may go on with this text: another member says so."""
 
-    def _expect(self, branch: Branch, is_own: bool = False) -> None:
-        """The answer may go on like this: as another member says, or as this one drafted itself."""
+    def _expect_own(self, branch: Branch) -> None:
+        """The answer may go on with this branch, which this member drafted itself."""
 
     # ── stages ───────────────────────────────────────────────────────────────────────────────────
 
@@ -165,8 +165,8 @@ class Session(ABC, Generic[C]):
     def draft(self, limit: int, round_index: int, min_tokens_left: int = 0, guess: str = "") -> Stage[Drafted]:
         """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
         self._start(round_index)
-        if guess and self._guesses_ahead:
-            self._expect(self._branch(self._encoded(guess)))
+        if guess:
+            self._expect_text(guess)
         if self._constraint is not None:
             self._constraint.start()
         ids, ended = yield from self._decode([], limit, min_tokens_left)
@@ -174,7 +174,7 @@ class Session(ABC, Generic[C]):
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
             ids, ended = yield from self._decode(ids, len(ids) + 1, min_tokens_left)
             text = self._codec.text_after(self.context.answer, ids)
-        self._expect(Branch(len(self.context.answer), tuple(ids)), is_own=True)
+        self._expect_own(Branch(len(self.context.answer), tuple(ids)))
         turn_ends = () if min_tokens_left else self._turn_ends
         text, turn_over = self._cut_turn(text, turn_ends)
         if ended or turn_over:
@@ -188,8 +188,8 @@ class Session(ABC, Generic[C]):
         """Judge candidates, all at once."""
         branches = [self._branch(self._encoded(q.text)) for q in questions]
         for question in questions:
-            if question.overrun and self._guesses_ahead:
-                self._expect(self._branch(self._encoded(question.text + question.overrun)))
+            if question.overrun:
+                self._expect_text(question.text + question.overrun)
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)
