@@ -15,10 +15,12 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ import httpx
 import psutil
 
 from specfuse_shared import EnsembleConfig, demo_members
+from specfuse_shared.api_server.run import serve
+from specfuse_shared.api_server.settings import ClientSettings, ServeConfig, ServerSettings
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -58,11 +62,32 @@ class Outcome:
     text: str | None
 
 
-def _serve(config: EnsembleConfig, told: Any) -> None:
-    from specfuse_shared.api_server.run import serve
-    from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
+@contextmanager
+def served(
+    config: EnsembleConfig, named: Mapping[str, ClientSettings] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A server over the ensemble "demo" in a process of its own, once it is ready: its address and its process.
 
-    serve(ServeConfig({"demo": config}, ServerSettings(port=0)), told.put)
+    `named`: clients with keys, each of which is the client's name.
+    """
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    server = context.Process(target=_serve, args=(config, dict(named or {}), told))
+    server.start()
+    try:
+        address = told.get()
+        while httpx.get(f"{address}/health").status_code != 200:
+            time.sleep(0.5)
+        yield address, psutil.Process(server.pid)
+    finally:
+        server.terminate()
+        server.join(60)
+    print(json.dumps({"exit code": server.exitcode}))
+
+
+def _serve(config: EnsembleConfig, named: dict[str, ClientSettings], told: Any) -> None:
+    os.environ |= {name: name for name in named}
+    serve(ServeConfig({"demo": config}, ServerSettings(port=0), clients=named), told.put)
 
 
 async def ask(http: httpx.AsyncClient, client: Client, tokens: int) -> Outcome:
@@ -125,37 +150,28 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
 
-    config = EnsembleConfig(demo_members(dtype=options.dtype))
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    server = context.Process(target=_serve, args=(config, told))
-    server.start()
-    address, process, chance = told.get(), psutil.Process(server.pid), random.Random(0)
-    while httpx.get(f"{address}/health").status_code != 200:
-        time.sleep(0.5)
-    alone = {q: asyncio.run(wave(address, [Client(q, None, False)], options.tokens))[0].text for q in QUESTIONS}
-    print(json.dumps({"before": kept(process)}))
-    for number in range(options.waves + 1):
-        asking, began = clients(options.clients, chance), time.monotonic()
-        outcomes = asyncio.run(wave(address, asking, options.tokens))
-        stayed = [outcome for outcome in outcomes if outcome.text is not None]
-        seconds = time.monotonic() - began
-        idle(address)
-        time.sleep(1)
-        firsts = [outcome.first for outcome in stayed if not outcome.client.slow]
-        row = {
-            "wave": number or "warm-up",
-            "seconds": round(seconds, 1),
-            "left": len(outcomes) - len(stayed),
-            "first p50 s": round(percentile(firsts, 0.5), 2),
-            "first p95 s": round(percentile(firsts, 0.95), 2),
-            "not their own": sum(outcome.text != alone[outcome.client.question] for outcome in stayed),
-            **kept(process),
-        }
-        print(json.dumps(row), flush=True)
-    server.terminate()
-    server.join(60)
-    print(json.dumps({"exit code": server.exitcode}))
+    chance = random.Random(0)
+    with served(EnsembleConfig(demo_members(dtype=options.dtype))) as (address, process):
+        alone = {q: asyncio.run(wave(address, [Client(q, None, False)], options.tokens))[0].text for q in QUESTIONS}
+        print(json.dumps({"before": kept(process)}))
+        for number in range(options.waves + 1):
+            asking, began = clients(options.clients, chance), time.monotonic()
+            outcomes = asyncio.run(wave(address, asking, options.tokens))
+            stayed = [outcome for outcome in outcomes if outcome.text is not None]
+            seconds = time.monotonic() - began
+            idle(address)
+            time.sleep(1)
+            firsts = [outcome.first for outcome in stayed if not outcome.client.slow]
+            row = {
+                "wave": number or "warm-up",
+                "seconds": round(seconds, 1),
+                "left": len(outcomes) - len(stayed),
+                "first p50 s": round(percentile(firsts, 0.5), 2),
+                "first p95 s": round(percentile(firsts, 0.95), 2),
+                "not their own": sum(outcome.text != alone[outcome.client.question] for outcome in stayed),
+                **kept(process),
+            }
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

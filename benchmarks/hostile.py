@@ -15,28 +15,18 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
-import os
 import string
 import time
 from collections import Counter
 from typing import Any
 
 import httpx
-import psutil
-from clients import QUESTIONS, idle, kept, percentile
+from clients import QUESTIONS, idle, kept, percentile, served
 
 from specfuse_shared import EnsembleConfig, demo_members
-from specfuse_shared.api_server.run import serve
-from specfuse_shared.api_server.settings import ClientSettings, ServeConfig, ServerSettings
+from specfuse_shared.api_server.settings import ClientSettings
 
 PATH = "/v1/chat/completions"
-
-
-def serve_to(clients: dict[str, ClientSettings], told: Any) -> None:
-    """In a process of its own. Every client's key is its name."""
-    os.environ |= {name: name for name in clients}
-    serve(ServeConfig({"demo": EnsembleConfig(demo_members())}, ServerSettings(port=0), clients=clients), told.put)
 
 
 def headers(name: str) -> dict[str, str]:
@@ -107,32 +97,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     options = parser.parse_args()
 
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
     limits = {"good": (options.good, None), "bad": (options.bad, options.limit or None)}
     clients = {
         f"{kind}{number}": ClientSettings(api_key_env=f"{kind}{number}", max_answers=most)
         for kind, (count, most) in limits.items()
         for number in range(count)
     }
-    server = context.Process(target=serve_to, args=(clients, told))
-    server.start()
-    address, process = told.get(), psutil.Process(server.pid)
-    while httpx.get(f"{address}/health").status_code != 200:
-        time.sleep(0.5)
-    asyncio.run(phase(address, options, []))  # warm up
-    idle(address, headers("good0"))
-    before = kept(process)
-    without = asyncio.run(phase(address, options, []))
-    print(json.dumps({"without": without}), flush=True)
-    with_bad = asyncio.run(phase(address, options, bad_bodies()))
-    print(json.dumps({"with": with_bad}), flush=True)
-    idle(address, headers("good0"))
-    time.sleep(10)
-    ratio = with_bad["p95 s"] / without["p95 s"]
-    print(json.dumps({"p95 with ÷ without": round(ratio, 2), "before": before, "after": kept(process)}))
-    server.terminate()
-    server.join(60)
+    with served(EnsembleConfig(demo_members()), clients) as (address, process):
+        asyncio.run(phase(address, options, []))  # warm up
+        idle(address, headers("good0"))
+        before = kept(process)
+        without = asyncio.run(phase(address, options, []))
+        print(json.dumps({"without": without}), flush=True)
+        with_bad = asyncio.run(phase(address, options, bad_bodies()))
+        print(json.dumps({"with": with_bad}), flush=True)
+        idle(address, headers("good0"))
+        time.sleep(10)
+        ratio = with_bad["p95 s"] / without["p95 s"]
+        print(json.dumps({"p95 with ÷ without": round(ratio, 2), "before": before, "after": kept(process)}))
 
 
 if __name__ == "__main__":
