@@ -171,9 +171,11 @@ class ResponsesBody(Asked):
     @field_validator("input")
     @classmethod
     def _some(cls, value: str | list[Any]) -> str | list[Any]:
-        if isinstance(value, list) and all(isinstance(item, ReasoningItem) for item in value):
+        if isinstance(value, str):
+            return value
+        if all(isinstance(item, ReasoningItem) for item in value):
             raise ValueError("holds no message")
-        if isinstance(value, list) and len(value) >= MOST_TURNS:  # the instructions are a turn, too
+        if len(value) >= MOST_TURNS:  # the instructions are a turn, too
             raise ValueError(f"has {len(value)} items, and {MOST_TURNS - 1} is the most: shorten the conversation")
         return value
 

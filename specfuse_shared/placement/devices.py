@@ -58,7 +58,7 @@ def free_memory(name: str) -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of this machine, and those that are free; where psutil is missing (a lent card), as the system counts."""
+    """Bytes of this machine, and those that are free; as the system counts where psutil is missing."""
     try:
         import psutil
     except ModuleNotFoundError:

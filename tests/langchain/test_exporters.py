@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from langchain_core.messages.ai import UsageMetadata
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
@@ -30,19 +31,25 @@ def openllmetry() -> Iterator[Spans]:
         yield spans
 
 
-async def test_openinference_finds_name_sampling_and_tokens(model: ChatSpecFuse, openinference: Spans) -> None:
+async def usage_of_four_calls(model: ChatSpecFuse) -> UsageMetadata:
+    """The same question in each way of asking; what the first answer used."""
     whole = model.invoke("Hello")
     list(model.stream("Hello"))
     await model.ainvoke("Hello")
     _ = [chunk async for chunk in model.astream("Hello")]
+    assert whole.usage_metadata is not None
+    return whole.usage_metadata
+
+
+async def test_openinference_finds_name_sampling_and_tokens(model: ChatSpecFuse, openinference: Spans) -> None:
+    usage = await usage_of_four_calls(model)
     spans = openinference.of_models("llm.model_name")
     assert len(spans) == 4
     for span in spans:
         assert (span["llm.model_name"], span["llm.finish_reason"]) == ("chat+base", "length")
         assert (parameters(span)["max_tokens"], parameters(span)["temperature"]) == (9, 0.5)
-        assert whole.usage_metadata is not None
-        assert span["llm.token_count.prompt"] == whole.usage_metadata["input_tokens"]
-        assert span["llm.token_count.completion"] == whole.usage_metadata["output_tokens"]
+        assert span["llm.token_count.prompt"] == usage["input_tokens"]
+        assert span["llm.token_count.completion"] == usage["output_tokens"]
 
 
 def test_openinference_finds_what_a_call_sets(model: ChatSpecFuse, openinference: Spans) -> None:
@@ -53,15 +60,11 @@ def test_openinference_finds_what_a_call_sets(model: ChatSpecFuse, openinference
 
 
 async def test_openllmetry_finds_name_sampling_and_tokens(model: ChatSpecFuse, openllmetry: Spans) -> None:
-    whole = model.invoke("Hello")
-    list(model.stream("Hello"))
-    await model.ainvoke("Hello")
-    _ = [chunk async for chunk in model.astream("Hello")]
+    usage = await usage_of_four_calls(model)
     spans = openllmetry.of_models("gen_ai.request.model")
     assert len(spans) == 4
     for span in spans:
         assert span["gen_ai.request.model"] == span["gen_ai.response.model"] == "chat+base"
         assert (span["gen_ai.request.max_tokens"], span["gen_ai.request.temperature"]) == (9, 0.5)
-        assert whole.usage_metadata is not None
-        assert span["gen_ai.usage.input_tokens"] == whole.usage_metadata["input_tokens"]
-        assert span["gen_ai.usage.output_tokens"] == whole.usage_metadata["output_tokens"]
+        assert span["gen_ai.usage.input_tokens"] == usage["input_tokens"]
+        assert span["gen_ai.usage.output_tokens"] == usage["output_tokens"]
