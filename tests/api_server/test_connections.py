@@ -29,8 +29,8 @@ def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
 
 
 def opened(client: httpx.Client, *sent: bytes) -> socket.socket:
-    """A connection that has sent these bytes and nothing more."""
-    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=5)
+    """A connection that has sent these bytes and nothing more; uvicorn keeps one open for five seconds more."""
+    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
     for data in sent:
         connection.sendall(data)
     return connection
@@ -83,7 +83,6 @@ def test_half_a_body_is_answered_so(client: httpx.Client) -> None:
 def test_a_body_after_a_refusal_is_not_waited_for(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, BOUNDED, key="k") as client:
         connection = opened(client, head(client, 10_000_000), b"{")
-        connection.settimeout(10 + SECONDS)
         answer = received(connection)
         assert answer is not None
         assert b" 401 " in answer.split(b"\r\n")[0]
@@ -102,14 +101,15 @@ def test_an_answer_that_takes_longer_than_a_connection_may_be_silent_is_given(cl
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_more_connections_than_may_be_are_closed_at_once(client: httpx.Client) -> None:
-    held = [opened(client) for _ in range(BOUNDED.max_connections)]
-    began = time.monotonic()
-    assert received(opened(client)) == b""
-    assert time.monotonic() < began + SECONDS
-    for connection in held:
-        connection.close()
-    until(lambda: _answers(lambda: client.get("/health")))
+def test_more_connections_than_may_be_are_closed_at_once(tiny: EnsembleEngine) -> None:
+    with serving({"tiny": tiny}, ServerSettings(connection_seconds=60, max_connections=20)) as client:
+        held = [opened(client) for _ in range(20)]
+        began = time.monotonic()
+        assert received(opened(client)) == b""
+        assert time.monotonic() < began + 15
+        for connection in held:
+            connection.close()
+        until(lambda: _answers(lambda: client.get("/health")))
 
 
 def test_a_stream_that_is_not_read_stops_its_answer_and_draws_no_report(
