@@ -74,17 +74,24 @@ class Client:
             return await loop.run_in_executor(threads, timed)
 
     @asynccontextmanager
-    async def answer(self, timeout: float | None) -> AsyncIterator[None]:
-        """One answer, which waits while `max_answers` of the client's run. Raises `RequestTimeoutError`."""
+    async def answer(self, timeout: float | None) -> AsyncIterator[float | None]:
+        """One answer, which waits while `max_answers` of the client's run; the seconds that are left for it then.
+
+        Raises `RequestTimeoutError`.
+        """
         if self._places is None:
-            yield
+            yield timeout
             return
+        began = time.monotonic()
         try:
             await asyncio.wait_for(self._places.acquire(), timeout)
         except TimeoutError:
             raise RequestTimeoutError.of("") from None
         try:
-            yield
+            left = None if timeout is None else timeout - (time.monotonic() - began)
+            if left is not None and left <= 0:
+                raise RequestTimeoutError.of("")
+            yield left
         finally:
             self._places.release()
 

@@ -18,6 +18,7 @@ from specfuse_shared.api_server.clients import Client
 from specfuse_shared.api_server.formats import Format, usage_of
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event
+from specfuse_shared.serving.calls import CallOptions
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[Answer, Piece], None]
@@ -28,11 +29,13 @@ async def run_choices(call: Call, answers: Sequence[Answer], client: Client) -> 
     queue: asyncio.Queue[tuple[Answer, Piece] | Exception | None] = asyncio.Queue()
 
     async def run(answer: Answer, choice: Choice) -> None:
-        events = call.model.engine.astream(choice.messages, choice.params, **call.options)
         try:
-            async with client.answer(call.options.get("timeout")), aclosing(cast(AsyncGenerator[Event], events)):
-                async for piece in answer.pieces(events):
-                    queue.put_nowait((answer, piece))
+            async with client.answer(call.options.get("timeout")) as left:
+                options = CallOptions(**{**call.options, "timeout": left})
+                events = call.model.engine.astream(choice.messages, choice.params, **options)
+                async with aclosing(cast(AsyncGenerator[Event], events)):
+                    async for piece in answer.pieces(events):
+                        queue.put_nowait((answer, piece))
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from specfuse_shared import ConfigError, EnsembleEngine
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings, read_config
+from specfuse_shared.events import Event
 from tests.api_server.serving import QUESTION, serving, until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
@@ -105,6 +107,24 @@ def test_answers_beyond_a_clients_limit_wait(tiny: EnsembleEngine, monkeypatch: 
         assert refused.status_code == 504
         assert max(most) == 2
         assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("ann's")).status_code == 200
+
+
+def test_a_timeout_counts_the_wait_for_a_place(tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANNS_KEY", "ann's")
+    given: list[float] = []
+    plainly = tiny.astream
+
+    def spied(*args: Any, timeout: float, **options: Any) -> AsyncIterator[Event]:
+        given.append(timeout)
+        return plainly(*args, timeout=timeout, **options)
+
+    monkeypatch.setattr(tiny, "astream", spied)
+    clients = {"ann": ClientSettings(api_key_env="ANNS_KEY", max_answers=1)}
+    with serving({"tiny": tiny}, clients=clients) as client:
+        body = {**CHAT, "max_tokens": 200, "ignore_eos": True, "n": 3, "timeout": 60}
+        answered = client.post("/v1/chat/completions", json=body, headers=bearer("ann's"))
+    assert answered.status_code == 200
+    assert 60 >= given[0] > given[1] + 0.01 > given[2] + 0.02
 
 
 def test_large_bodies_of_a_client_wait_for_its_own(
