@@ -29,16 +29,16 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import SamplingParams
-from specfuse_shared.members.requests import DraftRequest, ForwardRequest, LogprobRequest
+from specfuse_shared.members.local.forwards import DraftRequest, ForwardRequest, LogprobRequest
+from specfuse_shared.members.local.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.members.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.attention import EAGER, GROUPED
-from specfuse_shared.runtime.cuda_graphs import Graphs
 from specfuse_shared.runtime.fused_norms import fuse_norms
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
 
 _BIASES = {(1024, 2048): causal_lower_right(1024, 2048)}
 NAMES = ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b")

@@ -47,9 +47,9 @@ from speculation import forwards
 from vllm_peer import Peer
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, SegmentEvent
-from specfuse_shared.members.jobs import run_stage
-from specfuse_shared.members.local import LocalMember
-from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.local.batching import run_stage
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.devices import host_memory
 

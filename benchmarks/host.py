@@ -29,8 +29,8 @@ from loaded import LoadedEngine, prompt
 from shapes import members
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from specfuse_shared.members import lanes
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local import cores
+from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.runtime import logprobs, sampler
 
 
@@ -46,7 +46,7 @@ class Calls:
         for holder, names in ((logprobs, ("_log_masses", "_picked")), (sampler, ("_largest",))):
             for name in names:
                 self._time(holder, name)
-        if (found := find_spec("specfuse_shared.runtime.likeliest")) is not None:
+        if (found := find_spec("specfuse_shared.runtime.top_tokens")) is not None:
             self._time(import_module(found.name), "_largest")
 
     def _time(self, holder: Any, name: str) -> None:
@@ -66,7 +66,7 @@ class Calls:
 
 @contextmanager
 def loaded(execution: str, speculation: str) -> Iterator[tuple[EnsembleEngine, Sequence[LocalMember]]]:
-    vars(lanes)["cores"] = lambda: 1  # one lane, as on one card
+    vars(cores)["cores"] = lambda: 1  # one lane, as on one card
     vars(logprobs)["_ROW_BY_ROW"] = set()  # what a card is asked for, it is asked for at once
     some = list(members(True, torch.device("cpu"), torch.float32, execution, 1e9))
     for member in some:

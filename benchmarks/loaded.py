@@ -12,7 +12,7 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message
 from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.members.assembly import Assembly, assemble
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local.member import LocalMember
 
 SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind and its visitors. "
 SEGMENT = 10

@@ -35,9 +35,9 @@ from quality_table import loudest, measured, plot, rivals_of, seen, show
 from rich.progress import Progress
 from variants import BARS, VARIANTS, ensemble
 
-from specfuse_shared.comparing.asking import Asker, Asking
 from specfuse_shared.comparing.intervals import Interval, difference
-from specfuse_shared.comparing.run_file import RunFile
+from specfuse_shared.comparing.run.asking import Asker, Asking
+from specfuse_shared.comparing.run.run_file import RunFile
 
 COMPARED_TASKS = ("open", "rag", "rag-sentence", "ifeval")
 COMPARED = (*BARS, "default", "specfuse")

@@ -11,7 +11,7 @@ from figures import RESULTS
 from typer import BadParameter
 
 from specfuse_shared.comparing import Answer, Question
-from specfuse_shared.comparing.run_file import RunFile
+from specfuse_shared.comparing.run.run_file import RunFile
 
 TASKS = {
     "open": "open",

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specfuse_shared import MemberConfig
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local.member import LocalMember
 
 DOCUMENTS = sorted((Path(__file__).parents[1] / "examples" / "documents").glob("*.md"))
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from figures import Figure
 
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local.member import LocalMember
 
 if TYPE_CHECKING:
     from gpu import Bench

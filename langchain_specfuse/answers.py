@@ -12,7 +12,7 @@ from langchain_core.outputs import ChatGenerationChunk
 from pydantic import Field
 
 from specfuse_shared import EnsembleResult, Event, FinishEvent, SegmentEvent, ThinkingEvent
-from specfuse_shared.adapters import (
+from specfuse_shared.frameworks import (
     CallDelta,
     CallReader,
     Detail,

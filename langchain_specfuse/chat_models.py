@@ -24,7 +24,7 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.adapters import TRANSPORT_OPTIONS, Engine, Ensembles, config_of
+from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, config_of
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""

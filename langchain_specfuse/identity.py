@@ -11,7 +11,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.model_profile import ModelProfile
 
 from langchain_specfuse.errors import as_langchain
-from specfuse_shared.adapters import EnsembleSettings
+from specfuse_shared.frameworks import EnsembleSettings
 
 
 class InferredProfile(dict[str, Any]):

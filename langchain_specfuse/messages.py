@@ -19,8 +19,8 @@ from langchain_core.messages import (
 )
 
 from specfuse_shared import Message, ToolCall
-from specfuse_shared.adapters import Role, arguments_of
 from specfuse_shared.errors import RequestError
+from specfuse_shared.frameworks import Role, arguments_of
 
 _ROLES: dict[type[BaseMessage], Role] = {
     SystemMessage: "system",

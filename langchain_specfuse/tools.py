@@ -12,7 +12,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel
 
 from specfuse_shared import ConfigError, Grammar, Message, Tool
-from specfuse_shared.adapters import RESPONSE_FORMATS, choice_of, response_schema, value_of
+from specfuse_shared.frameworks import RESPONSE_FORMATS, choice_of, response_schema, value_of
 
 Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 ToolLike = Foreign | Tool

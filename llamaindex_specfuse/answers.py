@@ -22,7 +22,8 @@ from llama_index_instrumentation.span import active_span_id
 from llamaindex_specfuse.calling import BegunCall, call_block
 from llamaindex_specfuse.events import SpecFuseSegmentEvent
 from specfuse_shared import EnsembleResult, TokenLogprob, ToolCall, TopLogprob
-from specfuse_shared.adapters import (
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent, ThinkingEvent
+from specfuse_shared.frameworks import (
     CallDelta,
     CallReader,
     Detail,
@@ -35,7 +36,6 @@ from specfuse_shared.adapters import (
     segment_record,
     usage_record,
 )
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent, ThinkingEvent
 
 _dispatcher = get_dispatcher(__name__)
 

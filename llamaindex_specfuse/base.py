@@ -29,8 +29,8 @@ from llamaindex_specfuse.messages import react_stops, to_messages
 from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
-from specfuse_shared.adapters import EnsembleSettings, ToolUse, choice_of
 from specfuse_shared.errors import ConfigError, RequestError
+from specfuse_shared.frameworks import EnsembleSettings, ToolUse, choice_of
 
 _SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620

@@ -16,8 +16,8 @@ from llama_index.core.tools.types import BaseTool
 
 from llamaindex_specfuse.messages import arguments_so_far, begun_in, is_whole
 from specfuse_shared import Tool, ToolCall
-from specfuse_shared.adapters import choice_of
 from specfuse_shared.errors import RequestError
+from specfuse_shared.frameworks import choice_of
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
 Choice = str | bool | Mapping[str, Any] | None

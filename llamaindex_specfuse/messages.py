@@ -19,8 +19,8 @@ from llama_index.core.base.llms.types import (
 from pydantic_core import from_json
 
 from specfuse_shared import Message, ToolCall
-from specfuse_shared.adapters import CUT_MARK, Role, arguments_of
 from specfuse_shared.errors import RequestError
+from specfuse_shared.frameworks import CUT_MARK, Role, arguments_of
 
 _ROLES: dict[MessageRole, Role] = {
     MessageRole.SYSTEM: "system",

@@ -21,8 +21,8 @@ from pydantic import BaseModel, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import from_json
 
 from specfuse_shared import Grammar
-from specfuse_shared.adapters import value_of
 from specfuse_shared.errors import ConfigError
+from specfuse_shared.frameworks import value_of
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.agreement import Agreement, Disagreement
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import (
     AuthenticationError,
     ConfigError,
@@ -37,7 +36,6 @@ from specfuse_shared.errors import (
     ValueTooLongError,
 )
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.messages import Message, Tool, ToolCall
 from specfuse_shared.policies import (
     AggregatePolicy,
@@ -53,8 +51,10 @@ from specfuse_shared.policies import (
     Stretch,
 )
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,
     FinishReason,
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.calls import CallOptions
     from specfuse_shared.serving.engine import EnsembleEngine
     from specfuse_shared.serving.leases import EngineLease, close_idle_engines, lease_engine
-    from specfuse_shared.serving.metrics import Histogram, MetricsSnapshot
     from specfuse_shared.serving.prometheus import prometheus_collector
+    from specfuse_shared.serving.telemetry.metrics import Histogram, MetricsSnapshot
 
 __all__ = [
     "AggregatePolicy",
@@ -162,8 +162,8 @@ _NEEDS_TORCH = {
     "EnsembleEngine": "specfuse_shared.serving.engine",
     "LoadProgress": "specfuse_shared.loading.pretrained",
     "EngineLease": "specfuse_shared.serving.leases",
-    "Histogram": "specfuse_shared.serving.metrics",
-    "MetricsSnapshot": "specfuse_shared.serving.metrics",
+    "Histogram": "specfuse_shared.serving.telemetry.metrics",
+    "MetricsSnapshot": "specfuse_shared.serving.telemetry.metrics",
     "close_idle_engines": "specfuse_shared.serving.leases",
     "demo_encoder": "specfuse_shared.loading.demo",
     "demo_members": "specfuse_shared.loading.demo",

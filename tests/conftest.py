@@ -7,6 +7,7 @@ are known all the same, and files without a test that needs a card are not even 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
-from tests.browser import CHROMIUM, DESK, QUIET
-from tests.engine.comparing import FAULT_ROW
-from tests.engine.tiny import pair_config, save_pair
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.codec import Codec
+from tests.support.against_naive import FAULT_ROW, local_members
+from tests.support.browser import CHROMIUM, DESK, QUIET
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, pair_config, save_pair
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -112,3 +115,20 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     assert [url for url in requests if not url.startswith("blob:")] == [
         (tmp_path / f"{i}.html").as_uri() for i in range(1, len(contexts) + 1)
     ]
+
+
+@pytest.fixture(scope="session")
+def static_engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    """The two tiny members in static execution."""
+    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+        yield engine.load()
+
+
+@pytest.fixture(scope="session")
+def codecs(exact_engine: EnsembleEngine) -> dict[str, Codec]:
+    """Codecs of both real members and of both tiny tokenizers."""
+    found = {m.name: m.codec for m in local_members(exact_engine)}
+    for tokenizer in (byte_level_tokenizer(), metaspace_tokenizer()):
+        encoder = PromptEncoder(tokenizer, None, {}, "tiny")
+        found[encoder.kind] = encoder.codec
+    return found

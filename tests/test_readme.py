@@ -18,8 +18,8 @@ import specfuse_shared
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import ConfigError, EnsembleConfig, close_idle_engines, demo_members, lease_engine
-from tests.api_server.serving import serving
-from tests.pages import ROOT, Example, check, examples_in, text_of
+from tests.support.pages import ROOT, Example, check, examples_in, text_of
+from tests.support.serving import serving
 
 README = "README.md"
 SERVER = "http://127.0.0.1:8000"

@@ -18,21 +18,28 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from specfuse_shared.api_server import page
-from specfuse_shared.api_server.answers import Answer
-from specfuse_shared.api_server.bodies import Asked, BodyError, ChatBody, CompletionBody, TokenizeBody, read_body
-from specfuse_shared.api_server.calls import Call, Reader
-from specfuse_shared.api_server.clients import Clients
+from specfuse_shared.api_server.access.clients import Clients
+from specfuse_shared.api_server.access.guard import GONE, Guard, Traffic
 from specfuse_shared.api_server.failures import HttpError, error_body, error_headers, status_of
-from specfuse_shared.api_server.formats import ChatFormat, CompletionFormat, Format, usage_of
-from specfuse_shared.api_server.guard import GONE, Guard, Traffic
 from specfuse_shared.api_server.models import Models
-from specfuse_shared.api_server.response_bodies import NOTHING_KEPT, ResponsesBody
-from specfuse_shared.api_server.response_formats import ResponsesFormat
+from specfuse_shared.api_server.replies.answers import Answer
+from specfuse_shared.api_server.replies.formats import ChatFormat, CompletionFormat, Format, usage_of
+from specfuse_shared.api_server.replies.responses_api import ResponsesFormat
+from specfuse_shared.api_server.replies.streaming import EventStreamResponse, Stream, fold, run_choices, unless_gone
+from specfuse_shared.api_server.requests.bodies import (
+    Asked,
+    BodyError,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    read_body,
+)
+from specfuse_shared.api_server.requests.calls import Call, Reader
+from specfuse_shared.api_server.requests.responses_api import NOTHING_KEPT, ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
-from specfuse_shared.api_server.streaming import EventStreamResponse, Stream, fold, run_choices, unless_gone
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.prometheus import prometheus_collector
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 READERS = 4
 """Threads that read bodies."""

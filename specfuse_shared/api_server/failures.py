@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specfuse_shared.adapters.wire import error_to_json
-from specfuse_shared.api_server.bodies import BodyError
 from specfuse_shared.api_server.models import ModelsLoadingError
+from specfuse_shared.api_server.requests.bodies import BodyError
+from specfuse_shared.client.wire import error_to_json
 from specfuse_shared.errors import (
     ConfigError,
     EngineBusyError,

@@ -14,9 +14,9 @@ from dataclasses import replace
 import uvicorn
 from starlette.types import ASGIApp
 
+from specfuse_shared.api_server.access.clients import Clients
+from specfuse_shared.api_server.access.connections import protocol_of
 from specfuse_shared.api_server.app import Service, build_app
-from specfuse_shared.api_server.clients import Clients
-from specfuse_shared.api_server.connections import protocol_of
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
 from specfuse_shared.errors import ConfigError, EngineClosedError

@@ -50,13 +50,13 @@ from specfuse_shared.cli.options import (
 )
 from specfuse_shared.cli.serve import serve
 from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging, ensemble_of
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.messages import Message
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     pass

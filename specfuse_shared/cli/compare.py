@@ -21,8 +21,8 @@ from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
 from specfuse_shared.cli.options import AsJson, Preset
 from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.validation import check_choice
 
 if TYPE_CHECKING:

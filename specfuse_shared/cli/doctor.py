@@ -11,7 +11,6 @@ from importlib.metadata import version
 import torch
 import transformers
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.ollama import ollama_models
@@ -19,8 +18,9 @@ from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan
-from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.engine import EnsembleEngine
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.types import MemberReport
 
 TRIAL, TRIAL_TOKENS = "How do the tides follow the moon?", 48

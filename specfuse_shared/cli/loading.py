@@ -10,7 +10,7 @@ from rich.console import Console
 
 from specfuse_shared.cli import machine_tables, terminal
 from specfuse_shared.cli.setup import configure_logging
-from specfuse_shared.config import EnsembleConfig
+from specfuse_shared.settings.config import EnsembleConfig
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specfuse_shared.config import EXITS, FEEDBACKS, PRESETS, SCORES
-from specfuse_shared.member_config import BACKENDS, DTYPES, QUANTIZATIONS, MemberConfig
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.config import EXITS, FEEDBACKS, PRESETS, SCORES
+from specfuse_shared.settings.member_config import BACKENDS, DTYPES, QUANTIZATIONS, MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
 SAMPLING = SamplingParams()

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading.config_files import read_ensemble
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 
 Members = Annotated[
     list[str] | None,

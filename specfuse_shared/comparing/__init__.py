@@ -1,18 +1,18 @@
 """Is an ensemble better than its best member, on these questions? Answers, points, intervals, a verdict, a report."""
 
-from specfuse_shared.comparing.asking import ENSEMBLE, Asker, OnProgress, Progress
 from specfuse_shared.comparing.comparison import Comparison, compare
 from specfuse_shared.comparing.config_writing import check_config_file, write_ensemble
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.judging import Rating, Ratings, rate
 from specfuse_shared.comparing.libraries import check_libraries
+from specfuse_shared.comparing.pages.voting import Votes, votes_on
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run_file import Answer
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, OnProgress, Progress
+from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.scores import Column, Cost, Habits
 from specfuse_shared.comparing.tuning import Tuned, tunable, tune
 from specfuse_shared.comparing.verdict import Point, Verdict
-from specfuse_shared.comparing.voting import Votes, votes_on
 
 __all__ = [
     "ENSEMBLE",

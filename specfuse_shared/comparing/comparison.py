@@ -8,17 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from specfuse_shared.comparing.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
 from specfuse_shared.comparing.libraries import check_libraries
+from specfuse_shared.comparing.pages.voting import Votes, counted, voting_page
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run_file import Answer, RunFile
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
 from specfuse_shared.comparing.verdict import Point, Verdict, judged
-from specfuse_shared.comparing.voting import Votes, counted, voting_page
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check
 
 LEAST_ANSWERED = 0.5
@@ -81,7 +81,7 @@ class Comparison:
 
     def to_html(self) -> str:
         """The report: one HTML file that needs neither a network nor scripts."""
-        from specfuse_shared.comparing.page import document
+        from specfuse_shared.comparing.pages.comparison_page import document
 
         return document(self)
 

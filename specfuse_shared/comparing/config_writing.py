@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specfuse_shared.comparing.libraries import library
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.loading.config_files import ensemble_of_table, plain_config, read_toml, tables_of
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 
 _POLICIES = ("score", "aggregate", "feedback", "exit")
 

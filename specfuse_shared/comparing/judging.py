@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from specfuse_shared.comparing.asking import ENSEMBLE, MakeEngine, OnProgress, Progress, new_engine, size_of
 from specfuse_shared.comparing.comparison import Comparison
 from specfuse_shared.comparing.intervals import Interval, difference, share
 from specfuse_shared.comparing.questions import LETTERS, Question
-from specfuse_shared.comparing.run_file import RunFile, key_of
+from specfuse_shared.comparing.run.asking import ENSEMBLE, MakeEngine, OnProgress, Progress, new_engine, size_of
+from specfuse_shared.comparing.run.run_file import RunFile, key_of
+from specfuse_shared.comparing.run.together import asked_together
 from specfuse_shared.comparing.scores import ALL
-from specfuse_shared.comparing.together import asked_together
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
+from specfuse_shared.settings.config import EnsembleConfig
 
 MARKS = ("1", "2", "3", "4", "5")
 SMALL = 6.5e9

@@ -9,8 +9,8 @@ from typing import Any
 from specfuse_shared.comparing.instructions import check_instruction
 from specfuse_shared.comparing.metrics import number_in
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.validation import Settings, check, check_choice
 
 MOST_TOKENS = {"open": 160, "short": 32, "text": 128, "number": 128, "choice": 8, "instructions": 160}

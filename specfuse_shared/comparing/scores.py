@@ -11,7 +11,7 @@ from itertools import combinations
 from specfuse_shared.comparing.intervals import Interval, difference
 from specfuse_shared.comparing.metrics import agreement, goes_in_circles, score
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run_file import Answer
+from specfuse_shared.comparing.run.run_file import Answer
 
 ALL = "all"
 """The column in which each question counts with the metric of its kind that counts first."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specfuse_shared.comparing.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
 from specfuse_shared.comparing.comparison import config_of, question_set
 from specfuse_shared.comparing.config_writing import check_writable_config
 from specfuse_shared.comparing.intervals import Interval, difference
@@ -17,11 +16,12 @@ from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.metrics import score
 from specfuse_shared.comparing.question_files import QuestionSet
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run_file import RunFile
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check
 
 STEPS = (2.0, 8.0)

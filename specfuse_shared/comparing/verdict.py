@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specfuse_shared.comparing.asking import ENSEMBLE
 from specfuse_shared.comparing.intervals import POWER
 from specfuse_shared.comparing.metrics import LABELS
+from specfuse_shared.comparing.run.asking import ENSEMBLE
 from specfuse_shared.comparing.scores import ALL, Column, Cost
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison
-    from specfuse_shared.comparing.voting import Votes
+    from specfuse_shared.comparing.pages.voting import Votes
 
 FEWEST_ROWS = 20
 """With fewer rows a bootstrap interval is too narrow, and nothing is claimed."""

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.fusion.answer_text import AnswerText
 from specfuse_shared.fusion.leading import Lead, Traffic
 from specfuse_shared.fusion.participants import Participants
@@ -22,8 +21,9 @@ from specfuse_shared.members.stages import (
     StageResult,
     Value,
 )
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.text.constraint import AnswerConstraint
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.types import Candidate, FinishReason
 
 Ops = Mapping[str, Op]

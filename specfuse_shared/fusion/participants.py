@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import NOTHING_YET, Close, TokenCounts
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
+from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.types import MemberExit, MemberUsage, Usage
 
 _ROOM_PER_TOKEN = 8

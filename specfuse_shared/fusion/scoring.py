@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.drafting import Ops, Results
@@ -16,7 +15,8 @@ from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import Close, Fault, Open, ScoringQuery, Verdicts, Verify
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.types import FinishReason
 
 

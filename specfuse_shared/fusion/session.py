@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import GenerationError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
@@ -38,8 +37,9 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.sampling_params import SamplingParams
-from specfuse_shared.text.constraint import AnswerConstraint
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage
 

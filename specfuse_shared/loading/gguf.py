@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading.ollama import ollama_model
-from specfuse_shared.member_config import OLLAMA, MemberConfig
+from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
 logger = logging.getLogger(__name__)
 

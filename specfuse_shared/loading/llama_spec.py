@@ -11,8 +11,8 @@ from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading.backends import build_offloads
 from specfuse_shared.loading.gguf import gguf_file
 from specfuse_shared.loading.gguf_head import GgufHead, gguf_head
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.plan import CONTEXT, LOGIT_BYTES, Device, MemberSpec, MemoryNeed, Split, Workload
+from specfuse_shared.settings.member_config import MemberConfig
 
 LOGIT_ROWS = 256
 """Rows of logits that the library and a round keep."""

@@ -8,18 +8,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import backend_of
 from specfuse_shared.loading.gguf import OnStage, converted, gguf_file, known_conversion
 from specfuse_shared.loading.gguf_head import gguf_head
 from specfuse_shared.loading.llama_spec import llama_spec
 from specfuse_shared.loading.pretrained import explained
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.devices import find_devices
 from specfuse_shared.placement.packing import ANY_PRECISION, place
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, MemberSpec, Plan, Workload
 from specfuse_shared.placement.sizing import ModelSizes
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 
 _MOST_QUANTISED = 1.9
 """Bytes a weight below which a GGUF file is quantised, and converted to bfloat16."""

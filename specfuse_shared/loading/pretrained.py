@@ -19,8 +19,8 @@ import torch
 
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
 from specfuse_shared.loading.gguf import OnStage, cache_folder, converted, converted_tokenizer, gguf_file
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.placement.plan import Assignment
+from specfuse_shared.settings.member_config import MemberConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import MissingExtraError
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_gguf_tokenizer, load_tokenizer
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
-from specfuse_shared.members.here import MemberHere
-from specfuse_shared.members.lane_thread import LaneThread
-from specfuse_shared.members.lanes import lanes_of
 from specfuse_shared.members.loading import load_here
-from specfuse_shared.members.local_lane import LocalLane
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.cores import lanes_of
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.lane_thread import LaneThread
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.text.guidance import byte_vocabulary
+from specfuse_shared.text.grammars.guidance import byte_vocabulary
 from specfuse_shared.text.member_text import MemberText
 
 if TYPE_CHECKING:
-    from specfuse_shared.members.piped_lane import PipedLane
+    from specfuse_shared.members.remote.pipe import PipedLane
     from specfuse_shared.members.server.lane import ServerLane
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def _ray_lanes(
     members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, stages: Stages
 ) -> list[PipedLane]:
     try:
-        from specfuse_shared.members.ray_lane import ray_lanes
+        from specfuse_shared.members.remote.ray import ray_lanes
     except ModuleNotFoundError as error:
         raise MissingExtraError('runtime="ray"', "ray") from error
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from specfuse_shared.members.stages import Fault, Reply, StageRequest
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec
-from specfuse_shared.text.grammar import Grammar
+from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import MemberReport
 
 OnForward = Callable[[str, int, float], None]

@@ -6,10 +6,10 @@ import logging
 
 from specfuse_shared.loading.backends import backend_of
 from specfuse_shared.loading.gguf import OnStage
-from specfuse_shared.member_config import MemberConfig
-from specfuse_shared.members.here import MemberHere
-from specfuse_shared.members.local import LocalMember
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.plan import Assignment
+from specfuse_shared.settings.member_config import MemberConfig
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from specfuse_shared.members.stages import (
     Verify,
 )
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.prefix_cache import common_length
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.runtime.cache.prefix_cache import common_length
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Encoding, cut_candidate, whole_characters
-from specfuse_shared.text.constraint import MemberConstraint
+from specfuse_shared.text.grammars.constraint import MemberConstraint
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.text.stops import find_stop, partial_stop
 

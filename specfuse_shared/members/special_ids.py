@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from specfuse_shared.member_config import MemberConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.text.chat_template import PromptEncoder
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.types import StageName
 
 # ── asked ────────────────────────────────────────────────────────────────────────────────────────

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from specfuse_shared.runtime.attention import Batch, ForwardInput, running
-from specfuse_shared.runtime.cuda_graphs import Graphs
-from specfuse_shared.runtime.kv_cache import CachePool, Layer
+from specfuse_shared.runtime.cache.kv_cache import CachePool, Layer
+from specfuse_shared.runtime.cache.prefix_cache import PrefixCache
+from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan
-from specfuse_shared.runtime.prefix_cache import PrefixCache
-from specfuse_shared.runtime.static_runner import StaticRunner
-from specfuse_shared.runtime.streams import ModelStream
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static.runner import StaticRunner
 from specfuse_shared.runtime.transfer import upload
 
 

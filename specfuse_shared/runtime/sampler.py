@@ -24,7 +24,7 @@ from transformers import (
 
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.transfer import upload
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 _PIECE = 512
 NOT_FINITE = -1

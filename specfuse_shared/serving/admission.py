@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
-from specfuse_shared.members.guesses import MOST_GUESSED
+from specfuse_shared.members.local.speculation import MOST_GUESSED
 from specfuse_shared.placement.plan import LOGIT_BYTES
-from specfuse_shared.runtime.cache_sizes import next_rows, row_capacity
+from specfuse_shared.runtime.cache.sizes import next_rows, row_capacity
+from specfuse_shared.settings.config import EnsembleConfig
 
 _PREFIX_SHARE = 0.125
 _BRANCHES = 5

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.messages import Message, Tool
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import unknown_setting
 
 Conversation = str | Sequence[Message | Mapping[str, Any]]

@@ -11,27 +11,27 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
-from specfuse_shared.config import EnsembleConfig, as_config
 from specfuse_shared.errors import EngineClosedError, RequestError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.loading.planning import stated_context
 from specfuse_shared.loading.pretrained import OnProgress
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import FORKED, limit_threads_after_fork
 from specfuse_shared.serving.memory import bound_kernels, release
-from specfuse_shared.serving.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.serving.opening import Opener, Opening
 from specfuse_shared.serving.places import Places
 from specfuse_shared.serving.scheduler import Scheduler
 from specfuse_shared.serving.streams import EventStream, result_of, results_of
+from specfuse_shared.serving.telemetry.metrics import Metrics, MetricsSnapshot
+from specfuse_shared.settings.config import EnsembleConfig, as_config
+from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.serving.engine import EnsembleEngine
+from specfuse_shared.settings.config import EnsembleConfig
 
 
 @dataclass(slots=True, eq=False)

@@ -10,17 +10,17 @@ from contextvars import copy_context
 from functools import partial
 from typing import Self
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import Member
-from specfuse_shared.sampling_params import SamplingParams
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, tools_of
 from specfuse_shared.serving.request import Deliver, Request
 from specfuse_shared.serving.scheduler import Scheduler
-from specfuse_shared.serving.tracing import AnswerSpan
+from specfuse_shared.serving.telemetry.tracing import AnswerSpan
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.tool_calls import ToolUse
 
 OPENING_THREADS = 4

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineBusyError, RequestTimeoutError
+from specfuse_shared.settings.config import EnsembleConfig
 
 
 class Places:

@@ -28,9 +28,9 @@ from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.memory import IdleTrim
-from specfuse_shared.serving.metrics import Metrics
 from specfuse_shared.serving.places import Places
 from specfuse_shared.serving.request import Request
+from specfuse_shared.serving.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

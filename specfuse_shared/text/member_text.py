@@ -7,8 +7,8 @@ from functools import cached_property
 
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS, PromptEncoder
-from specfuse_shared.text.grammar import Grammar
-from specfuse_shared.text.guidance import Vocabulary, token_vocabulary
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.grammars.guidance import Vocabulary, token_vocabulary
 
 
 class MemberText:

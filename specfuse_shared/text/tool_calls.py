@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.messages import CUT_MARK, Tool, ToolCall
-from specfuse_shared.text.grammar import Grammar, styled
+from specfuse_shared.text.grammars.grammar import Grammar, styled
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.validation import check, check_choice, parsed_json
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from tests.api_server.serving import serving
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.support.serving import serving
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 
 @pytest.fixture(scope="session")

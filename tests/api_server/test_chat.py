@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from tests.api_server.serving import QUESTION
+from tests.support.serving import QUESTION
 
 ADD = {
     "type": "function",

@@ -34,10 +34,10 @@ from specfuse_shared import (
     UnknownModelError,
     ValueTooLongError,
 )
-from specfuse_shared.adapters.remote import RemoteEngine
 from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from tests.api_server.serving import QUESTION, serving, until
+from tests.support.serving import QUESTION, serving, until
 
 TURNS = [Message("system", "Be brief. <|end|>"), Message("user", "Why is the sea salty?")]
 TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds", "leader")

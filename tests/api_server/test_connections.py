@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from specfuse_shared import EnsembleEngine
-from specfuse_shared.api_server.growing import GrowingAnswer
+from specfuse_shared.api_server.replies.growing import GrowingAnswer
 from specfuse_shared.api_server.settings import ServerSettings
-from tests.api_server.serving import QUESTION, serving, until
+from tests.support.serving import QUESTION, serving, until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
 SECONDS = 0.6

@@ -17,8 +17,8 @@ from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
 from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.members.stages import Fault
-from tests.api_server.serving import QUESTION, ready, serving, until
-from tests.engine.test_fake_lanes import FakeEngine, two
+from tests.fusion.test_fake_lanes import FakeEngine, two
+from tests.support.serving import QUESTION, ready, serving, until
 
 KEY = "a key that nobody else knows"
 CHAT = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from tests.api_server.serving import QUESTION, command, ready, until
+from tests.support.serving import QUESTION, command, ready, until
 
 LONG = {"model": "tiny", "messages": QUESTION, "max_tokens": 3000, "ignore_eos": True}
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from specfuse_shared import ConfigError, EnsembleEngine
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings, read_config
 from specfuse_shared.events import Event
-from tests.api_server.serving import QUESTION, serving, until
+from tests.support.serving import QUESTION, serving, until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
 LONG: dict[str, Any] = {**CHAT, "max_tokens": 3000, "ignore_eos": True}
@@ -131,7 +131,7 @@ def test_large_bodies_of_a_client_wait_for_its_own(
     tiny: EnsembleEngine, clients: dict[str, ClientSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rest = 3.0
-    monkeypatch.setattr("specfuse_shared.api_server.clients.REFUSED_REST", rest)
+    monkeypatch.setattr("specfuse_shared.api_server.access.clients.REFUSED_REST", rest)
     more = {**clients, "ann": ClientSettings(api_key_env="ANNS_KEY")}
     with serving({"tiny": tiny}, clients=more) as client:
 

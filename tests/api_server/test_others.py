@@ -21,10 +21,10 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 from specfuse_shared import EnsembleEngine
-from tests.api_server.serving import QUESTION, Digit, serving, unkept
 from tests.langchain.standard import ByTheDemo
 from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
 from tests.llamaindex.test_agents import QUESTION as ASKED
+from tests.support.serving import QUESTION, Digit, serving, unkept
 
 TOOL: Any = {
     "type": "function",

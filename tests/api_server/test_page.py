@@ -15,8 +15,8 @@ from specfuse_shared import EnsembleEngine
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
 from specfuse_shared.loading.pretrained import LoadProgress
-from tests.api_server.serving import reciting, serving, until
-from tests.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
+from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
+from tests.support.serving import reciting, serving, until
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 

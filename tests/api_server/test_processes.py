@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from specfuse_shared import MemberConfig
-from tests.api_server.serving import command, ready, until
+from tests.support.serving import command, ready, until
 
 LANGCHAIN = """
 import json, sys

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.api_server.bodies import ChatBody
+from specfuse_shared.api_server.requests.bodies import ChatBody
 from specfuse_shared.api_server.settings import ServerSettings
-from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Draft, Op
-from tests.api_server.serving import QUESTION, serving, until
 from tests.hostile.strategies import chain, rules
+from tests.support.serving import QUESTION, serving, until
 
 SECRET = "correct-horse-battery-staple"
 JSON = {"Content-Type": "application/json"}

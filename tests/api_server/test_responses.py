@@ -11,14 +11,14 @@ import openai
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.api_server.answers import Piece
-from specfuse_shared.api_server.response_formats import THOUGHTS, Output
-from specfuse_shared.members.local_session import LocalSession
+from specfuse_shared.api_server.replies.answers import Piece
+from specfuse_shared.api_server.replies.responses_api import THOUGHTS, Output
+from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Draft, Op
-from tests.api_server.serving import QUESTION, serving
 from tests.api_server.test_chat import ADD, DIGIT, chat
 from tests.api_server.test_clients import untimed
 from tests.langchain.test_thinking import THINKING
+from tests.support.serving import QUESTION, serving
 
 ASKED: str = QUESTION[0]["content"]
 TOOL = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]

@@ -19,10 +19,10 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai import OpenAIResponses
 
 from specfuse_shared import EnsembleEngine
-from tests.api_server.serving import Digit, unkept
 from tests.langchain.standard import ByTheDemo
 from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
 from tests.llamaindex.test_agents import QUESTION as ASKED
+from tests.support.serving import Digit, unkept
 
 QUESTION = "Why is the sea salty?"
 ENDLESS = {"grammar": {"kind": "lark", "source": 'start: "ab" start | "c" start "d" start'}}

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import AuthenticationError, ConfigError, EngineBusyError, EngineClosedError, EnsembleEngine
-from specfuse_shared.adapters.remote import RemoteEngine
+from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.errors import SpecFuseError
-from tests.api_server.serving import QUESTION, serving
+from tests.support.serving import QUESTION, serving
 
 BUSY = b'{"error": {"message": "busy", "specfuse": {"kind": "EngineBusyError", "message": "busy", "attributes": {}}}}'
 Refusal = tuple[int, dict[str, str]]

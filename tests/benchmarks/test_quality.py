@@ -19,7 +19,7 @@ from variants import BARS, PUBLISHED, SMOL, VARIANTS
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.comparing import Answer
 from specfuse_shared.comparing.intervals import difference
-from specfuse_shared.comparing.run_file import RunFile
+from specfuse_shared.comparing.run.run_file import RunFile
 
 
 @pytest.fixture

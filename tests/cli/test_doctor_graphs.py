@@ -11,7 +11,7 @@ from specfuse_shared import EnsembleEngine
 from specfuse_shared.cli.doctor import examine
 from specfuse_shared.cli.machine_tables import show_checkup
 from specfuse_shared.report.formats import UNKNOWN
-from tests.engine.graphs_without_gpu import Driver, driver
+from tests.support.graphs_without_gpu import Driver, driver
 
 __all__ = ["driver"]
 

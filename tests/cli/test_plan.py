@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared.cli.commands import main
-from tests.shapes import SHAPES, write_shape
+from tests.support.shapes import SHAPES, write_shape
 
 
 @pytest.fixture(scope="module")

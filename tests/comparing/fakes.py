@@ -10,7 +10,7 @@ from specfuse_shared.loading.pretrained import OnProgress
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.members.stages import Fault, Open, StageRequest, Verdict
-from tests.engine.fake_lane import FakeLane, scripted
+from tests.support.fake_lane import FakeLane, scripted
 
 Script = Mapping[str, Mapping[str, str]]
 """Member → question → what it says; "" is said to any other question."""

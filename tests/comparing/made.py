@@ -7,7 +7,7 @@ from typing import Any
 
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.comparing import ENSEMBLE, Answer, Comparison, QuestionSet
-from specfuse_shared.comparing.asking import askers_of
+from specfuse_shared.comparing.run.asking import askers_of
 
 
 def answer(text: str, pieces: Sequence[tuple[str, str]] = (), **facts: Any) -> Answer:

@@ -10,7 +10,7 @@ import pytest
 
 from specfuse_shared import ConfigError
 from specfuse_shared.comparing import ENSEMBLE, votes_on
-from specfuse_shared.comparing.voting import Pair, Votes, pairs_of
+from specfuse_shared.comparing.pages.voting import Pair, Votes, pairs_of
 from tests.comparing.made import made
 
 TEXTS = {

@@ -12,10 +12,10 @@ from typing import Any
 from specfuse_shared import Grammar
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.text.constraint import AnswerConstraint, MemberConstraint
-from specfuse_shared.text.guidance import token_vocabulary
-from specfuse_shared.text.schemas import schema_request
-from tests.engine.tiny import byte_level_tokenizer
+from specfuse_shared.text.grammars.constraint import AnswerConstraint, MemberConstraint
+from specfuse_shared.text.grammars.guidance import token_vocabulary
+from specfuse_shared.text.grammars.schemas import schema_request
+from tests.support.tiny import byte_level_tokenizer
 
 ROUNDS, TOKENS, MOST_TOKENS = 12, 6, 64
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.api_server.serving import command, ready, until
-from tests.engine.tiny import byte_level_tokenizer, save_model
 from tests.hostile.strategies import bodies, response_bodies
+from tests.support.serving import command, ready, until
+from tests.support.tiny import byte_level_tokenizer, save_model
 
 LONGEST_SECONDS = 2.0
 """That anything else waits for a random body, in the event loop or for a lane."""

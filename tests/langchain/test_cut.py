@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse.messages import to_messages
 from specfuse_shared import Grammar, errors
-from specfuse_shared.adapters import CallDelta, CallReader
+from specfuse_shared.frameworks import CallDelta, CallReader
 from specfuse_shared.messages import CUT_MARK
 from specfuse_shared.text.tool_calls import CALL_OPEN, call_text
 

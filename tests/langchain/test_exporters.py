@@ -9,7 +9,7 @@ from langchain_core.messages.ai import UsageMetadata
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
-from tests.exporting import Spans, instrumented, parameters
+from tests.support.exporting import Spans, instrumented, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
 

@@ -16,8 +16,8 @@ from langchain_core.runnables import ConfigurableField
 
 from langchain_specfuse import ChatSpecFuse, errors
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from tests.api_server.serving import serving
-from tests.engine.tiny import CHAT_TEMPLATE
+from tests.support.serving import serving
+from tests.support.tiny import CHAT_TEMPLATE
 
 QUESTION = "What does the sea do?"
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")

@@ -15,7 +15,7 @@ from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse.answers import Thoughts
 from langchain_specfuse.messages import to_messages
 from specfuse_shared import EnsembleConfig, EnsembleEngine, ThinkingEvent
-from tests.engine.tiny import CHAT_TEMPLATE
+from tests.support.tiny import CHAT_TEMPLATE
 
 QUESTION = "How do the tides follow the moon?"
 SCHEMA = {"title": "Sea", "type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}

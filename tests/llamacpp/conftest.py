@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
 from tests.llamacpp.tiny_gguf import write_gguf
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
 """Its tests need the extra "llamacpp"."""

@@ -13,12 +13,12 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, Message, SamplingParams
 from specfuse_shared.events import FinishEvent
-from specfuse_shared.members.here import MemberHere
-from specfuse_shared.members.lane_thread import LaneThread
-from specfuse_shared.members.local_lane import LocalLane
-from tests.engine.comparing import answer_of, assert_equals_naive, open_session, run_rounds
-from tests.engine.naive import NaiveMember
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.lane_thread import LaneThread
 from tests.llamacpp.conftest import FILES, member_config
+from tests.support.against_naive import answer_of, assert_equals_naive, open_session, run_rounds
+from tests.support.naive import NaiveMember
 
 pytest.importorskip("llama_cpp")
 

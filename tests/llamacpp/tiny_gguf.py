@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 HIDDEN, FEED, HEADS, GROUPS, CONTEXT = 64, 96, 4, 2, 512
 WINDOW = 64

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.messages import to_messages
-from specfuse_shared.adapters import CUT_MARK
 from specfuse_shared.errors import RequestError, UnfinishedValueError
+from specfuse_shared.frameworks import CUT_MARK
 
 WRITTEN: list[str] = []
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.exporting import Spans, instrumented, parameters
 from tests.llamaindex.listening import ENDPOINTS, ask
+from tests.support.exporting import Spans, instrumented, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
 

@@ -15,9 +15,9 @@ from llama_index.core.tools import FunctionTool
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError, EngineClosedError
-from tests.api_server.serving import serving
-from tests.engine.tiny import CHAT_TEMPLATE
 from tests.llamaindex.listening import Listener
+from tests.support.serving import serving
+from tests.support.tiny import CHAT_TEMPLATE
 
 
 def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny_llm: SpecFuseLLM, listener: Listener) -> None:

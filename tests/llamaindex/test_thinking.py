@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError
-from tests.engine.test_thinking import THINKING
 from tests.llamaindex.listening import ENDPOINTS, Listener, ask
+from tests.members.test_thinking import THINKING
 
 QUESTION = "How do the tides follow the moon?"
 

@@ -15,9 +15,9 @@ import pytest
 from transformers import LlamaConfig
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, SamplingParams
-from specfuse_shared.adapters import plain_config
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from tests.engine.test_piped_lane import ASKED, everything
+from specfuse_shared.frameworks import plain_config
+from tests.members.test_piped_lane import ASKED, everything
 
 ray = pytest.importorskip("ray", reason='needs the extra "ray"')
 pytestmark = [
@@ -93,7 +93,7 @@ def test_a_model_larger_than_any_node_is_refused_before_it_is_read(cluster: Any,
 
 
 def test_needs_are_those_stated_and_else_the_models() -> None:
-    from specfuse_shared.members.ray_lane import needs_of
+    from specfuse_shared.members.remote.ray import needs_of
 
     member, gib = MemberConfig("a"), 2**30
     asked: list[str] = []
@@ -116,7 +116,7 @@ def test_needs_are_those_stated_and_else_the_models() -> None:
 def test_a_place_that_others_hold_is_not_waited_for_without_end(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.members.ray_lane._SECONDS_TO_START", 2.0)
+    monkeypatch.setattr("specfuse_shared.members.remote.ray._SECONDS_TO_START", 2.0)
     with (
         EnsembleEngine(on_ray(tiny_engine.config, cluster)) as engine,
         pytest.raises(MemberLoadError, match=r"'chat' waited 2 s for CPU 1, memory .* MiB, left 1 on a node"),

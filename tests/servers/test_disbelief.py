@@ -18,8 +18,8 @@ import pytest
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine, SamplingParams, SpecFuseError, bounded_http
-from specfuse_shared.adapters import remote
-from specfuse_shared.adapters.remote import RemoteEngine
+from specfuse_shared.client import engine as remote
+from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.errors import ConfigError, GenerationError, ServerError
 from specfuse_shared.members.server.client import ServerClient
 from tests.servers.model_server import Ways, model_server

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 from tests.servers.model_server import Ways, model_server
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rag_servers.py"
 

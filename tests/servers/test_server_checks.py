@@ -21,7 +21,6 @@ from specfuse_shared import (
     SamplingParams,
     addresses,
 )
-from specfuse_shared.adapters import ledger, plain_config
 from specfuse_shared.api_server.settings import read_config
 from specfuse_shared.cli.commands import main
 from specfuse_shared.cli.doctor import examine
@@ -34,6 +33,7 @@ from specfuse_shared.errors import (
     SlowVerificationWarning,
     UnsupportedModelError,
 )
+from specfuse_shared.frameworks import ledger, plain_config
 from tests.servers.model_server import Ways, model_server
 from tests.servers.test_server_member import QUESTIONS, WIDE, assert_same, served
 

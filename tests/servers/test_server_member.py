@@ -25,7 +25,7 @@ from specfuse_shared import (
 )
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.members.server.lane import ServerLane
-from tests.engine.test_piped_lane import everything
+from tests.members.test_piped_lane import everything
 from tests.servers.model_server import MOST_IDS, Ways, model_server
 
 QUESTIONS = ["How do the tides follow the moon?", "北京? Name 3 ships, ça va 🎉", "Letters?", "def f(x):"]

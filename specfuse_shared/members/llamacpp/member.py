@@ -8,24 +8,24 @@ from pathlib import Path
 
 import torch
 
-from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import UnsupportedModelError
 from specfuse_shared.loading.backends import backend_of, lora_files
 from specfuse_shared.loading.gguf import OnStage, gguf_file
 from specfuse_shared.loading.llama_spec import LOGIT_ROWS, LlamaSizes, cache_type_of, llama_spec
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import load_gguf_tokenizer
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import CacheUse, MemberInfo
-from specfuse_shared.members.here import MemberHere
 from specfuse_shared.members.llamacpp.context import LlamaContext
 from specfuse_shared.members.llamacpp.library import ALL_LAYERS, LlamaModel
 from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
 from specfuse_shared.members.llamacpp.rows import new_sequence
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
 from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence
+from specfuse_shared.members.local.base import MemberHere
 from specfuse_shared.placement.devices import free_memory
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.types import MemberReport
 
 _TOKEN_COST_ON_CPU = 0.6

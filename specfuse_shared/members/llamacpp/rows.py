@@ -1,7 +1,7 @@
 """One answer of a recurrent or hybrid model on llama.cpp, whose state cannot be cut: branch by branch.
 
-As in `specfuse_shared.members.branchwise`, every branch goes on from a copy of a state that was kept; a copy is a
-sequence that takes a state of its own with its first token. Branches of all answers still share a batch.
+As in `specfuse_shared.members.local.row_sequence`, every branch goes on from a copy of a state that was kept; a copy is
+a sequence that takes a state of its own with its first token. Branches of all answers still share a batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from specfuse_shared.members.llamacpp.context import FedToken
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
 from specfuse_shared.members.llamacpp.sequence import Feed, LlamaSequence, LlamaTree, Run
-from specfuse_shared.members.requests import ForwardRequest
+from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from specfuse_shared.members.llamacpp.context import LlamaContext
-from specfuse_shared.runtime.prefix_cache import SHORTEST_PREFIX, common_length
-from specfuse_shared.runtime.streams import ModelStream
+from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
+from specfuse_shared.runtime.cuda_streams import ModelStream
 
 _MOST_PREFIXES = 16
 

@@ -15,8 +15,8 @@ import torch
 
 from specfuse_shared.members.llamacpp.context import FedToken, LlamaContext
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
-from specfuse_shared.members.requests import ForwardRequest
-from specfuse_shared.members.sequence import SequenceState
+from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 
 TREE_ROOM = 64

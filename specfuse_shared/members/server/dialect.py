@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specfuse_shared.errors import ServerError, ServerSettingsError
 from specfuse_shared.policies import ROUNDING
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 BAN = -100.0
 """What is added to the logit of a token that must not come."""

@@ -18,7 +18,6 @@ from specfuse_shared.errors import (
     UnsupportedModelError,
 )
 from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
-from specfuse_shared.member_config import MemberConfig
 from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
 from specfuse_shared.members.server.dialect import Line, ServerFacts
@@ -26,7 +25,8 @@ from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.vllm import VllmDialect
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
 from specfuse_shared.policies import ROUNDING
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport

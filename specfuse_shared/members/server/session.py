@@ -12,7 +12,7 @@ from specfuse_shared.members.session import Session, Stage
 from specfuse_shared.members.stages import Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import allowed_ids, number_of_draw
-from specfuse_shared.sampling_params import SamplingParams
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specfuse_shared.members.server.member import ServerMember

@@ -1,0 +1,138 @@
+"""What every request passes: an id, a log line without content, the key, and who may ask from where.
+
+The log holds method, known path, status, seconds, the request's id and counts of tokens; never a body, a header's
+value, a query or an unknown path, and of exceptions only their kind and the lines of code that they came through.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specfuse_shared.api_server.access.clients import Client, Clients
+from specfuse_shared.api_server.failures import HttpError, error_body, error_headers
+
+logger = logging.getLogger(__name__)
+
+GONE, BROKEN = 499, 500
+OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/live"})
+"""What is answered without a key: the page and whether the server is up; neither tells of any answer."""
+_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.ASCII)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Counters of requests, for Prometheus."""
+
+    registry: CollectorRegistry
+    requests: Counter = field(init=False)
+    open: Gauge = field(init=False)
+
+    def __post_init__(self) -> None:
+        what = "HTTP requests by path and status"
+        self.requests = Counter("specfuse_http_requests", what, ["path", "status"], registry=self.registry)
+        self.open = Gauge("specfuse_http_open", "HTTP requests that are being answered", registry=self.registry)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One request as it is logged."""
+
+    id: str
+    path: str
+    began: float = field(default_factory=time.monotonic)
+    status: int | None = None
+
+
+class Guard:
+    """Wraps an application. `paths`: those that it knows; `loopback`: only this machine's own pages may ask."""
+
+    def __init__(self, app: ASGIApp, clients: Clients, paths: frozenset[str], traffic: Traffic, loopback: bool) -> None:
+        self._app, self._clients, self._paths, self._traffic, self._loopback = app, clients, paths, traffic, loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        seen = _Seen(_request_id(headers), scope["path"] if scope["path"] in self._paths else "other")
+        scope.setdefault("state", {})["id"] = seen.id
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-ID"] = seen.id
+                MutableHeaders(scope=message).setdefault("X-Content-Type-Options", "nosniff")
+            await send(message)
+
+        with self._traffic.open.track_inprogress():
+            try:
+                client = self._client(scope, headers)
+                with client.request() if scope["method"] == "POST" and client is not None else nullcontext():
+                    await self._app(scope, receive, answer)
+            except HttpError as refusal:
+                await _refuse(answer, refusal)
+            except ClientDisconnect:
+                seen.status = GONE
+            except Exception as error:
+                _log_failure(seen.id, error)
+                seen.status = BROKEN
+            finally:
+                self._log(scope, seen)
+
+    def _client(self, scope: Scope, headers: Headers) -> Client | None:
+        """Who asks; None for an open path without a key.
+
+        Raises `HttpError` for a key that nobody has, and for a web page of another site that reaches for this machine.
+        """
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._loopback and not _LOOPBACK.fullmatch(host):
+            raise HttpError(403, "this server answers as localhost only: ask it at 127.0.0.1", "host_refused")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise HttpError(403, "a page of another site may not ask this server", "origin_refused")
+        client = self._clients.find(headers.get("authorization", ""))
+        scope["state"]["client"] = client
+        if client is None and scope["path"] not in OPEN_PATHS:
+            raise HttpError(401, "a key is needed: send the header Authorization: Bearer KEY", "invalid_api_key")
+        return client
+
+    def _log(self, scope: Scope, seen: _Seen) -> None:
+        status = GONE if seen.status is None else seen.status
+        method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        self._traffic.requests.labels(seen.path, str(status)).inc()
+        told = " ".join(f"{name}={value}" for name, value in scope["state"].get("told", {}).items())
+        spent = time.monotonic() - seen.began
+        logger.info("%s %s %d %.3fs id=%s %s", method, seen.path, status, spent, seen.id, told)
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    """The client's own, where it is a plain word, so that both logs can be read side by side."""
+    given = headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+
+
+def _log_failure(request_id: str, error: Exception) -> None:
+    """Where it happened, in lines of code; its message may hold what was sent."""
+    code = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("request %s failed with %s at\n%s", request_id, type(error).__name__, code)
+
+
+async def _refuse(send: Send, error: HttpError) -> None:
+    body = json.dumps(error_body(error)).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error_headers(error, 1)}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,158 @@
+"""The engine's events of one answer as pieces of OpenAI's stream, and their fold into a whole choice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from specfuse_shared.api_server.failures import public
+from specfuse_shared.api_server.replies.growing import GrowingAnswer
+from specfuse_shared.api_server.requests.bodies import Extension
+from specfuse_shared.api_server.requests.calls import Call
+from specfuse_shared.client.wire import error_to_json, event_to_json
+from specfuse_shared.errors import UnfinishedValueError
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent
+from specfuse_shared.frameworks import (
+    CallDelta,
+    CallReader,
+    TextDelta,
+    Thoughts,
+    finish_reason,
+    last_parts,
+    ledger,
+    openai_logprobs,
+    segment_record,
+    usage_record,
+)
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one event adds to a choice. `calls`: pieces of tool calls as OpenAI's deltas have them."""
+
+    text: str = ""
+    thoughts: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    begins: bool = False
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+    specfuse: dict[str, Any] = field(default_factory=dict)
+
+
+class Answer:
+    """One choice of a request: reads its events, gives its pieces, and knows its usage once it has ended.
+
+    A value or call that `max_tokens` cut ends the choice with the reason "length", as OpenAI's clients expect.
+    """
+
+    def __init__(self, index: int, call: Call, extension: Extension) -> None:
+        self.index = index
+        self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        self._call, self._extension = call, extension
+        self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
+        self._thoughts = Thoughts()
+        asked = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
+        self._growing = GrowingAnswer(asked[-1] if asked else "")
+
+    async def pieces(self, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+        """A piece for every event that has something to tell."""
+        try:
+            async for event in events:
+                piece = self._piece(public(event))
+                if piece != Piece() or self._extension.report:
+                    yield piece
+        except UnfinishedValueError as error:
+            yield self._cut(error)
+
+    async def report(self) -> dict[str, str]:
+        """The report of the answer as it is now; nothing where none is wanted, or the last one is fresh.
+
+        Asked for by whoever sends pieces, so that an answer that is not read draws none.
+        """
+        if not (self._extension.report and self._growing.is_due):
+            return {}
+        return await asyncio.to_thread(self._growing.report)
+
+    def _piece(self, event: Event) -> Piece:
+        if self._extension.report:
+            self._growing.observe(event)
+        piece = Piece(begins=isinstance(event, StartEvent))
+        if isinstance(event, StartEvent):
+            self._count(event.prompt_tokens, 0)
+        elif isinstance(event, ThinkingEvent):
+            piece.thoughts = self._thoughts.feed(event)
+        elif isinstance(event, SegmentEvent):
+            piece.thoughts = self._thoughts.rest()
+            self._write(piece, self._reader.feed(event.text) if self._reader else [TextDelta(event.text)])
+            piece.specfuse["segments"] = [segment_record(event)]
+        elif isinstance(event, FinishEvent):
+            self._finish(piece, event)
+        if self._extension.events:
+            piece.specfuse = {"events": [event_to_json(event)]}
+        return piece
+
+    def _finish(self, piece: Piece, event: FinishEvent) -> None:
+        result = event.result
+        self.usage = usage_record(result.usage)
+        piece.thoughts = self._thoughts.rest()
+        self._write(piece, last_parts(self._reader, result))
+        piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calls))
+        piece.logprobs = openai_logprobs(result)
+        if told := ledger(result, self._extension.ledger):
+            piece.specfuse["record"] = told
+
+    def _cut(self, error: UnfinishedValueError) -> Piece:
+        if not self.usage["completion_tokens"]:
+            model = self._call.model
+            self._count(self.usage["prompt_tokens"], len(model.engine.tokenize(error.text, members=model.members)))
+        told = {"error": error_to_json(error)} if self._extension.events else {}
+        return Piece(finish_reason="length", specfuse=told)
+
+    def _count(self, prompt: int, completion: int) -> None:
+        told = {"prompt_tokens": prompt, "completion_tokens": completion}
+        self.usage = {**told, "total_tokens": prompt + completion}
+
+    def _write(self, piece: Piece, parts: Iterable[TextDelta | CallDelta]) -> None:
+        """Text and calls; a delta holds one piece of each call, and only a call's first has its id and name."""
+        by_index: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if isinstance(part, TextDelta):
+                piece.text += part.text
+            elif part.index in by_index:
+                by_index[part.index]["function"]["arguments"] += part.arguments
+            else:
+                named = {"id": part.id, "type": "function"} if part.id else {}
+                function = {"name": part.name} if part.name else {}
+                by_index[part.index] = {
+                    "index": part.index,
+                    **named,
+                    "function": {**function, "arguments": part.arguments},
+                }
+        piece.calls += by_index.values()
+
+
+class Folded:
+    """A whole choice, from its pieces."""
+
+    def __init__(self) -> None:
+        self.text, self.thoughts = "", ""
+        self.calls: list[dict[str, Any]] = []
+        self.finish_reason: str | None = None
+        self.logprobs: dict[str, Any] | None = None
+        self.specfuse: dict[str, Any] = {}
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.thoughts += piece.thoughts
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        self.logprobs = piece.logprobs or self.logprobs
+        for delta in piece.calls:
+            if delta["index"] == len(self.calls):
+                begun = {key: value for key, value in delta.items() if key != "index"}
+                self.calls.append({**begun, "function": dict(delta["function"])})
+            else:
+                self.calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+        for key, value in piece.specfuse.items():
+            self.specfuse[key] = [*self.specfuse.get(key, []), *value] if isinstance(value, list) else value

@@ -1,0 +1,163 @@
+"""Pieces and whole choices as OpenAI writes them: of chats, and of completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Any
+
+from specfuse_shared.api_server.failures import error_body
+from specfuse_shared.api_server.replies.answers import Answer, Folded, Piece
+from specfuse_shared.api_server.requests.bodies import Asked
+from specfuse_shared.api_server.requests.calls import Call
+from specfuse_shared.errors import SpecFuseError
+
+FINGERPRINT = f"specfuse-{version('specfuse-llm')}"
+
+
+class Format(ABC):
+    """How one request is answered: with a whole object, or with server-sent events."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
+        """The object that holds every choice."""
+
+    @abstractmethod
+    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+        """The events that tell of a piece."""
+
+    @abstractmethod
+    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """The last events, once every choice is over."""
+
+    @abstractmethod
+    def failure(self, error: SpecFuseError) -> bytes:
+        """The event that ends the stream of an answer that failed."""
+
+
+class ChoicesFormat(Format):
+    """The envelope of chats and completions, and how choices look in it."""
+
+    prefix, whole_object, chunk_object = "", "", ""
+
+    def __init__(self, asked: Asked, call: Call) -> None:
+        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+        self._model, self._wants_usage = call.model.id, asked.wants_usage
+
+    def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
+        choices = [self._choice(answer.index, each) for answer, each in zip(answers, folded, strict=True)]
+        return {**self._envelope(self.whole_object), "choices": choices, "usage": usage_of(answers)}
+
+    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+        """A chunk; where the stream ends with usage, all chunks before say that they have none."""
+        choice: dict[str, Any] = {
+            "index": answer.index,
+            **self._delta(piece),
+            "logprobs": self._logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+            **({"specfuse": piece.specfuse} if piece.specfuse else {}),
+        }
+        none = {"usage": None} if self._wants_usage else {}
+        yield line({**self._envelope(self.chunk_object), "choices": [choice], **none})
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        if self._wants_usage:
+            yield line({**self._envelope(self.chunk_object), "choices": [], "usage": usage_of(answers)})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: SpecFuseError) -> bytes:
+        return line(error_body(error))
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        told = {"id": self._id, "object": kind, "created": self._created}
+        return {**told, "model": self._model, "system_fingerprint": FINGERPRINT}
+
+    def _choice(self, index: int, folded: Folded) -> dict[str, Any]:
+        return {
+            "index": index,
+            **self._message(folded),
+            "logprobs": self._logprobs(folded.logprobs),
+            "finish_reason": folded.finish_reason,
+            **({"specfuse": folded.specfuse} if folded.specfuse else {}),
+        }
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _message(self, folded: Folded) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+
+class ChatFormat(ChoicesFormat):
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        role = {"role": "assistant", "content": ""} if piece.begins else {}
+        told = {"content": piece.text, "reasoning_content": piece.thoughts, "tool_calls": piece.calls}
+        return {"delta": role | {key: value for key, value in told.items() if value}}
+
+    def _message(self, folded: Folded) -> dict[str, Any]:
+        told = {"reasoning_content": folded.thoughts, "tool_calls": folded.calls}
+        content = folded.text if folded.text or not folded.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        return {"message": message | {key: value for key, value in told.items() if value}}
+
+    def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        return None if logprobs is None else {**logprobs, "refusal": None}
+
+
+class CompletionFormat(ChoicesFormat):
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def _message(self, folded: Folded) -> dict[str, Any]:
+        return {"text": folded.text}
+
+    def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Lists side by side; offsets are those of the tokens' texts joined."""
+        if logprobs is None:
+            return None
+        tokens = [entry["token"] for entry in logprobs["content"]]
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
+        each = [entry["logprob"] for entry in logprobs["content"]]
+        tops = list(map(_tops, logprobs["content"]))
+        return {
+            "tokens": tokens,
+            "token_logprobs": each,
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets,
+        }
+
+
+def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
+    """By text, which parts of characters share: the most probable one has it. The answer's own token is among them."""
+    found: dict[str, float] = {}
+    for each in (*entry["top_logprobs"], entry) if entry["top_logprobs"] else ():
+        found.setdefault(each["token"], each["logprob"])
+    return found
+
+
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Of all choices; the prompt of several is counted once for each."""
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    told: dict[str, Any] = {key: sum(answer.usage[key] for answer in answers) for key in counts}
+    details = [answer.usage.get("completion_tokens_details", {}) for answer in answers]
+    if thoughts := sum(each.get("reasoning_tokens", 0) for each in details):
+        told["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    return told
+
+
+def line(data: Mapping[str, Any], event: str = "") -> bytes:
+    """A server-sent event."""
+    named = f"event: {event}\n" if event else ""
+    return f"{named}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode("utf-8", "replace")

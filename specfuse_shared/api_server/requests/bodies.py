@@ -1,0 +1,294 @@
+"""What clients send, checked: OpenAI's fields, the engine's own settings beside them, and no other.
+
+A field that means nothing here (`user`, `store`, …) is accepted without effect; one that would change the answer and
+cannot be honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import from_json
+
+from specfuse_shared.errors import RequestError
+from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Detail
+from specfuse_shared.settings.sampling_params import MOST_TOP_LOGPROBS
+from specfuse_shared.validation import unknown_setting
+
+SEED_LIMIT = 2**63
+_IGNORED = (TRANSPORT_OPTIONS - {"stream_options"}) | {
+    *("prompt_cache_retention", "reasoning_effort", "verbosity", "prediction"),
+}
+"""They say how a provider shall work, not what the answer is."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "web_search_options": (),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+}
+_INSTEAD = {
+    "presence_penalty": "repetition_penalty does something like it",
+    "frequency_penalty": "repetition_penalty does something like it",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}
+
+B = TypeVar("B", bound="Body")
+T = TypeVar("T")
+
+
+class _FirstError(FailFast):
+    __hash__ = object.__hash__  # unions of types hash what they are annotated with
+
+
+Several = Annotated[list[T], _FirstError()]
+"""A list that is read up to its first wrong item: an error for each of a million takes seconds to make."""
+MOST_FIELDS = 64
+"""Of one object that is no free JSON."""
+MOST_VALUES = 100_000
+"""Objects, lists and scalars of a body; a thousand turns with a hundred tools have ten thousand."""
+MOST_TURNS = 10_000
+"""Of a conversation."""
+_STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
+_OF_UNIONS = re.compile(r"(list|dict)\[|function-|item-|\w+Body$")
+"""The names of a union's branches, which are no part of a field's place."""
+LONGEST_NAME = 80
+"""Characters of an unknown field's name that an error repeats."""
+
+
+class Body(BaseModel):
+    """A JSON body; its errors name the field and what it takes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """They are accepted without effect."""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    """They would change the answer: only these values, which say nothing, are accepted."""
+    instead: ClassVar[Mapping[str, str]] = _INSTEAD
+    """What to do without one of those."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"has {len(given)} fields, and {MOST_FIELDS} is the most")
+        return given
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Extension(Body):
+    """The field `specfuse` of a request: how much of what stands behind the answer comes with it."""
+
+    events: bool = False
+    """Every event of the engine, whole, for clients of our own."""
+    ledger: Detail = "summary"
+    """The record with the end of the answer."""
+    report: bool = False
+    """The report of the answer so far, as HTML, a few times a second and with the end; then also as a file."""
+
+
+class GrammarBody(Body):
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    source: str
+    strict: bool = True
+
+
+class FunctionBody(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedBody(Body):
+    name: str
+
+
+class ToolChoiceBody(Body):
+    type: Literal["function"]
+    function: NamedBody
+
+
+class CalledBody(Body):
+    name: str
+    arguments: str | dict[str, JsonValue] | None = None
+
+
+class CallBody(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledBody
+    index: int | None = None
+
+
+class MessageBody(Body):
+    """A turn; thoughts and refusals of earlier answers are read by nobody."""
+
+    role: str
+    content: str | Several[dict[str, JsonValue]] | None = None
+    name: str | None = None
+    tool_calls: Several[CallBody] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: JsonValue = None
+    audio: JsonValue = None
+    reasoning_content: JsonValue = None
+    function_call: None = None
+
+
+class SchemaBody(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, JsonValue] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class FormatBody(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaBody | None = None
+
+
+class Asked(Body):
+    """What chats and completions have in common: sampling, and how the answer is sent."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    stop: str | Several[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    grammar: GrammarBody | None = None
+    max_thinking_tokens: int | None = None
+    n: int | None = Field(default=None, ge=1)
+    timeout: float | None = Field(default=None, gt=0)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    specfuse: Extension | None = None
+
+    ignored = frozenset(_IGNORED)
+
+    @property
+    def extension(self) -> Extension:
+        return self.specfuse or Extension()
+
+    @property
+    def wants_usage(self) -> bool:
+        """The stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: Several[MessageBody] = Field(min_length=1, max_length=MOST_TURNS)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    tools: Several[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: FormatBody | None = None
+
+
+class CompletionBody(Asked):
+    """POST /v1/completions. A prompt is one user turn."""
+
+    prompt: str | Several[str]
+    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _some(cls, value: str | list[str]) -> str | list[str]:
+        if value == []:
+            raise ValueError("holds no prompt")
+        return value
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: the tokens of a text, or how many a conversation has."""
+
+    model: str
+    prompt: str | None = None
+    messages: Several[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_TURNS)
+    tools: Several[ToolBody] | None = None
+
+
+class BodyError(RequestError):
+    """A body is no JSON, or a field of it cannot be; `param` is the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def read_body(kind: type[B], raw: bytes) -> B:
+    """The body as `kind`. Raises `BodyError` that names the first field that is wrong."""
+    quotes = raw.count(b'"') - raw.count(rb"\"")  # at least so many are around strings
+    # counted before it is parsed: a million empty lists take seconds
+    if quotes > 2 * MOST_VALUES or sum(map(_STRING.sub(b"", raw).count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise BodyError(
+            f"the body holds more than {MOST_VALUES} values or names: shorten the conversation, or its tools"
+        )
+    try:
+        given = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise BodyError(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise BodyError("the body is no JSON object")
+    if len(given) > MOST_FIELDS:
+        raise BodyError(f"the body has {len(given)} fields, and {MOST_FIELDS} is the most")
+    for name in sorted(set(given) - set(kind.model_fields)):
+        if name in kind.ignored or given[name] is None or given[name] in kind.neutral.get(name, ()):
+            del given[name]
+        elif name in kind.neutral:
+            hint = kind.instead.get(name, "leave it out")
+            raise BodyError(f"{name} is not supported here: {hint}", name)
+        else:
+            known = [*kind.model_fields, *kind.ignored, *kind.neutral]
+            shown = name[:LONGEST_NAME]
+            raise BodyError(str(unknown_setting("a request", shown, known)), shown)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _named(error) from None
+
+
+def _named(error: ValidationError) -> BodyError:
+    """The deepest complaint: of a union, the branch that came furthest."""
+    found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    place = ".".join(part for part in map(str, found["loc"]) if not _OF_UNIONS.match(part))
+    message = found["msg"].removeprefix("Value error, ")
+    return BodyError(f"{place}: {message[0].lower()}{message[1:]}", place)

@@ -1,0 +1,143 @@
+"""From a checked body to calls of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from specfuse_shared.api_server.models import Model, Models
+from specfuse_shared.api_server.requests.bodies import (
+    Asked,
+    BodyError,
+    ChatBody,
+    CompletionBody,
+    MessageBody,
+    ToolBody,
+    ToolChoiceBody,
+)
+from specfuse_shared.api_server.requests.responses_api import ResponsesBody
+from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.frameworks import ToolUse, choice_of, response_schema, value_of
+from specfuse_shared.messages import Message, Tool
+from specfuse_shared.serving.calls import CallOptions
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.grammars.grammar import Grammar
+
+SMALLEST_TOP_P = 1e-6
+_SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs", "top_logprobs"))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of a request: its conversation and sampling."""
+
+    messages: Sequence[Message]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a request asks of the engine: the same `options` for each of its choices."""
+
+    model: Model
+    choices: Sequence[Choice]
+    options: CallOptions
+    reads_calls: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Makes calls of bodies, under a server's `settings`, with its `defaults` of sampling."""
+
+    models: Models
+    settings: ServerSettings
+    defaults: SamplingParams
+
+    def chat(self, body: ChatBody) -> Call:
+        """Raises `RequestError` or `ConfigError` for what cannot be done."""
+        model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
+        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ToolChoiceBody) else body.tool_choice
+        use = ToolUse(tools, choice_of(choice), bool(body.parallel_tool_calls))
+        grammar, told = self._value(body)
+        params = self._params(
+            body,
+            max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+            logprobs=body.logprobs,
+            top_logprobs=body.top_logprobs,
+            grammar=grammar,
+        )
+        options = CallOptions(
+            tools=use.tools,
+            tool_choice=use.choice,
+            parallel_tool_calls=use.parallel,
+            timeout=body.timeout,
+            members=model.members,
+        )
+        return Call(model, self._choices([[*messages, *told]], params, body.n), options, bool(use.offered))
+
+    def response(self, body: ResponsesBody) -> Call:
+        """Raises `RequestError` or `ConfigError` for what cannot be done."""
+        return self.chat(body.chat())
+
+    def completion(self, body: CompletionBody) -> Call:
+        """A prompt is one user turn in each member's own template. Raises `RequestError` or `ConfigError`."""
+        model, prompts = self.models.find(body.model), [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        self._check_size(sum(map(len, prompts)))
+        asked = body.logprobs is not None and body.logprobs is not False
+        top = body.logprobs if asked and body.logprobs is not True else None
+        params = self._params(body, logprobs=asked, top_logprobs=top)
+        choices = self._choices([[Message("user", prompt)] for prompt in prompts], params, body.n)
+        return Call(model, choices, CallOptions(timeout=body.timeout, members=model.members))
+
+    def conversation(
+        self, messages: Sequence[MessageBody], tools: Sequence[ToolBody] | None
+    ) -> tuple[list[Message], list[Tool]]:
+        """Turns and tools; a turn that answers a call by its id alone has the name of its tool."""
+        given = [message.model_dump(exclude_none=True, include=_OF_A_MESSAGE) for message in messages]
+        offered = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        self._check_size(len(repr(given)) + len(repr(offered)))
+        turns = [Message.from_dict(message) for message in given]
+        called = {call.id: call.name for turn in turns for call in turn.tool_calls}
+        named = [replace(turn, name=turn.name or called.get(turn.tool_call_id)) for turn in turns]
+        return named, [Tool.from_dict(tool) for tool in offered]
+
+    def _value(self, body: ChatBody) -> tuple[Grammar | None, list[Message]]:
+        """What the answer must be, by `response_format` or by `grammar`."""
+        if body.response_format is None:
+            return _grammar(body), []
+        if body.grammar is not None:
+            raise BodyError("response_format and grammar both say what the answer is: give one of them", "grammar")
+        self._check_size(len(repr(body.response_format)))
+        grammar, told = value_of(*response_schema(body.response_format.model_dump(by_alias=True, exclude_none=True)))
+        self._check_size(sum(len(message.content) for message in told))
+        return grammar, told
+
+    def _params(self, body: Asked, **given: Any) -> SamplingParams:
+        """The server's defaults with what the body says on top."""
+        said: Mapping[str, Any] = (
+            {name: getattr(body, name) for name in _SAMPLING} | {"grammar": _grammar(body)} | given
+        )
+        said = {name: value for name, value in said.items() if value is not None}
+        if "top_p" in said:
+            said = {**said, "top_p": max(said["top_p"], SMALLEST_TOP_P)}  # OpenAI's 0 is the most probable token
+        return SamplingParams.on_top(asdict(self.defaults), said)
+
+    def _choices(self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None) -> list[Choice]:
+        most, count = self.settings.max_choices, len(prompts) * (n or 1)
+        if count > most:
+            raise BodyError(f"a request may ask for {most} answers, not {count}: ask several times", "n")
+        seeds = [params.seed if params.seed is None else params.seed + i for i in range(n or 1)]
+        return [Choice(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
+
+    def _check_size(self, characters: int) -> None:
+        most = self.settings.max_prompt_characters
+        if characters > most:
+            raise BodyError(f"the prompt has {characters} characters, and {most} is the most: shorten it", "messages")
+
+
+_OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
+
+
+def _grammar(body: Asked) -> Grammar | None:
+    return None if body.grammar is None else Grammar(**body.grammar.model_dump())

@@ -1,0 +1,1 @@
+"""Pages of a comparison: the report, and the blind vote."""

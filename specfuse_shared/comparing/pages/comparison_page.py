@@ -1,0 +1,177 @@
+"""A comparison as one HTML file: the verdict first, then differences with intervals, numbers, and answers side by side.
+
+Nothing is fetched and no script runs; filters are radio buttons that CSS looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from specfuse_shared.comparing.intervals import Interval
+from specfuse_shared.comparing.metrics import LABELS, goes_in_circles
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
+from specfuse_shared.comparing.run.run_file import Answer
+from specfuse_shared.comparing.scores import ALL, Column
+from specfuse_shared.comparing.verdict import FEWEST_ROWS
+from specfuse_shared.report.html import COLOURS, LINES, environment
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing.comparison import Comparison
+
+APART = 50.0
+"""Members that share less than this many per cent of their words say different things."""
+MOST_NAMED = 10
+SCALE = 5
+"""Points between two marks of the picture's axis."""
+FILTERS = {
+    "better": "the ensemble is better than the best member",
+    "worse": "it is worse",
+    "same": "no difference",
+    "apart": "members disagree",
+    "circles": "somebody goes in circles",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How somebody is marked everywhere: the number in the badge, and the colour and line."""
+
+    name: str
+    number: str
+    css: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A difference in the picture; places are per cent of its width."""
+
+    name: str
+    told: str
+    start: float
+    size: float
+    middle: float
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The differences of one column to its best member. `few`: too few rows to believe its intervals."""
+
+    title: str
+    best: str
+    rows: int
+    few: bool
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A question with everybody's answers. `css`: what filters look at; `points`: by asker, of what counts first."""
+
+    question: Question
+    number: int
+    css: str
+    answers: Mapping[str, Answer]
+    points: Mapping[str, float]
+
+
+def document(comparison: Comparison) -> str:
+    """The report as a whole HTML file."""
+    return environment().get_template("comparison.html").render(view(comparison))
+
+
+def view(comparison: Comparison) -> dict[str, Any]:
+    """Everything that the template shows."""
+    rows = list(_rows(comparison))
+    groups = list(dict.fromkeys(question.group for question in comparison.questions))
+    limit = _limit(list(comparison.columns.values()))
+    return {
+        "comparison": comparison,
+        "verdict": comparison.verdict,
+        "members": marks_of(comparison.askers),
+        "panels": [_panel(column, limit) for column in comparison.columns.values()],
+        "limit": limit,
+        "columns": {_title(column): column for column in comparison.columns.values()},
+        "rows": rows,
+        "groups": groups,
+        "filters": {css: (text, sum(css in r.css.split() for r in rows)) for css, text in FILTERS.items()},
+        "apart": _apart(comparison, rows),
+        "ensemble": ENSEMBLE,
+    }
+
+
+def marks_of(askers: Sequence[Asker]) -> dict[str, Mark]:
+    """Members in the colours that they have in every report; ensembles in that of the text."""
+    found: dict[str, Mark] = {}
+    for i, asker in enumerate(asker for asker in askers if asker.is_member):
+        found[asker.name] = Mark(asker.name, str(i + 1), f"m{i % COLOURS} l{i % LINES}")
+    for asker in askers:
+        if not asker.is_member:
+            left = found[asker.without].number if asker.without in found else ""
+            found[asker.name] = Mark(asker.name, f"−{left}" if left else "Σ", "whole l0")
+    return {asker.name: found[asker.name] for asker in askers}
+
+
+def _title(column: Column) -> str:
+    return f"{column.group}, {LABELS[column.metric]}" if column.metric else "all questions"
+
+
+# ── the picture ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _limit(columns: Sequence[Column]) -> int:
+    """Where the picture's axis ends, on both sides of zero: where all intervals fit that may be believed."""
+    many = [column for column in columns if len(column.rows) >= FEWEST_ROWS] or list(columns)
+    ends = [abs(end) for column in many for gap in column.differences.values() for end in _ends(gap)]
+    return SCALE * max(1, ceil(max(ends, default=1.0) / SCALE))
+
+
+def _ends(gap: Interval) -> tuple[float, float]:
+    """Its ends, as far as points go."""
+    return max(gap.low, -100.0), min(gap.high, 100.0)
+
+
+def _panel(column: Column, limit: int) -> Panel:
+    bars = []
+    for who, gap in column.differences.items():
+        low, high = _ends(gap)
+        place = [min(100.0, max(0.0, 50 + 50 * value / limit)) for value in (low, high, gap.mean)]
+        bars.append(Bar(who, str(gap), place[0], max(place[1] - place[0], 0.4), place[2]))
+    return Panel(_title(column), column.best, len(column.rows), len(column.rows) < FEWEST_ROWS, bars)
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rows(comparison: Comparison) -> Iterator[Row]:
+    whole = comparison.columns.get(ALL)
+    places = {name: n for n, name in enumerate(whole.rows)} if whole else {}
+    groups = list(dict.fromkeys(question.group for question in comparison.questions))
+    for number, question in enumerate(comparison.questions, 1):
+        answers = {name: own[question.id] for name, own in comparison.answers.items()}
+        points: dict[str, float] = {}
+        if whole is not None and question.id in places:
+            points = {name: each[places[question.id]] for name, each in whole.points.items()}
+        css = [f"g{groups.index(question.group)}", *_kinds(comparison, question, answers, points)]
+        yield Row(question, number, " ".join(css), answers, points)
+
+
+def _kinds(
+    comparison: Comparison, question: Question, answers: Mapping[str, Answer], points: Mapping[str, float]
+) -> Iterator[str]:
+    if points:
+        gap = points[ENSEMBLE] - points[comparison.columns[ALL].best]
+        yield "better" if gap > 0 else "worse" if gap < 0 else "same"
+    if comparison.agreement.get(question.id, 100.0) < APART:
+        yield "apart"
+    if any(goes_in_circles(answer.text) for answer in answers.values()):
+        yield "circles"
+
+
+def _apart(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """The questions on which members disagree most."""
+    known = [(row, comparison.agreement[row.question.id]) for row in rows if row.question.id in comparison.agreement]
+    return sorted((pair for pair in known if pair[1] < APART), key=lambda pair: pair[1])[:MOST_NAMED]

@@ -1,0 +1,143 @@
+"""A blind vote: a page with two hidden answers at a time, and what people voted on it.
+
+The page is one file and keeps its votes: a saved copy holds them, and so does a new page over the same file. Which side
+an answer stands on hangs on the texts alone, so that nobody can know it and everybody can find it again.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from specfuse_shared.comparing.intervals import Interval, share
+from specfuse_shared.comparing.run.asking import ENSEMBLE
+from specfuse_shared.comparing.scores import ALL
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.report.html import environment
+from specfuse_shared.validation import check_choice
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing.comparison import Comparison
+
+CHOICES = ("left", "right", "equal")
+_VOTES = re.compile(r'<script type="application/json" id="votes">(.*?)</script>', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What was voted between the ensemble and `against`: how often each won, and how often neither did."""
+
+    against: str
+    ours: int
+    theirs: int
+    equal: int = 0
+
+    @property
+    def share(self) -> Interval:
+        """Per cent of the votes for one of them that the ensemble won."""
+        return share(self.ours, self.ours + self.theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two different answers to a question. `key`: of both texts; the ensemble's is left where it begins evenly."""
+
+    key: str
+    question: str
+    passage: str
+    left: str
+    right: str
+
+    @property
+    def ours(self) -> str:
+        return side_of(self.key)
+
+
+def side_of(key: str) -> str:
+    """On which side the ensemble's answer stands."""
+    return CHOICES[int(key[0], 16) % 2]
+
+
+def pairs_of(comparison: Comparison, against: str | None = None) -> list[Pair]:
+    """The ensemble's answers beside those of a member, where they differ; in an order that tells nothing."""
+    rival, found = rival_of(comparison, against), []
+    for question in comparison.questions:
+        ours, theirs = (comparison.answers[name][question.id].text for name in (ENSEMBLE, rival))
+        if ours.strip() == theirs.strip():
+            continue
+        key = sha256(json.dumps([question.prompt, ours, theirs]).encode()).hexdigest()[:24]
+        left, right = (ours, theirs) if side_of(key) == "left" else (theirs, ours)
+        listed = "".join(f"\n{n}. {choice}" for n, choice in enumerate(question.choices, 1))
+        found.append(Pair(key, question.text + listed, question.passage, left, right))
+    return sorted(found, key=lambda pair: pair.key[::-1])
+
+
+def rival_of(comparison: Comparison, against: str | None) -> str:
+    """The member that was named, or the best one; without references the first. Raises `ConfigError`."""
+    if against is not None:
+        check_choice("the member to vote against", against, comparison.members)
+        return against
+    return comparison.columns[ALL].best if comparison.columns else comparison.members[0]
+
+
+def voting_page(comparison: Comparison, against: str | None = None, votes: Mapping[str, str] | None = None) -> str:
+    """The page to vote on, with the votes that were given before. Raises `ConfigError` where no answers differ."""
+    pairs = pairs_of(comparison, against)
+    if not pairs:
+        raise ConfigError("there is nothing to vote on: all answers are the same")
+    known = {pair.key: votes[pair.key] for pair in pairs if votes and pair.key in votes}
+    script = environment().get_template("voting.js").render().strip()
+    return (
+        environment()
+        .get_template("voting.html")
+        .render(
+            pairs=_json([asdict(pair) for pair in pairs]),
+            votes=_json(known),
+            names=_json({"ours": ENSEMBLE, "theirs": rival_of(comparison, against)}),
+            script=Markup(script),
+            digest=base64.b64encode(sha256(script.encode()).digest()).decode(),
+        )
+    )
+
+
+def votes_on(path: str | Path) -> dict[str, str]:
+    """Key of a pair → "left", "right" or "equal", as a saved page holds them. Raises `ConfigError`."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): name a saved voting page") from error
+    found = _VOTES.search(text)
+    try:
+        votes: Any = json.loads(found[1]) if found else None
+    except ValueError:
+        votes = None
+    if not isinstance(votes, dict) or not all(vote in CHOICES for vote in votes.values()):
+        raise ConfigError(f"{path} is no voting page: name one that `compare --vote` wrote, saved after the vote")
+    return votes
+
+
+def counted(comparison: Comparison, votes: Mapping[str, str]) -> tuple[Votes, int]:
+    """The votes on answers of this comparison, against the member that most of them are on; and how many are not."""
+    tallies = [_tally(pairs_of(comparison, name), name, votes) for name in comparison.members]
+    most = max(tallies, key=lambda tally: tally.ours + tally.theirs + tally.equal)
+    return most, len(votes) - most.ours - most.theirs - most.equal
+
+
+def _tally(pairs: Sequence[Pair], against: str, votes: Mapping[str, str]) -> Votes:
+    cast = [(votes[pair.key], pair.ours) for pair in pairs if pair.key in votes]
+    equal = sum(vote == "equal" for vote, _ in cast)
+    ours = sum(vote == side for vote, side in cast)
+    return Votes(against, ours, len(cast) - ours - equal, equal)
+
+
+def _json(value: Any) -> Markup:
+    """JSON that ends no script element and opens no comment."""
+    return Markup(json.dumps(value, ensure_ascii=False).replace("<", "\\u003c"))

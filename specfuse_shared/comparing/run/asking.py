@@ -1,0 +1,213 @@
+"""Everybody's answers: each member alone, the ensemble, and the ensemble without each, through the engine's batches.
+
+A few questions are asked one at a time first, of engines that hold none but those who are asked, so that seconds
+compare; their answers count like the others. What the run's file has already is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run.run_file import Answer, RunFile, answer_key, key_of
+from specfuse_shared.comparing.run.together import asked_together
+from specfuse_shared.errors import EngineClosedError, SpecFuseError
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specfuse_shared.serving.engine import EnsembleEngine
+
+ENSEMBLE = "the ensemble"
+HALF = ("bfloat16", "float16")
+MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who answers: a member alone, the whole ensemble, or one without a member. `config`: with these members alone."""
+
+    name: str
+    config: EnsembleConfig
+    without: str | None = None
+
+    @property
+    def is_member(self) -> bool:
+        """A member by itself, which is what an ensemble is compared with."""
+        return len(self.config.names) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a comparison is: `done` answers of `total`, those of earlier runs included. `stage`: what runs now."""
+
+    stage: str
+    done: int
+    total: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def askers_of(config: EnsembleConfig, leave_one_out: bool = False) -> list[Asker]:
+    """Each member, the ensemble, and, if wished, the ensemble without each; of two members, that is the other one."""
+    names = config.names
+    found = [*(Asker(name, config.only([name])) for name in names), Asker(ENSEMBLE, config)]
+    if leave_one_out and len(names) > 2:
+        kept = {name: [other for other in names if other != name] for name in names}
+        found += [Asker(f"without {name}", config.only(others), name) for name, others in kept.items()]
+    return found
+
+
+def new_engine(config: EnsembleConfig) -> EnsembleEngine:
+    from specfuse_shared.serving.engine import EnsembleEngine
+
+    return EnsembleEngine(config)
+
+
+def size_of(run: RunFile, member: EnsembleConfig, what: str) -> int:
+    """A member's "memory_bytes" or "parameters", as its engine told; 0 where they are unknown."""
+    return int((run.get(key_of(member, "member")) or {}).get(what, 0))
+
+
+class Asking:
+    """One run: who is asked what, what is known already, and what failed.
+
+    `timed`: so many questions are asked one at a time. `failures`: (asker, question id) → why there is no answer.
+    """
+
+    def __init__(
+        self,
+        askers: Sequence[Asker],
+        questions: Sequence[Question],
+        run: RunFile,
+        *,
+        max_tokens: int | None = None,
+        timed: int = 3,
+        make_engine: MakeEngine | None = None,
+        on_progress: OnProgress = lambda progress: None,
+    ) -> None:
+        self.askers, self.questions, self.run = tuple(askers), tuple(questions), run
+        self._max_tokens, self._make_engine, self._on_progress = max_tokens, make_engine, on_progress
+        self._timed = self.questions[:: max(1, len(self.questions) // max(1, timed))][:timed]
+        self._keys = {(a.name, q.id): answer_key(a.config, q, max_tokens) for a in self.askers for q in self.questions}
+        self._wanted = set(self._keys.values())
+        self._done = sum(key in run for key in self._wanted)
+        self.failures: dict[tuple[str, str], str] = {}
+
+    def ask_all(self) -> None:
+        """Ask what is not known yet. Raises `EngineClosedError` where an engine broke; what came before is kept."""
+        self._tell("answers that are there")
+        for asker in self.askers:
+            if asker.is_member and any(self._is_open(asker, question) for question in self._timed):
+                with self._loaded(asker.config) as engine:
+                    self._ask_alone(engine, asker)
+        for config, askers in self._engines():
+            with self._loaded(config) as engine:
+                for asker in askers:
+                    if asker.config == config:
+                        self._ask_alone(engine, asker)
+                self._ask_together(engine, askers)
+
+    def answers(self) -> dict[str, dict[str, Answer]]:
+        """Asker → question id → answer, of those that there are."""
+        found: dict[str, dict[str, Answer]] = {asker.name: {} for asker in self.askers}
+        for (asker, question), key in self._keys.items():
+            if (answer := self.run.answer(key)) is not None:
+                found[asker][question] = answer
+        return found
+
+    def in_half(self) -> tuple[str, ...]:
+        """Members that compute in half precision, in which an answer may hang on what else runs."""
+        records = {a.name: self.run.get(key_of(a.config, "member")) or {} for a in self.askers if a.is_member}
+        return tuple(name for name, record in records.items() if record.get("dtype") in HALF)
+
+    def weight_bytes(self, asker: Asker) -> int:
+        """Bytes of its members' weights; 0 where one is not known."""
+        sizes = [self._member_bytes(asker.config.only([name])) for name in asker.config.names]
+        return sum(sizes) if all(sizes) else 0
+
+    # ── one at a time ────────────────────────────────────────────────────────────────────────────
+
+    def _ask_alone(self, engine: EnsembleEngine, asker: Asker) -> None:
+        todo = [question for question in self._timed if self._is_open(asker, question)]
+        if todo:
+            with suppress(SpecFuseError):  # a first call pays for what later ones find
+                engine.generate("Hello", SamplingParams(max_tokens=1))
+        for question in todo:
+            self._keep(asker, question, partial(self._generate, engine, asker, question), alone=True)
+            self._tell(f"{asker.name}, one at a time")
+
+    # ── many at once ─────────────────────────────────────────────────────────────────────────────
+
+    def _engines(self) -> Iterator[tuple[EnsembleConfig, list[Asker]]]:
+        """Whose answers one engine can give: those of members of the same ensemble."""
+        left = [a for a in self.askers if any(self._is_open(a, q) for q in self.questions)]
+        for whole in sorted(self.askers, key=lambda a: -len(a.config.names)):
+            served = [a for a in left if a.config == whole.config.only(a.config.names)]
+            left = [a for a in left if a not in served]
+            if served:
+                names = {name for asker in served for name in asker.config.names}
+                yield whole.config.only([n for n in whole.config.names if n in names]), served
+
+    def _ask_together(self, engine: EnsembleEngine, askers: Sequence[Asker]) -> None:
+        self._tell("many at a time")
+        for (asker, question), done in asked_together(
+            engine, self._open(askers), lambda pair: self._generate(engine, *pair)
+        ):
+            self._keep(asker, question, done.result)
+            self._tell("many at a time")
+
+    def _open(self, askers: Sequence[Asker]) -> Iterator[tuple[Asker, Question]]:
+        """What is not answered; all answers to a question near each other, so that they share its prompt."""
+        begun: set[str] = set()
+        for question in self.questions:
+            for asker in askers:
+                key = self._keys[asker.name, question.id]
+                if key not in begun and self._is_open(asker, question):
+                    begun.add(key)
+                    yield asker, question
+
+    # ── common ───────────────────────────────────────────────────────────────────────────────────
+
+    def _generate(self, engine: EnsembleEngine, asker: Asker, question: Question) -> Answer:
+        params = question.params(self._max_tokens)
+        return Answer.of(engine.generate(question.prompt, params, members=list(asker.config.names)))
+
+    def _keep(self, asker: Asker, question: Question, answer: Callable[[], Answer], *, alone: bool = False) -> None:
+        """An answer goes to the file at once; one that failed is named, and asked again by the next run."""
+        try:
+            found = replace(answer(), alone=alone)
+        except EngineClosedError:
+            raise
+        except SpecFuseError as error:
+            self.failures[asker.name, question.id] = str(error)
+            return
+        self.run.add_answer(self._keys[asker.name, question.id], found, asker.name, question.id)
+        self._done += 1
+
+    @contextmanager
+    def _loaded(self, config: EnsembleConfig) -> Iterator[EnsembleEngine]:
+        """An engine; what its members weigh is kept, so that a run that only reads answers can tell."""
+        self._tell(f"loading {', '.join(config.names)}")
+        with (self._make_engine or new_engine)(config) as engine:
+            for report in engine.load().describe():
+                key = key_of(config.only([report.name]), "member")
+                if key not in self.run:
+                    facts = {name: getattr(report, name) for name in ("dtype", "memory_bytes", "parameters")}
+                    self.run.add(key, {"member": report.name, **facts})
+            yield engine
+
+    def _member_bytes(self, config: EnsembleConfig) -> int:
+        return size_of(self.run, config, "memory_bytes")
+
+    def _is_open(self, asker: Asker, question: Question) -> bool:
+        place = asker.name, question.id
+        return self._keys[place] not in self.run and place not in self.failures
+
+    def _tell(self, stage: str) -> None:
+        self._on_progress(Progress(stage, self._done, len(self._wanted)))

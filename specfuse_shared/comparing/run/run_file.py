@@ -1,0 +1,189 @@
+"""The file of a run: JSON lines, an answer each. Nothing in it is asked again, and a run that was killed loses nothing.
+
+A line is written in one piece behind the last whole one; a line that a killed run left half is cut off. An answer is
+known by who was asked, with which settings, and what: other members, settings or questions are other answers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.errors import ConfigError, SpecFuseError
+from specfuse_shared.loading.config_files import plain_config
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.settings.config import EnsembleConfig
+
+MARK = {"specfuse": "compare", "version": 1}
+_WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "reuse_prefixes", "cache_dir")
+"""Settings that change when an answer comes, not what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a comparison keeps of an answer. `pieces`: who wrote what. `alone`: nothing else ran beside it, so that its
+    seconds tell something. `forwards`: of all its members."""
+
+    text: str
+    finish: str
+    tokens: int
+    rounds: int
+    active: float
+    forwards: int
+    pieces: tuple[tuple[str, str], ...] = ()
+    faults: tuple[str, ...] = ()
+    alone: bool = False
+    seconds: float = 0.0
+    first_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, result: EnsembleResult) -> Self:
+        rounds = result.rounds
+        return cls(
+            text=result.text,
+            finish=str(result.finish_reason),
+            tokens=result.usage.completion_tokens,
+            rounds=len(rounds),
+            active=sum(len(r.active) for r in rounds) / len(rounds) if rounds else 0.0,
+            forwards=sum(usage.forwards for usage in result.usage.members.values()),
+            pieces=tuple((r.winner, result.text[r.start : r.end]) for r in rounds) if len(result.members) > 1 else (),
+            faults=tuple(fault.member for fault in result.warnings),
+            seconds=result.total_seconds,
+            first_seconds=result.first_segment_seconds or result.total_seconds,
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        pieces = tuple((str(who), str(what)) for who, what in known.get("pieces", ()))
+        return cls(**{**known, "pieces": pieces, "faults": tuple(known.get("faults", ()))})
+
+
+def key_of(config: EnsembleConfig, asked: Any) -> str:
+    """What an answer is known by: who is asked, and what (plain JSON)."""
+    settings = {k: v for k, v in plain_config(config, changed=False).items() if k not in _WITHOUT_EFFECT}
+    if len(config.names) == 1:  # how a round is decided has no effect on a member by itself
+        settings = {"members": [{k: v for k, v in settings["members"][0].items() if k != "weight"}]}
+    text = json.dumps([settings, asked], sort_keys=True, ensure_ascii=False)
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def answer_key(config: EnsembleConfig, question: Question, max_tokens: int | None) -> str:
+    """Of an answer by all members of the configuration."""
+    params = question.params(max_tokens)
+    choices = list(question.choices) if question.kind == "choice" else []
+    return key_of(config, [question.prompt, params.max_tokens, choices])
+
+
+class RunFile:
+    """The records of a run, in a file or (path None) in memory alone. Use as a context manager.
+
+    One process writes it at a time; any thread may `add`. Raises `ConfigError` for a file that is none of a run.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self.path = None if path is None else Path(path)
+        self._file: int | None = None
+        self._lock = threading.Lock()
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Self:
+        if self.path is not None:
+            try:
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            except OSError as error:
+                hint = "name a file in a folder that exists and that you may write to"
+                raise ConfigError(f"the run cannot be kept in {self.path} ({error.strerror}): {hint}") from error
+            try:
+                self._begin(self._file)
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self._found.get(key)
+
+    def by_question(self) -> dict[str, Answer]:
+        """Question id → the last answer to it, whoever gave it: of a file that holds those of one."""
+        answers = (record for record in self._found.values() if "question" in record)
+        return {str(record["question"]): Answer.from_dict(record) for record in answers}
+
+    def answer(self, key: str) -> Answer | None:
+        found = self._found.get(key)
+        return None if found is None else Answer.from_dict(found)
+
+    def add(self, key: str, record: Mapping[str, Any]) -> None:
+        """Keep a record under a key. Raises `SpecFuseError` where it cannot be written."""
+        line = json.dumps({"key": key, **record}, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+        with self._lock:
+            if self._file is not None:
+                self._write(self._file, line)
+            self._found[key] = dict(record)
+
+    def add_answer(self, key: str, answer: Answer, asker: str, question: str) -> None:
+        self.add(key, {"asker": asker, "question": question, **asdict(answer)})
+
+    def _begin(self, file: int) -> None:
+        """Read what is there, cut off a line that was left half, and keep others from writing."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} is being written by another run: wait for it, or name another file"
+            ) from error
+        with open(file, "rb", closefd=False) as stream:
+            data = stream.read()
+        whole, _, rest = data.rpartition(b"\n")
+        lines = whole.split(b"\n") if whole else []
+        if (lines or rest) and not _is_mark(lines[0] if lines else rest, torn=not lines):
+            raise ConfigError(f"{self.path} is no file of a run: name another one, it is not touched")
+        if rest:
+            os.truncate(file, len(data) - len(rest))
+        if not lines:
+            self._write(file, json.dumps(MARK).encode() + b"\n")
+        self._read(lines[1:])
+
+    def _read(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                key = record.pop("key")
+            except (ValueError, KeyError, AttributeError):  # a disk that was full may leave such a line
+                continue
+            self._found[key] = record
+
+    def _write(self, file: int, line: bytes) -> None:
+        try:
+            if os.write(file, line) != len(line):
+                raise SpecFuseError(f"{self.path} cannot be written any more: is the disk full? Run it again to go on")
+        except OSError as error:
+            raise SpecFuseError(f"{self.path} cannot be written ({error.strerror}): run it again to go on") from error
+
+
+def _is_mark(line: bytes, torn: bool) -> bool:
+    """Whether a file begins as one of a run; `torn`: as far as its first line was written."""
+    whole = json.dumps(MARK).encode()
+    return whole.startswith(line) if torn else line == whole

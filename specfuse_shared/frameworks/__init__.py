@@ -1,0 +1,58 @@
+"""What both framework adapters share: the settings of a model over an ensemble, and records as plain JSON.
+
+Needs pydantic, which both frameworks bring along. The engine never imports this package.
+"""
+
+from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of
+from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
+from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, choice_of, response_schema, value_of
+from specfuse_shared.frameworks.records import (
+    Detail,
+    candidate_records,
+    check_whole,
+    finish_reason,
+    last_parts,
+    ledger,
+    openai_logprobs,
+    reasoning_tokens,
+    segment_record,
+    usage_record,
+)
+from specfuse_shared.frameworks.settings import Engine, EnsembleSettings, OnSegment
+from specfuse_shared.frameworks.thoughts import Thoughts
+from specfuse_shared.loading.config_files import plain_config
+from specfuse_shared.messages import CUT_MARK, Role, arguments_of
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
+
+__all__ = [
+    "CUT_MARK",
+    "RESPONSE_FORMATS",
+    "TRANSPORT_OPTIONS",
+    "CallDelta",
+    "CallReader",
+    "Detail",
+    "Engine",
+    "EnsembleSettings",
+    "Ensembles",
+    "Members",
+    "OnSegment",
+    "Role",
+    "TextDelta",
+    "Thoughts",
+    "ToolUse",
+    "arguments_of",
+    "candidate_records",
+    "check_whole",
+    "choice_of",
+    "config_of",
+    "finish_reason",
+    "last_parts",
+    "ledger",
+    "openai_logprobs",
+    "plain_config",
+    "reasoning_tokens",
+    "response_schema",
+    "segment_record",
+    "usage_record",
+    "value_of",
+]

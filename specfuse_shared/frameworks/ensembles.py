@@ -1,0 +1,75 @@
+"""The ensemble of a model as its fields hold it: members or a configuration, checked, and as plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainSerializer, PlainValidator
+
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.frameworks.local_paths import found, without_paths
+from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble
+from specfuse_shared.loading.demo import demo_members
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
+
+Members = Annotated[
+    Literal["demo"] | Sequence[str | MemberConfig] | None,
+    PlainValidator(lambda value: _as_members(value)),
+    PlainSerializer(lambda value: without_paths(plain(value))),
+]
+Config = Annotated[
+    EnsembleConfig | str | Path | None,
+    PlainValidator(lambda value: named_config(value)),
+    PlainSerializer(lambda value: value and without_paths(plain_config(value))),
+]
+Ensembles = Annotated[Mapping[str, Any], PlainSerializer(lambda value: without_paths(plain(value)))]
+"""Ensembles by name, each as `members` or `config` take them."""
+SOURCES = (
+    'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...) or a TOML file; '
+    "engine=; "
+    'or base_url="http://…" of a server'
+)
+
+
+def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
+    """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
+    if isinstance(ensemble, Mapping):
+        ensemble = named_config(ensemble)
+    if isinstance(ensemble, EnsembleConfig):
+        return ensemble
+    members = _as_members(ensemble)
+    return _demo_config() if members == "demo" else EnsembleConfig(members or ())
+
+
+@cache
+def _demo_config() -> EnsembleConfig:
+    return EnsembleConfig(demo_members())
+
+
+def _as_members(value: Any) -> Members:
+    if value is None or value == "demo":
+        return "demo" if value else None
+    if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
+        raise ConfigError(f"members is {value!r}: give {SOURCES}")
+    return EnsembleConfig([_as_member(member) for member in value]).member_configs
+
+
+def _as_member(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return found(value) if isinstance(value, str) else value
+    return MemberConfig.from_dict({k: found(v) if isinstance(v, str) else v for k, v in value.items()})
+
+
+def named_config(value: Any) -> EnsembleConfig | None:
+    """The configuration that `config` stands for: itself, one as plain JSON, or a TOML file of one."""
+    if isinstance(value, Mapping):
+        return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
+    if isinstance(value, (str, Path)):
+        return read_ensemble(value)
+    if value is None or isinstance(value, EnsembleConfig):
+        return value
+    raise ConfigError(f"config must be an EnsembleConfig or a TOML file, not {type(value).__name__}")

@@ -1,0 +1,253 @@
+"""The settings of a model over an ensemble, and the engine behind it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from specfuse_shared.client.engine import RemoteEngine
+from specfuse_shared.client.retries import MAX_RETRIES
+from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
+from specfuse_shared.events import Event, SegmentEvent, WarningEvent
+from specfuse_shared.frameworks.ensembles import SOURCES, Config, Members, config_of, named_config
+from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS, known_here
+from specfuse_shared.frameworks.records import Detail
+from specfuse_shared.loading.planning import stated_context
+from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.serving.engine import EnsembleEngine
+from specfuse_shared.serving.leases import EngineLease, lease_engine
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.validation import unknown_setting
+
+OnSegment = Callable[[SegmentEvent], None]
+
+_SAMPLING = SamplingParams()
+Engine = EnsembleEngine | RemoteEngine
+
+
+class EnsembleSettings(BaseModel):
+    """The fields of a chat model over an ensemble; one of `members`, `config`, `engine` and `base_url` is given.
+
+    Construction loads nothing. Copies share the engine; pickles and dictionaries carry its configuration instead, and
+    never the key of a server.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True, populate_by_name=True)
+
+    members: Members = None
+    """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
+    config: Config = None
+    """Members together with how a round is decided, or a TOML file of them ("FILE", or "FILE#NAME" of several); that of
+    `engine` if one is given."""
+    engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
+    """An engine to share; without one, equal configurations share one engine of this process."""
+    base_url: str | None = None
+    """Address of a server (`specfuse-llm serve`) that answers instead of members in this process."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """The server's key; the environment variable SPECFUSE_API_KEY, if unset."""
+    model_name: str | None = Field(default=None, alias="model")
+    """Which of the server's models answers; its first, if unset."""
+    max_retries: int = Field(default=MAX_RETRIES, ge=0)
+    """How often a request to the server is made again where nobody answers or it is busy, before an answer begins."""
+    default_headers: Mapping[str, str] | None = Field(default=None, exclude=True, repr=False)
+    """Headers of every request to the server; like the key, they are never printed or serialised."""
+    max_tokens: int = _SAMPLING.max_tokens
+    """Longest answer, in tokens of the reference member."""
+    temperature: float = _SAMPLING.temperature
+    """0 is greedy."""
+    top_p: float = _SAMPLING.top_p
+    """Sample from the most probable tokens that hold this much probability."""
+    top_k: int = _SAMPLING.top_k
+    """Sample from this many tokens; 0 is all."""
+    min_p: float = _SAMPLING.min_p
+    """Leave out tokens less probable than this share of the most probable one."""
+    repetition_penalty: float = _SAMPLING.repetition_penalty
+    """Above 1, tokens that already appeared become less probable."""
+    seed: int | None = _SAMPLING.seed
+    """The same seed gives the same answer."""
+    stop: str | list[str] | None = None
+    """Strings that end the answer and never appear in it."""
+    logprobs: bool = _SAMPLING.logprobs
+    """Report log p of every token of the answer, as the reference member sees it."""
+    top_logprobs: int = _SAMPLING.top_logprobs
+    """With `logprobs`, so many of the most probable tokens in the place of each, at most 20."""
+    max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
+    """Longest thoughts of a member that thinks, in its own tokens."""
+    parallel_tool_calls: bool = False
+    """One answer may call several tools. Off, since small models repeat a call where they might."""
+    timeout: float | None = None
+    """Seconds after which an answer ends with `RequestTimeoutError`; loading the members does not count."""
+    ledger: Detail = "summary"
+    """How much of the record of an answer goes with it: "summary", "full" (every round) or "none"."""
+    on_segment: OnSegment | None = Field(default=None, exclude=True, repr=False)
+    """Called with each verified segment before it is streamed, in the thread that runs the answer."""
+
+    _leases: list[EngineLease] = PrivateAttr(default_factory=list)
+    _remotes: dict[str | None, RemoteEngine] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        try:
+            super().__init__(*args, **values)
+        except ValidationError as error:
+            raise _own_error(error) or error from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        known = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
+        if not isinstance(values, Mapping):
+            return values
+        values = known_here(values, known)
+        for name in values:
+            if name not in known:
+                raise unknown_setting(cls.__name__, str(name), sorted(known))
+        own = EnsembleSettings.model_fields  # None says nothing, as it does in a call
+        return {k: v for k, v in values.items() if v is not None or k not in own or own[k].default is None}
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        if self.engine is not None and self.config in (None, self.engine.config):
+            self.config, self.base_url, self.api_key = self.engine.config, None, None
+        elif self.engine is not None:
+            raise ConfigError("config differs from that of engine: give one of them")
+        if sum(source is not None for source in (self.members, self.config, self.base_url)) != 1:
+            raise ConfigError(f"give one of {SOURCES}")
+        self._sampling({})
+        self._remote()
+        return self
+
+    def _remote(self, name: str | None = None) -> RemoteEngine | None:
+        """The server's model of this name, or the one that this model asks; None where the ensemble is here."""
+        if self.base_url is None:
+            return None
+        name = name or self.model_name
+        if name not in self._remotes:
+            key = None if self.api_key is None else self.api_key.get_secret_value()
+            retries, headers = self.max_retries, self.default_headers
+            self._remotes[name] = RemoteEngine(self.base_url, name, key, max_retries=retries, headers=headers)
+        return self._remotes[name]
+
+    def _ensemble(self, name: str | None = None) -> EnsembleConfig:
+        """The ensemble in this process; `name` chooses where there are several."""
+        if self.engine is not None:
+            return self.engine.config
+        return named_config(self.config) or config_of(self.members)
+
+    def _resolve_engine(self, name: str | None = None, headers: Mapping[str, str] | None = None) -> Engine:
+        """Who answers. `headers`: of this call, where it goes to a server."""
+        if (remote := self._remote(name)) is not None:
+            return remote.sending(headers) if headers else remote
+        return self._engine_for(self._ensemble(name))
+
+    def _engine_for(self, config: EnsembleConfig) -> EnsembleEngine:
+        """The engine given, where it has this configuration, else the one that this process shares.
+
+        An engine that was made before this process was forked cannot answer here, so that this one gets its own.
+        """
+        if self.engine is not None and self.engine.config == config and self.engine.is_of_this_process:
+            return self.engine
+        held = self._held(config)
+        if held is None:
+            self._leases = [lease for lease in self._leases if not lease.engine.closed]
+            self._leases.append(held := lease_engine(config))
+        return held.engine
+
+    def _held(self, config: EnsembleConfig) -> EngineLease | None:
+        return next((held for held in self._leases if held.engine.config == config and not held.engine.closed), None)
+
+    def load(self, on_progress: OnProgress | None = None) -> Self:
+        """Load the members now rather than with the first answer; again, it does nothing. Raises `MemberLoadError`."""
+        self._resolve_engine().load(on_progress)
+        return self
+
+    def close(self) -> None:
+        """Let go of the shared engine; the last model that does frees its memory. An `engine` given stays open."""
+        for lease in self._leases:
+            lease.close()
+        for remote in self._remotes.values():
+            remote.close()
+        self._leases = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _observe(self, event: Event) -> None:
+        """Tell `on_segment` of a segment, and Python's warnings of a member that failed."""
+        if isinstance(event, SegmentEvent) and self.on_segment is not None:
+            self.on_segment(event)
+        if isinstance(event, WarningEvent):
+            warnings.warn(event.message, MemberFailedWarning, stacklevel=2)
+
+    def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
+        """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
+        given = {k: v for k, v in known_here(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
+        return SamplingParams.on_top(self._settings(), given)
+
+    def _settings(self) -> dict[str, Any]:
+        """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
+        return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
+
+    def _traced(self) -> dict[str, Any]:
+        """The model's name and sampling, as exporters of traces look for them."""
+        settings = {**self._settings(), "stop": list(self._sampling({}).stops) or None}
+        return {"model": self._model_name(), **{name: value for name, value in settings.items() if value is not None}}
+
+    def _context_limit(self) -> int | None:
+        """Of the smallest member; before the members are loaded, as far as configurations on this machine say."""
+        if (remote := self._remote()) is not None:
+            return remote.context_limit
+        config = self._ensemble()
+        held = self.engine or ((lease := self._held(config)) and lease.engine)
+        return held.context_limit if held else stated_context(config)
+
+    def _model_name(self) -> str:
+        if (remote := self._remote()) is not None:
+            return remote.label
+        return "demo" if self.members == "demo" else "+".join(self._ensemble().names)
+
+    def _thinks(self) -> bool:
+        """A member thinks before it answers, as far as it is known without asking a server."""
+        remote = self._remote()
+        return any(m.thinking for m in self._ensemble().member_configs) if remote is None else remote.thinks
+
+    def _at_once(self, name: str | None = None) -> int:
+        """How many answers the engine of this name runs at once."""
+        remote = self._remote(name)
+        return self._ensemble(name).max_concurrent if remote is None else remote.max_concurrent
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._leases, copied._remotes = [], {}
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        shared = {id(held): held for held in (self.engine, *self._leases, *self._remotes.values())}
+        copied = super().__deepcopy__({**(memo or {}), **shared})
+        copied._leases, copied._remotes = [], {}
+        return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        bare = self.model_copy(update={"engine": None, "api_key": None, "default_headers": None})
+        return super(EnsembleSettings, bare).__getstate__()
+
+
+def _own_error(error: ValidationError) -> SpecFuseError | None:
+    """The error of ours that pydantic wrapped, if it was one."""
+    found = (told.get("ctx", {}).get("error") for told in error.errors())
+    return next((own for own in found if isinstance(own, SpecFuseError)), None)

@@ -1,0 +1,1 @@
+"""Members that this process runs: their sequences, shared forwards, lanes and speculation."""

@@ -1,0 +1,184 @@
+"""A member whose model runs in this process, whatever engine runs it: what its lane and its answers know of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from specfuse_shared.members.base import CacheUse, Member, MemberInfo
+from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.local.session import LocalSession
+from specfuse_shared.members.local.speculation import TOKEN_COST
+from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
+from specfuse_shared.messages import Message, Tool
+from specfuse_shared.runtime.cuda_streams import Stopwatch
+from specfuse_shared.runtime.model_runner import Reclaimable
+from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.member_text import MemberText
+from specfuse_shared.types import MemberReport
+
+
+class Stream(Protocol):
+    """Where the work of a member is queued."""
+
+    def entered(self) -> AbstractContextManager[Any]: ...
+
+    def timed(self) -> Stopwatch: ...
+
+    def wait(self) -> None: ...
+
+
+class RunsHere(Reclaimable, Protocol):
+    """What runs the model of a member of this process. `device`: where its logits come."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def stream(self) -> Stream: ...
+
+    @property
+    def reserve_bytes(self) -> int: ...
+
+
+class MemberHere(ABC):
+    """A member of this process: its text side, and what of its vocabulary it may say.
+
+    `holders`: whatever names ids that end its turn. `vocabulary_size`: rows of its logits.
+    """
+
+    devices: Mapping[str, float]
+    context_limit: int | None
+    bytes_per_token: int
+    token_cost: float = TOKEN_COST
+    """What a token more in a forward costs, as a share of a forward of one."""
+
+    def __init__(self, config: MemberConfig, tokenizer: Any) -> None:
+        self._config, self.name = config, config.label
+        template, options = config.chat_template, config.template_options
+        self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
+        self.codec = self.prompts.codec
+
+    def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
+        tokenizer = self.prompts.tokenizer
+        self.vocabulary_size = size
+        named = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
+        self.stop_ids = tuple(stop for stop in named if stop < size)  # defaults of an architecture may lie beyond it
+        self._special = ids_without_text(tokenizer, size, self.stop_ids)
+        self.never_guessed = frozenset((*self._special, *self.stop_ids))
+        self.text = MemberText(self.prompts, self.stop_ids, size)
+
+    @property
+    @abstractmethod
+    def runner(self) -> RunsHere:
+        """What runs its model."""
+
+    @property
+    @abstractmethod
+    def may_guess(self) -> bool:
+        """Whether it verifies many tokens in one forward, and never reads an answer again."""
+
+    @property
+    @abstractmethod
+    def report(self) -> MemberReport:
+        """What it turned out to be."""
+
+    def _reported(self, **facts: Any) -> MemberReport:
+        """A report of these facts about the model, and of what is read here."""
+        return MemberReport(
+            name=self.name,
+            model=self._config.model,
+            template=self.prompts.kind,
+            context=self.context_limit,
+            stop_token_ids=self.stop_ids,
+            **facts,
+        )
+
+    @property
+    def info(self) -> MemberInfo:
+        """What it tells the coordinator, as of now."""
+        return MemberInfo(
+            name=self.name,
+            weight=self._config.weight,
+            devices=dict(self.devices),
+            context_limit=self.context_limit,
+            thinks=self.prompts.thinks,
+            bytes_per_token=self.bytes_per_token,
+            smallest_row=1,
+            vocabulary_size=self.vocabulary_size,
+            report=self.report,
+            drafts_under_grammar=self._config.drafts_under_grammar,
+            may_guess=self.may_guess,
+        )
+
+    @abstractmethod
+    def new_sequence(self, keeps_spare: bool) -> SequenceState:
+        """A context for one answer; `keeps_spare` where a cache can."""
+
+    @abstractmethod
+    def cache_use(self) -> CacheUse:
+        """Memory for answers now."""
+
+    @abstractmethod
+    def remember(self, limit: int) -> None:
+        """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
+
+    def use_cores(self, count: int) -> None:  # noqa: B027 torch has no threads of its own for a member
+        """Compute on so many cores from now on, where its engine has threads of its own."""
+
+    def close(self) -> None:  # noqa: B027 what torch holds goes with its last reference
+        """Give memory back that nobody else does. Safe to call twice."""
+
+    @property
+    def member(self) -> Member:
+        """What the coordinator has of it."""
+        return Member(self.info, self.text)
+
+    @property
+    def vocabulary(self) -> Any:
+        return self.text.vocabulary
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        return self.text.encode_prompt(messages, tools)
+
+    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False) -> LocalSession:
+        """A new answer to `prompt`; `speculates`: it may guess what comes next, which changes nothing but the work."""
+        return LocalSession(self, prompt, params, seed, speculates)
+
+    def blocked(self, *, alone: bool, held: bool) -> torch.Tensor | None:
+        """Ids that it must not choose: those without text in a shared answer; those that end a turn that is `held`."""
+        if alone:
+            return self._stops if held else None
+        return self._banned_while_held if held else self.banned_token_ids
+
+    @cached_property
+    def banned_token_ids(self) -> torch.Tensor:
+        return self._ids(self._special)
+
+    @cached_property
+    def _banned_while_held(self) -> torch.Tensor:
+        return self._ids([*self._special, *self.stop_ids])
+
+    @cached_property
+    def _stops(self) -> torch.Tensor:
+        return self._ids(self.stop_ids)
+
+    def is_blocked(self, token: int, blocked: torch.Tensor | None) -> bool:
+        """Whether a token is among ids that `blocked` gave, without asking the device."""
+        return blocked is not None and token in self._id_sets[id(blocked)]
+
+    @cached_property
+    def _id_sets(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        found = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
+        self._id_sets[id(found)] = frozenset(ids)
+        return found

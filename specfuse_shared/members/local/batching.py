@@ -1,0 +1,112 @@
+"""Stages on their way: each waits for a forward, and those of one member share it, whatever fails.
+
+A stage is a coroutine that yields what it wants to go through the model (`ForwardRequest`), is sent what came of that
+(`ForwardResult`), and returns its value. A forward that fails in company is run alone, so that one poisoned request
+fails alone; lack of memory halves the batch, then takes back what only saves time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from specfuse_shared.members.local.forwards import ForwardRequest, ForwardResult
+from specfuse_shared.members.local.tree_sequence import feed_together
+
+logger = logging.getLogger(__name__)
+
+_MOST_TRIES = 16
+"""Lacks of memory that one forward of one answer survives: each gives something back, at last every member's steps."""
+
+T = TypeVar("T")
+Stage: TypeAlias = Generator[ForwardRequest, Any, T]
+"""A stage of one member of one answer; it is sent the `ForwardResult` of what it yields."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A stage, the forward that it waits for, and what came of that; in the end its value, or why it has none."""
+
+    stage: Stage[Any]
+    request: ForwardRequest | None = None
+    result: ForwardResult = None
+    value: Any = None
+    error: Exception | None = None
+    done: bool = False
+
+    def advance(self) -> None:
+        """Run the stage up to its next request that needs a forward, or to its end."""
+        try:
+            request = self.stage.send(self.result)
+            while not request.context.needs(request):
+                [known] = feed_together([request])
+                request = self.stage.send(known)
+            self.request, self.result = request, None
+        except StopIteration as stop:
+            self.value, self.done = stop.value, True
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        self.error, self.done = error, True
+
+
+def within(chunk: int, jobs: Sequence[Job]) -> list[Job]:
+    """The jobs of a forward, their prompt pieces trimmed to `chunk` tokens; those beyond it wait for the next one."""
+    chosen = []
+    for job in jobs:
+        if job.request is not None and job.request.prompt:
+            if chunk <= 0:
+                continue
+            job.request = replace(job.request, prompt=min(job.request.prompt, chunk))
+            chunk -= job.request.prompt
+        chosen.append(job)
+    return chosen
+
+
+def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:
+    """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
+    try:
+        results = feed_together([job.request for job in jobs if job.request is not None])
+    except Exception as error:
+        if len(jobs) > 1:
+            size = (len(jobs) + 1) // 2 if is_out_of_memory(error) else 1
+            logger.warning("a forward of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
+            for start in range(0, len(jobs), size):
+                feed_all(jobs[start : start + size])
+        elif is_out_of_memory(error) and tries and (_make_room(jobs[0]) or tries == _MOST_TRIES):
+            feed_all(jobs, tries - 1)
+        else:
+            jobs[0].fail(error)
+        return
+    for job, result in zip(jobs, results, strict=True):
+        job.result = result
+
+
+def _make_room(job: Job) -> bool:
+    """Whether something could be given back for the job's forward."""
+    assert job.request is not None
+    return job.request.context.runner.pool.make_room()
+
+
+@torch.inference_mode()
+def run_stage(stage: Stage[T]) -> T | Exception:
+    """Run one stage by itself; its value, or the exception that it raised."""
+    job = Job(stage)
+    job.advance()
+    while not job.done:
+        feed_all([job])
+        if not job.done:
+            job.advance()
+    return job.error or job.value
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on any device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))

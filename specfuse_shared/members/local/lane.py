@@ -1,0 +1,285 @@
+"""Members of this process that share a device or cores: their stages in shared forwards.
+
+A step is one forward of each member for all that waits for one: some answers draft, some verify, some still read
+their prompt. Members of static execution draft a whole segment in one run of forwards; such drafts let verifications
+and commits go first, so that all answers draft together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.batching import Job, feed_all, within
+from specfuse_shared.members.local.cores import use_cores
+from specfuse_shared.members.local.forwards import PREFILL_CHUNK
+from specfuse_shared.members.local.session import LocalSession
+from specfuse_shared.members.stages import Close, Closed, Fault, Open, Reply, StageRequest, StageResult, TokenCounts
+from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.runtime.cuda_streams import Stopwatch
+from specfuse_shared.runtime.model_runner import share_room
+
+logger = logging.getLogger(__name__)
+
+SHARED_PREFILL_CHUNK = 256
+"""Prompt tokens a step while other answers run, so that they keep streaming; a step that drafts ahead takes more."""
+_MOST_HELD = 2
+"""So many forwards may go before the drafts that wait."""
+_LINE_UP_SECONDS = 0.002
+"""So long drafts wait for those of answers that are between two stages."""
+_SHARE_OF_FREE = {"cpu": 0.5}
+_DEFAULT_SHARE = 0.9
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A stage on its way, and who asked for it."""
+
+    request: StageRequest
+    reply: Reply
+    session: LocalSession
+    job: Job
+
+    @property
+    def is_draft(self) -> bool:
+        return self.job.request is not None and self.job.request.draft is not None
+
+    @property
+    def is_branch(self) -> bool:
+        return self.job.request is not None and bool(self.job.request.branches)
+
+
+class LocalLane:
+    """Runs the stages of `members` whenever `step` is called, always by the same thread, each in its member's stream.
+
+    `cores`: how many that thread may use from then on, None: as it is. `on_forward` is told of every forward, once its
+    device is through with it.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[MemberHere],
+        cores: int | None = None,
+        on_forward: OnForward = lambda member, answers, seconds: None,
+    ) -> None:
+        self.local = {member.name: member for member in members}
+        share_room([member.runner for member in members])
+        self._cores, self._on_forward = cores, on_forward
+        self._asked: deque[tuple[Sequence[StageRequest], Reply]] = deque()
+        self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
+        self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
+        self._results: list[tuple[Reply, StageResult]] = []
+        self._held, self._stepped, self._step_seconds = 0, 0.0, 0.0
+        self._timed: list[tuple[str, int, Stopwatch]] = []
+
+    # ── the lane ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def members(self) -> Sequence[MemberInfo]:
+        return [member.info for member in self.local.values()]
+
+    def memory(self) -> Mapping[str, int]:
+        """Free bytes of each device and those of caches that are there already, less a reserve."""
+        members = self.local.values()
+        held: dict[str, float] = {}
+        for member in members:
+            for device, share in member.devices.items():
+                held[device] = held.get(device, 0.0) + share * member.cache_use().cache_bytes
+        reserved = sum(member.runner.reserve_bytes for member in members)
+        return {
+            device: max(0, int((free_memory(device) + size) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE)) - reserved)
+            for device, size in held.items()
+        }
+
+    def remember(self, limits: Mapping[str, int]) -> None:
+        for name, limit in limits.items():
+            self.local[name].remember(limit)
+
+    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+        self._asked.append((requests, reply))
+
+    def cache_use(self) -> CacheUse:
+        return sum((member.cache_use() for member in self.local.values()), CacheUse())
+
+    @property
+    def fault(self) -> Fault | None:
+        """None: what breaks in it breaks the thread that steps it."""
+        return None
+
+    def close(self) -> None:
+        for tasks in self._waiting.values():
+            tasks.clear()
+        for name, sessions in self._sessions.items():
+            for session in sessions.values():
+                session.release()
+            sessions.clear()
+            self.local[name].runner.stream.wait()  # nothing may still run over memory that others get now
+            self.local[name].close()
+        self._tell_times()
+
+    # ── its turn ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that the next step had better wait, for a forward of many costs little more than one of few.
+
+        Answers between two stages, which other lanes may still have, are waited for where fewer than half are here, at
+        most as long as the last step took; by drafts of whole segments a moment. None: there is nothing to do.
+        """
+        tasks = [task for waiting in self._waiting.values() for task in waiting]
+        here = {task.request.answer for task in tasks} | {r.answer for asked, _ in self._asked for r in asked}
+        if not here:
+            return None
+        away = {answer for sessions in self._sessions.values() for answer in sessions} - here
+        most = 0.0
+        if len(away) > len(here):
+            most = self._step_seconds
+        elif away and not self._asked and all(task.is_draft for task in tasks):
+            most = _LINE_UP_SECONDS
+        return max(0.0, self._stepped + most - time.monotonic())
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Start what was asked for; if that already has results, give them, else run a forward of every member.
+
+        A device goes on computing while the host reads: what each forward gave is read once all were started.
+        """
+        if self._cores is not None:
+            use_cores(self._cores)
+            for member in self.local.values():
+                member.use_cores(self._cores)
+            self._cores = None
+        began = time.monotonic()
+        while self._asked:
+            requests, reply = self._asked.popleft()
+            for request in requests:
+                with self._stream(request.member):
+                    self._start(request, reply)
+        if not self._results:
+            drafts = self._is_time_to_draft()
+            fed = [task for name in self.local for task in self._feed(name, drafts)]
+            for task in fed:
+                if not task.job.done:
+                    with self._stream(task.request.member):
+                        task.job.advance()
+                self._settle(task)
+            self._step_seconds = time.monotonic() - began
+            self._tell_times()
+        self._stepped = time.monotonic()
+        self._give()
+
+    def _start(self, request: StageRequest, reply: Reply) -> None:
+        sessions, op = self._sessions[request.member], request.op
+        if isinstance(op, Close):
+            self._forget(request, reply, op)
+            return
+        try:
+            if isinstance(op, Open):
+                member = self.local[request.member]
+                sessions[request.answer] = member.open(op.prompt, op.params, op.seed, op.speculates)
+            session = sessions[request.answer]
+            task = _Task(request, reply, session, Job(session.stage(op)))
+        except Exception as error:
+            self._results.append((reply, StageResult(request.answer, request.member, error=Fault.of(error))))
+            return
+        task.job.advance()
+        self._waiting[request.member].append(task)
+        self._settle(task)
+
+    def _forget(self, request: StageRequest, reply: Reply, op: Close) -> None:
+        waiting = self._waiting[request.member]
+        for task in [task for task in waiting if task.request.answer == request.answer]:
+            task.job.stage.close()
+            waiting.remove(task)
+        session, counts = self._sessions[request.member].pop(request.answer, None), TokenCounts()
+        if session is not None:
+            counts = session.counts
+            try:
+                session.release(op.remember)
+            except Exception as error:  # what it would have remembered only saves time
+                logger.warning("member %s could not remember an answer: %s", request.member, error)
+                session.release()
+        self._results.append((reply, StageResult(request.answer, request.member, Closed(), counts)))
+
+    def _is_time_to_draft(self) -> bool:
+        """Whether this step runs the drafts that wait, or all else.
+
+        A forward goes before them, so that those who read and verify go on, and another one for those who commit.
+        """
+        tasks = [task for waiting in self._waiting.values() for task in waiting]
+        others = [task for task in tasks if not task.is_draft]
+        if len(others) == len(tasks):
+            self._held = 0
+            return False
+        most = _MOST_HELD if any(task.is_branch for task in others) else 1
+        if others and self._held < most:
+            self._held += 1
+            return False
+        self._held = 0
+        return True
+
+    def _feed(self, name: str, drafts: bool) -> list[_Task]:
+        """One forward of a member for what waits for it, drafts or all else; whose it was."""
+        waiting = [task for task in self._waiting[name] if task.is_draft == drafts]
+        jobs = within(self._prefill_chunk(name), [task.job for task in waiting])
+        if not jobs:
+            return []
+        with self._stream(name):
+            watch = self.local[name].runner.stream.timed()
+            feed_all(jobs)
+            watch.stop()
+        self._timed.append((name, len(jobs), watch))
+        return [task for task in waiting if task.job in jobs]
+
+    def _tell_times(self) -> None:
+        """Tell of the forwards that the devices are through with, in their order."""
+        waiting = []
+        for name, answers, watch in self._timed:
+            if (seconds := watch.seconds) is None:
+                waiting.append((name, answers, watch))
+            else:
+                self._on_forward(name, answers, seconds)
+        self._timed = waiting
+
+    def _prefill_chunk(self, name: str) -> int:
+        """Prompt tokens of the next step: few where an answer that has begun would wait for them."""
+        sessions = self._sessions[name].values()
+        begun = any(session.counts.computed for session in sessions)
+        if begun and len(sessions) > 1 and not any(session.context.drafts_ahead for session in sessions):
+            return SHARED_PREFILL_CHUNK
+        return PREFILL_CHUNK
+
+    def _stream(self, name: str) -> AbstractContextManager[Any]:
+        """Where the work of a member is queued."""
+        return self.local[name].runner.stream.entered()
+
+    def _settle(self, task: _Task) -> None:
+        """Take the result of a task that is done; others go on waiting."""
+        if not task.job.done:
+            return
+        request, job = task.request, task.job
+        self._waiting[request.member].remove(task)
+        fault = None
+        if job.error is not None:
+            fault = Fault.of(job.error)
+            logger.warning("member %s failed in %s", request.member, request.op.stage, exc_info=job.error)
+        result = StageResult(request.answer, request.member, job.value, task.session.counts, fault)
+        self._results.append((task.reply, result))
+
+    def _give(self) -> None:
+        """Answer whoever asked, all at once."""
+        results, self._results = self._results, []
+        replies: dict[Reply, list[StageResult]] = {}
+        for reply, result in results:
+            replies.setdefault(reply, []).append(result)
+        for reply, own in replies.items():
+            reply(own)

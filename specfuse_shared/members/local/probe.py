@@ -1,0 +1,227 @@
+"""The parity probe: which cached path reproduces the model's own probabilities?
+
+At load, a few short random branches are scored through each path that the architecture may allow and compared
+with the model's plain forward. Windows are shrunk for the probe, so that a handful of tokens reaches beyond them.
+Static execution is probed in the same way, a draft included, and on a GPU its first steps are captured by that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from specfuse_shared.errors import UnsupportedModelError
+from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cache.kv_cache import Layer, slot_bytes
+from specfuse_shared.runtime.cuda_streams import ModelStream
+from specfuse_shared.runtime.longrope import LongRope
+from specfuse_shared.runtime.masks import MaskPlan, plans_for
+from specfuse_shared.runtime.model_runner import ModelRunner, model_home
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.settings.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_WINDOW = 8
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_PROMPT, _FIRST, _SECOND = 21, 4, 5
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
+"""Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
+_COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
+"""The same where no way does better: a processor without bfloat16 of its own rounds at every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A way to score branches, and its mean |Δ log p| against the model's plain forward.
+
+    `slots`: one cache slot of each layer; none for recurrent models, whose state does not grow. `graphs`: for static
+    execution. `dynamic`: why it is not used. `stream`: where all attempts work, and the member after them.
+    """
+
+    plan: MaskPlan | None
+    one_by_one: bool = False
+    error: float = float("inf")
+    slots: Mapping[int, Layer] = field(default_factory=dict)
+    graphs: Graphs | None = None
+    dynamic: str = "not asked for"
+    stream: ModelStream | None = None
+
+    @property
+    def verification(self) -> Literal["packed", "rows"]:
+        return "packed" if self.plan else "rows"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Cache bytes of one token."""
+        return slot_bytes(self.slots)
+
+    @property
+    def execution(self) -> str:
+        """ "captured", or "eager: " and why; graphs may give up later."""
+        return self.graphs.report if self.graphs is not None else f"eager: dynamic execution ({self.dynamic})"
+
+    def runner(self, model: Any) -> ModelRunner:
+        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs, self.stream)
+
+
+def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
+    """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works.
+
+    `execution`: "auto" (static where there is a CUDA device), "static" or "dynamic"; static only where it is exact.
+    """
+    config = model.config.get_text_config(decoder=True)
+    tolerance = _TOLERANCE.get(model.dtype, 2e-3)
+    problems: list[str] = []
+    start = Attempt(None, stream=ModelStream(model_home(model)))
+    ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
+    tried: list[Attempt] = []
+    with _small_windows(config) as shrunk:
+        for group in (ways, [start], [replace(start, one_by_one=True)]):
+            tried += [_attempt(model, way, shrunk, problems) for way in group]
+            best = min(tried, key=lambda way: way.error, default=None)
+            if best is not None and best.error <= tolerance:
+                logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
+                return _executed(model, best, shrunk, member, execution)
+        best = min(tried, key=lambda way: way.error)
+        if best.error <= _COARSE.get(model.dtype, tolerance):
+            dtype = str(model.dtype).removeprefix("torch.")
+            logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
+            return _executed(model, best, shrunk, member, execution)
+    raise UnsupportedModelError(
+        f"member {member!r} ({type(model).__name__}): neither packed nor row-by-row verification reproduces the "
+        f"model's own probabilities within {tolerance:g} nats (off by {best.error:.3g}); use another model, or "
+        f"dtype='float32' if the numbers are close. {'; '.join(problems)}"
+    )
+
+
+def _is_packable(model: Any) -> bool:
+    """Only models built on the library's attention interface take a prepared mask in every layer."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def _executed(model: Any, way: Attempt, shrunk: dict[str, int], member: str, execution: str) -> Attempt:
+    """The way with what it takes for static execution, or why it runs dynamically."""
+    tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
+    if reason := _unfit(model, way, execution):
+        return replace(way, dynamic=reason)
+    fixed = _attempt(model, replace(way, error=float("inf"), graphs=Graphs(model.device, member)), shrunk, problems)
+    assert fixed.graphs is not None
+    fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
+    if fixed.error <= tolerance:
+        return fixed
+    reason = "; ".join(problems) or f"steps of fixed shape are off by {fixed.error:.2g} nats"
+    logger.warning("member %s runs dynamically: %s", member, reason)
+    return replace(way, dynamic=reason)
+
+
+def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
+    """Why static execution is out of the question."""
+    if execution == "dynamic":
+        return "as configured"
+    if way.plan is None:
+        return "the model runs row by row"
+    if LongRope(model).limit is not None:
+        return "its rotary frequencies depend on the length of the text"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model lies on several devices"
+    return "no CUDA device" if execution == "auto" and model.device.type != "cuda" else None
+
+
+def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[str]) -> Attempt:
+    """The way with its error measured while windows are shrunk, infinite where it does not run."""
+    plan = way.plan and replace(
+        way.plan,
+        window=way.plan.window and shrunk["sliding_window"],
+        chunk=way.plan.chunk and shrunk["attention_chunk_size"],
+    )
+    try:
+        runner = replace(way, plan=plan).runner(model)
+        return replace(way, error=_measure(runner), slots=runner.pool.slots)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])
+        return way
+
+
+@torch.inference_mode()
+def _measure(runner: ModelRunner) -> float:
+    """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk, while a
+    shorter answer is fed along; then of drafts of both, where the runner drafts ahead."""
+    ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
+    prompt, first = ids[:_PROMPT], tuple(ids[_PROMPT : _PROMPT + _FIRST])
+    second, third = tuple(ids[-2 * _SECOND : -_SECOND]), tuple(ids[-_SECOND:])
+    neighbour, context = new_sequence(runner), new_sequence(runner)
+    neighbour.prefill(third)
+    context.prefill(prompt)
+    for size in range(1, _FIRST):
+        context.extend([Branch(0, first[:size])])
+    branches, beside = (Branch(0, first), Branch(0, second)), Branch(0, first)
+    feed_together([ForwardRequest(context, branches), ForwardRequest(neighbour, (beside,))])
+    deltas = [_deltas(runner, context, b) for b in branches]
+    deltas.append(_deltas(runner, neighbour, beside))
+    context.commit(branches[1])
+    later = (Branch(len(second), third), Branch(len(second) - 2, third[:3]))
+    feed_together([ForwardRequest(neighbour, (Branch(0, second),)), ForwardRequest(context, later)])
+    deltas += [_deltas(runner, context, b) for b in later]
+    if context.drafts_ahead:
+        context.commit(later[0])
+        neighbour.commit(Branch(0, second))
+        deltas += _draft_deltas(runner, [context, neighbour])
+    context.release()
+    neighbour.release()
+    return float(torch.cat(deltas).mean())
+
+
+def _draft_deltas(runner: ModelRunner, contexts: Sequence[SequenceState]) -> list[torch.Tensor]:
+    drafts = [
+        DraftRequest(Branch(len(context.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
+        for n, context in enumerate(contexts)
+    ]
+    found = feed_together(
+        [ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)]
+    )
+    deltas = []
+    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+        assert isinstance(chosen, ChosenTokens)
+        ids, _ = context.drafted(draft, chosen, ())
+        deltas.append(_deltas(runner, context, Branch(draft.branch.base, tuple(ids))))
+    return deltas
+
+
+def _deltas(runner: ModelRunner, context: SequenceState, branch: Branch) -> torch.Tensor:
+    kept = [*context.prompt, *context.answer[: branch.base]]
+    whole = torch.tensor([*kept, *branch.tokens])
+    plain = runner.plain(whole.tolist()).float().log_softmax(-1).cpu()
+    start = len(kept)
+    expected = plain[start - 1 : -1].gather(1, whole[start:, None])[:, 0]
+    return (torch.tensor(context.logprobs(branch)) - expected).abs()
+
+
+def _random_ids(model: Any, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    size = model.get_input_embeddings().num_embeddings
+    return [int(i) for i in torch.randint(size // 8, size, (count,), generator=generator)]
+
+
+@contextmanager
+def _small_windows(config: Any) -> Iterator[dict[str, int]]:
+    """Shrink the configured windows, from which the model makes its own masks, while the probe runs."""
+    real = {name: getattr(config, name) for name in _WINDOWS if getattr(config, name, None)}
+    shrunk = {name: min(_WINDOW, size) for name, size in real.items()}
+    for name, size in shrunk.items():
+        setattr(config, name, size)
+    try:
+        yield shrunk
+    finally:
+        for name, size in real.items():
+            setattr(config, name, size)

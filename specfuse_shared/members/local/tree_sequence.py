@@ -1,0 +1,248 @@
+"""Sequences whose branches stand behind one cached trunk, and what goes through a model together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from specfuse_shared.members.local.forwards import (
+    PREFILL_CHUNK,
+    ChosenTokens,
+    DraftRequest,
+    ForwardRequest,
+    ForwardResult,
+)
+from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+from specfuse_shared.runtime.attention import ForwardInput
+from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.logprobs import PendingLogprobs
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.static.runner import DraftInput
+from specfuse_shared.runtime.top_tokens import Likeliest
+
+_TREE_ROOM = 64
+
+
+class TreeSequence(SequenceState):
+    """All branches behind one cached trunk, in one forward, each token seeing the trunk and its own ancestors.
+
+    `keeps_spare`: what went through the model behind a committed branch stays known.
+    """
+
+    runner: ModelRunner
+
+    def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
+        super().__init__(runner, keeps_spare)
+        self._row: CacheRow | None = None
+        self._is_open = False
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
+
+    def release(self, remember: bool = False) -> None:
+        if self._row is not None:
+            if remember and not self.prompt_remaining and not self._row.reach:
+                self.runner.prefixes.store(self._row, self.prompt + self.answer)
+            self._row.free()
+        self._row, self._end, self._is_open = None, None, False
+        self._forget_tree()
+
+    def run(self, request: ForwardRequest) -> None:
+        feed_together([request])
+
+    def forward_input(self, request: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
+        """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
+        row = self._row if self._row and self._row.used else self._started()
+        if request.prompt:
+            start = len(self.prompt) - self.prompt_remaining
+            ids = self.prompt[start : start + request.prompt]
+            return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
+        if not self.needs(request):
+            return None
+        self._read_again_if_long(row)
+        branches = request.branches if request.draft is None else (request.draft.branch,)
+        paths = [self._path(branch) for branch in (*branches, *request.guesses)]
+        nodes = sorted({node for path in paths for node in path if node not in self._rows})
+        if not nodes:
+            return None
+        for slot, node in enumerate(nodes, start=row.used):
+            self._tree.nodes[node].slot = slot
+        visible, positions = self._visible(nodes)
+        tokens = [self._tree.nodes[n].token for n in nodes]
+        return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
+
+    def _started(self) -> CacheRow:
+        """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
+        assert self._is_open, "the sequence was released"
+        self._row = self._row or self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
+        if not self.runner.longrope.outgrown(self._row, len(self.prompt) + _TREE_ROOM) and not self._row.reach:
+            self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+        return self._row
+
+    def _read_again_if_long(self, row: CacheRow) -> None:
+        """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
+        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + _TREE_ROOM):
+            return
+        row.used, ids = 0, self.prompt + self.answer
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
+            self._end, self._end_place = rows[-1], None
+
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, told: Likeliest | None, first: int) -> None:
+        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
+
+        `told`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
+        """
+        if nodes:
+            self._take(nodes, list(rows))
+            if told is not None:
+                self._places.update((node, (told, first + n)) for n, node in enumerate(nodes))
+            return
+        assert self._row is not None
+        self.prompt_remaining = len(self.prompt) - self._row.used
+        if not self.prompt_remaining:
+            self._end = rows[-1]
+            self._end_place = None if told is None else (told, first + len(rows) - 1)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.runner.static is not None
+
+    def may_draft_ahead(self, branch: Branch) -> bool:
+        return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes behind all that is fed
+
+    @property
+    def room(self) -> int:
+        return max(0, self._row.block.capacity - self._row.used - 1) if self._row is not None else 0
+
+    @property
+    def spare(self) -> int:
+        """Tokens in the cache behind the committed ones."""
+        return self._row.used - self.length if self._row is not None else 0
+
+    def commit(self, branch: Branch) -> None:
+        if not self.keeps_spare:
+            super().commit(branch)
+            return
+        self.extend([branch])
+        path = self._path(branch)
+        last = path[-1] if path else ROOT
+        trunk = len(self.prompt) + branch.base + len(branch.tokens)
+        tree, rows, below = self._tree, self._rows, self._tree.below(last, trunk, self._fed_nodes)
+        places = self._places
+        super().commit(branch)
+        numbers = self._plant(tree, rows, last, below)
+        self._places = {numbers[node]: places[node] for node in below if node in places}
+
+    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> dict[int, int]:
+        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk; the new number of each."""
+        assert self._row is not None
+        slots = [slot for n in below if (slot := tree.nodes[n].slot) is not None]
+        self._row.keep(self.length, slots)
+        numbers = {root: ROOT}
+        for slot, old in enumerate(below, start=self.length):
+            new = self._tree.child(numbers[tree.nodes[old].parent], self.length, tree.nodes[old].token)
+            self._tree.nodes[new].slot, numbers[old], self._rows[new] = slot, new, rows[old]
+            self._fed_nodes.append(new)
+        return numbers
+
+    def draft_input(self, draft: DraftRequest) -> DraftInput:
+        """What the runner needs to go on from the draft's branch."""
+        assert self._row is not None, "the sequence was released"
+        assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
+        history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
+        return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
+
+    def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        assert self._row is not None, "the sequence was released"
+        ids, ended = chosen.run.tokens(chosen.column, draft.count, stop_ids)
+        draft.sampler.drawn += len(ids)
+        start = self.length + len(draft.branch.tokens)
+        fed = ids[: draft.count - 1]
+        path = self._path(Branch(draft.branch.base, draft.branch.tokens + tuple(fed)))
+        nodes = path[len(path) - len(fed) :]
+        for n, node in enumerate(nodes):
+            self._tree.nodes[node].slot = start + n
+        self._row.used = start + len(nodes)
+        self._take(nodes, chosen.run.logits(chosen.column, len(nodes)), draft.count - 1)
+        return ids, ended
+
+    def _take(self, nodes: Sequence[int], rows: Sequence[torch.Tensor], forwards: int = 1) -> None:
+        self._rows.update(zip(nodes, rows, strict=True))
+        self.computed_tokens += len(nodes)
+        self.forwards += forwards
+        self._fed_nodes += nodes
+
+    def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
+        tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
+        slots = self.length + len(fed)
+        visible = np.zeros((len(nodes), slots), dtype=bool)
+        row_of = dict(zip(nodes, range(len(nodes)), strict=True))
+        for row, node in enumerate(nodes):
+            own = tree[node]
+            if (parent := row_of.get(own.parent)) is not None:  # parents come first
+                visible[row] = visible[parent]
+            else:
+                visible[row, : own.trunk] = True
+                visible[row, [slot for a in self._tree.lineage(own.parent) if (slot := tree[a].slot) is not None]] = (
+                    True
+                )
+            assert own.slot is not None
+            visible[row, own.slot] = True
+        positions = np.arange(slots)
+        positions[self.length :] = [tree[n].position for n in fed]
+        return torch.from_numpy(visible), torch.from_numpy(positions)
+
+    def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
+        assert self._row is not None
+        slots = [slot for n in nodes if (slot := self._tree.nodes[n].slot) is not None]
+        self._row.keep(len(self.prompt) + branch.base, slots)
+
+    def _forget_tree(self) -> None:
+        super()._forget_tree()
+        self._fed_nodes: list[int] = []
+
+
+def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    """Run what sequences of one model ask for: packed ones in one forward, drafts in one run of forwards, others as
+    they do it themselves. What each wanted to know, in their order, as far as the device has got."""
+    inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
+    drafts: list[tuple[TreeSequence, DraftRequest]] = []
+    others = [request for request in requests if not isinstance(request.context, TreeSequence)]
+    if others:
+        others[0].context.run_together(others)
+    for request in requests:
+        if not isinstance(request.context, TreeSequence):
+            continue
+        if request.draft is not None:
+            drafts.append((request.context, request.draft))
+        if (found := request.context.forward_input(request)) is not None:
+            inputs.append((request.context, *found))
+    if inputs:
+        runner, first = inputs[0][0].runner, 0
+        logits = runner.step([segment for _, segment, _ in inputs])
+        told = Likeliest(logits) if runner.tells_likeliest and any(map(len, logits)) else None
+        for (context, _, nodes), rows in zip(inputs, logits, strict=True):
+            context.take(nodes, rows, told, first)
+            first += len(rows)
+    columns = _run_drafts(drafts) if drafts else iter(())
+    results = [next(columns) if request.draft is not None else _result(request) for request in requests]
+    PendingLogprobs.together([result for result in results if isinstance(result, PendingLogprobs)])
+    return results
+
+
+def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
+    static = drafts[0][0].runner.static
+    assert static is not None, "only sequences of fixed-shape runners draft ahead"
+    run = static.draft([context.draft_input(draft) for context, draft in drafts])
+    return (ChosenTokens(run, column) for column in range(len(drafts)))
+
+
+def _result(request: ForwardRequest) -> ForwardResult:
+    if request.logprobs is not None:
+        return request.context.judgement(request.logprobs)
+    return request.context.logits(request.branches[-1]) if request.branches else None

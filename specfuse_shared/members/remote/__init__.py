@@ -1,0 +1,1 @@
+"""Lanes in other processes and on other machines."""

@@ -1,0 +1,236 @@
+"""A lane at the other end of a pipe, in another process: what crosses it are the messages of `members.stages`.
+
+`serve_members` is the other end; `PipedLane` is that lane for the coordinator. A lane whose process is gone fails
+every stage, so that its members leave the answers, which go on with the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.loading import load_here
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
+from specfuse_shared.settings.member_config import MemberConfig
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_TO_CLOSE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The first message of the other end: its members, and free bytes of each device."""
+
+    members: tuple[MemberInfo, ...]
+    memory: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Results, the use of caches, and the forwards since the last message (member, answers, seconds)."""
+
+    results: tuple[StageResult, ...]
+    use: CacheUse
+    forwards: tuple[tuple[str, int, float], ...]
+
+
+class Wire(Protocol):
+    """One end of what messages cross: of a pipe between processes, or to an actor on another node."""
+
+    def send(self, message: Any, /) -> None: ...
+
+    def recv(self) -> Any:
+        """The next message; waits for it. Raises `EOFError` or `OSError` where the other end is gone."""
+        ...
+
+
+class OwnWire(Wire, Protocol):
+    """The coordinator's end."""
+
+    def close(self) -> None: ...
+
+
+class PolledWire(Wire, Protocol):
+    """The members' end."""
+
+    def poll(self, timeout: float = 0.0, /) -> bool:
+        """Whether there is a message to receive, or comes within `timeout` seconds."""
+        ...
+
+
+class PipedLane:
+    """The lane behind `connection`; its devices, which are none of this process's, are called `name`/device.
+
+    Waits for the other end to be ready. Raises `EOFError` where that ends instead. `reopened`: waits until an other
+    end that was lost is ready again, for wires that can be; it raises `EOFError` when nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connection: OwnWire,
+        on_forward: OnForward = lambda member, answers, seconds: None,
+        reopened: Callable[[], Ready] | None = None,
+    ) -> None:
+        self._name, self._connection, self._on_forward = name, connection, on_forward
+        self._reopened, self._limits, self._closed = reopened, dict[str, int](), False
+        self._asked: dict[tuple[int, str], tuple[StageRequest, Reply]] = {}
+        self._lock = threading.Lock()
+        self._lost: Fault | None = None
+        self._use = CacheUse()
+        ready = connection.recv()
+        self._members, self._memory = tuple(map(self._named, ready.members)), ready.memory
+        self._reader = threading.Thread(target=self._read, name=f"specfuse pipe {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def members(self) -> Sequence[MemberInfo]:
+        return self._members
+
+    def memory(self) -> Mapping[str, int]:
+        return {self._device(device): size for device, size in self._memory.items()}
+
+    def remember(self, limits: Mapping[str, int]) -> None:
+        self._limits = dict(limits)
+        self._send(self._limits)
+
+    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+        with self._lock:
+            lost = self._lost
+            if lost is None:
+                self._asked.update({(request.answer, request.member): (request, reply) for request in requests})
+        if lost is None and (lost := self._send(tuple(requests))) is not None:
+            requests = self._withdrawn(requests)
+        if lost is not None:
+            reply([unanswered(request, lost) for request in requests])
+
+    def cache_use(self) -> CacheUse:
+        return self._use
+
+    @property
+    def fault(self) -> Fault | None:
+        return self._lost
+
+    def close(self) -> None:
+        self._closed = True
+        self._send(None)
+        self._reader.join(_SECONDS_TO_CLOSE)
+        self._connection.close()
+
+    def _send(self, message: object) -> Fault | None:
+        """Why the message could not be sent; None where it was, or the reader will find that the other end is gone."""
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError:
+            return None
+        except Exception as error:
+            return Fault.of(error)
+        return None
+
+    def _read(self) -> None:
+        """Whatever is met, those who wait get a fault: nobody may wait for a lane that is gone."""
+        while True:
+            try:
+                while True:
+                    self._take(self._connection.recv())
+            except (EOFError, OSError):
+                self._lose(Fault("EOFError", f"the process of {self._name} is gone"))
+            except Exception as error:
+                logger.warning("the lane of %s broke: %s", self._name, type(error).__name__)
+                self._lose(Fault.of(error))
+            if not self._is_back():
+                return
+
+    def _take(self, answered: Answered) -> None:
+        self._use = answered.use
+        for forward in answered.forwards:
+            self._on_forward(*forward)
+        self._give(answered.results)
+
+    def _is_back(self) -> bool:
+        """Wait until what was lost is there again; False where it will not be."""
+        if self._closed or self._reopened is None:
+            return False
+        try:
+            self._reopened()
+        except Exception as error:
+            if not isinstance(error, EOFError):
+                logger.error("the lane of %s cannot be opened again: %s", self._name, type(error).__name__)
+            return False
+        with self._lock:
+            self._lost = None
+        self._send(self._limits)
+        return True
+
+    def _give(self, results: Sequence[StageResult]) -> None:
+        own: dict[Reply, list[StageResult]] = {}
+        with self._lock:
+            for result in results:
+                key = result.answer, result.member
+                asked = self._asked.pop(key, None) if isinstance(result.value, Closed) else self._asked.get(key)
+                if asked is None:
+                    logger.warning("the lane of %s answers what it was not asked", self._name)
+                else:
+                    own.setdefault(asked[1], []).append(result)
+        for reply, some in own.items():
+            reply(some)
+
+    def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
+        """Those of the requests that nobody has answered meanwhile; from now on nobody will."""
+        with self._lock:
+            return [r for r in requests if self._asked.pop((r.answer, r.member), None) is not None]
+
+    def _lose(self, fault: Fault) -> None:
+        with self._lock:
+            self._lost, asked, self._asked, self._use = fault, self._asked, {}, CacheUse()
+        for request, reply in asked.values():
+            reply([unanswered(request, fault)])
+
+    def _named(self, info: MemberInfo) -> MemberInfo:
+        return replace(info, devices={self._device(device): share for device, share in info.devices.items()})
+
+    def _device(self, device: str) -> str:
+        return f"{self._name}/{device}"
+
+
+def serve_members(
+    connection: PolledWire, members: Sequence[MemberConfig], execution: str = "auto", cores: int | None = None
+) -> None:
+    """Load members and run their stages, until the coordinator closes the lane or is gone; `cores`: to compute on."""
+    forwards: list[tuple[str, int, float]] = []
+    loaded = [load_here(member, execution=execution) for member in members]
+    lane = LocalLane(loaded, cores, lambda member, answers, seconds: forwards.append((member, answers, seconds)))
+
+    def reply(results: Sequence[StageResult]) -> None:
+        connection.send(Answered(tuple(results), lane.cache_use(), tuple(forwards)))
+        forwards.clear()
+
+    connection.send(Ready(tuple(lane.members), lane.memory()))
+    try:
+        while _take(connection, lane, reply):
+            lane.step()
+    except (EOFError, OSError):
+        pass  # the coordinator is gone
+    lane.close()
+
+
+def _take(connection: PolledWire, lane: LocalLane, reply: Reply) -> bool:
+    """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
+    while (patience := lane.patience) != 0 or connection.poll():
+        if patience and not connection.poll(patience):
+            continue
+        message = connection.recv()
+        if message is None:
+            return False
+        if isinstance(message, dict):
+            lane.remember(message)
+        else:
+            lane.submit(message, reply)
+    return True

@@ -1,0 +1,224 @@
+"""Lanes on the nodes of a Ray cluster: an actor runs a member, and what crosses to it are the messages of a pipe.
+
+An actor that dies is a pipe that breaks: its member leaves the running answers. Ray starts it again where there is
+room for it, and then the member is back. No call is repeated, since what an actor knew of its answers died with it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray as untyped_ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.members.base import OnForward
+from specfuse_shared.members.remote.pipe import PipedLane, serve_members
+from specfuse_shared.placement.plan import format_bytes
+from specfuse_shared.settings.member_config import MemberConfig
+
+ray: Any = untyped_ray
+
+_SECONDS_TO_START = 120.0
+"""How long a node may take to have room for an actor and to start it."""
+_BETWEEN_LOOKS = 0.5
+"""Seconds between two looks whether an actor is back."""
+MemoryOf = Callable[[MemberConfig], int | None]
+"""Bytes of main memory that a member takes; None where that is not known."""
+_NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+"""What Ray has options of its own for; other resources are those that nodes were started with."""
+
+
+class _ActorEnd:
+    """The member's end of the wire."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.outbox: SimpleQueue[Any] = SimpleQueue()
+        self.send = self.outbox.put
+        self._seen: deque[Any] = deque()
+
+    def recv(self) -> Any:
+        return self._seen.popleft() if self._seen else self.inbox.get()
+
+    def poll(self, timeout: float = 0.0, /) -> bool:
+        if not self._seen:
+            with suppress(Empty):
+                self._seen.append(self.inbox.get(timeout=timeout) if timeout > 0 else self.inbox.get_nowait())
+        return bool(self._seen)
+
+
+class MemberActor:
+    """Loads a member on its node and runs its stages, in a thread that waits for nobody who asks."""
+
+    def __init__(self, config: MemberConfig, execution: str, cores: int | None) -> None:
+        self._end = _ActorEnd()
+        threading.Thread(target=self._serve, args=(config, execution, cores), daemon=True).start()
+
+    def started(self) -> None:
+        """It has its place, and loads."""
+
+    def receive(self, message: Any) -> None:
+        """Take a message of the coordinator; they come in their order."""
+        self._end.inbox.put(message)
+
+    def take(self) -> list[Any]:
+        """The messages for the coordinator, once there are any."""
+        messages = [self._end.outbox.get()]
+        while not self._end.outbox.empty():
+            messages.append(self._end.outbox.get())
+        return messages
+
+    def _serve(self, config: MemberConfig, execution: str, cores: int | None) -> None:
+        try:
+            serve_members(self._end, [config], execution, cores)
+            self._end.outbox.put(EOFError())
+        except BaseException as error:
+            self._end.outbox.put(_sendable(error))
+
+
+class ActorWire:
+    """The coordinator's end: `recv` raises what the actor raised, and `EOFError` where it is gone."""
+
+    def __init__(self, config: MemberConfig, execution: str, needs: Mapping[str, float]) -> None:
+        options = actor_options(needs)
+        self._needs = needs
+        cores = max(1, int(options["num_cpus"]))
+        groups = {"in": 1, "out": 1}
+        kind = ray.remote(max_restarts=-1, max_task_retries=0, concurrency_groups=groups, **options)(MemberActor)
+        self._actor: Any = kind.remote(config, execution, cores)
+        self._arrived: deque[Any] = deque()
+        self._closed = self._broken = False
+
+    def wait_for_place(self, member: MemberConfig) -> None:
+        """Raises `MemberLoadError` where no node has room for long."""
+        try:
+            ray.get(self._actor.started.options(concurrency_group="in").remote(), timeout=_SECONDS_TO_START)
+        except GetTimeoutError as error:
+            raise MemberLoadError(
+                f"member {member.label!r} waited {_SECONDS_TO_START:g} s for {_said(self._needs)} on a node of the Ray "
+                "cluster: close what holds them, or start another node"
+            ) from error
+
+    def send(self, message: Any) -> None:
+        self._actor.receive.options(concurrency_group="in").remote(message)
+
+    def recv(self) -> Any:
+        while not self._arrived:
+            try:
+                self._arrived.extend(ray.get(self._actor.take.options(concurrency_group="out").remote()))
+            except RayActorError as error:
+                raise EOFError(str(error)) from error
+            except Exception:
+                self._broken = True
+                raise
+        message = self._arrived.popleft()
+        if isinstance(message, BaseException):
+            self._broken = True
+            raise message
+        return message
+
+    def reopened(self) -> Any:
+        """The first message of the actor once it runs again. Raises `EOFError` when the wire is closed.
+
+        An actor whose members broke lives on, and would load no others: it is ended, and Ray starts it again.
+        """
+        if self._broken and not self._closed:
+            self._broken = False
+            self._arrived.clear()
+            ray.kill(self._actor, no_restart=False)
+        while not self._closed:
+            try:
+                return self.recv()
+            except EOFError:
+                time.sleep(_BETWEEN_LOOKS)
+        raise EOFError
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(RayError):  # it may be gone already
+            ray.kill(self._actor)
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error, or what can be told of one that cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def ray_lanes(
+    members: Sequence[MemberConfig],
+    memory_of: MemoryOf,
+    address: str | None,
+    execution: str,
+    on_forward: OnForward,
+) -> list[PipedLane]:
+    """A lane for each member, on a node that has what it needs. All load at the same time.
+
+    `memory_of` is asked of members that say nothing of it and get no card. Raises `MemberLoadError` where one
+    cannot be loaded, or no node has room for it.
+    """
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cards = any(node.get("GPU") for node in nodes)
+    needs = [needs_of(member, memory_of, cards) for member in members]
+    for member, wanted in zip(members, needs, strict=True):
+        _check_room(member, wanted, nodes)
+    wires = [ActorWire(member, execution, wanted) for member, wanted in zip(members, needs, strict=True)]
+    lanes: list[PipedLane] = []
+    try:
+        for member, wire in zip(members, wires, strict=True):
+            wire.wait_for_place(member)
+            lanes.append(PipedLane(member.label, wire, on_forward, wire.reopened))
+    except BaseException as error:
+        for wire in wires:
+            wire.close()
+        if isinstance(error, EOFError):
+            name = members[len(lanes)].label
+            raise MemberLoadError(f"member {name!r}: its Ray actor died while it was loaded: {error}") from error
+        raise
+    return lanes
+
+
+def needs_of(member: MemberConfig, memory_of: MemoryOf, cards: bool) -> dict[str, float]:
+    """What a member asks of a node: its `resources`, and where they are silent a core and a card, if the cluster has
+    `cards` and its device may be one, else main memory for its model."""
+    card = member.resources.get("GPU", float(cards and member.device.split(":")[0] in ("auto", "cuda")))
+    own = {"CPU": 1.0}
+    if card:
+        own["GPU"] = card
+    elif "memory" not in member.resources and (memory := memory_of(member)):
+        own["memory"] = float(memory)
+    return {**own, **member.resources}
+
+
+def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's options of an actor with these needs."""
+    named = {_NAMED[name]: amount for name, amount in needs.items() if name in _NAMED}
+    return {**named, "resources": {name: amount for name, amount in needs.items() if name not in _NAMED}}
+
+
+def _check_room(member: MemberConfig, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
+    """A node has as much as the member needs, whoever uses it now: else its actor would be waited for without end."""
+    if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
+        raise MemberLoadError(
+            f"member {member.label!r} needs {_said(needs)}, and no node of the Ray cluster has that much: start one "
+            "that has, or change MemberConfig(resources=…)"
+        )
+
+
+def _said(needs: Mapping[str, float]) -> str:
+    return ", ".join(f"{k} {format_bytes(v) if k == 'memory' else format(v, 'g')}" for k, v in needs.items())

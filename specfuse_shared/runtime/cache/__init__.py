@@ -1,0 +1,1 @@
+"""Keys and values of many answers in one model, and what stays of recent ones."""

@@ -1,0 +1,1 @@
+"""Static execution: steps of fixed shape, which CUDA graphs replay."""

@@ -1,0 +1,1 @@
+"""What an engine counts, and a span for each answer."""

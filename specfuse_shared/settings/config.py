@@ -1,0 +1,272 @@
+"""What a user may set of an ensemble. Frozen, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from specfuse_shared import policies
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
+from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.validation import Settings, check, check_choice
+
+SCORES: dict[str, Callable[..., ScorePolicy]] = {
+    "mean_logprob": policies.MeanLogprob,
+    "mean_prob": policies.MeanProb,
+    "stretch": policies.Stretch,
+}
+PER: dict[str, tuple[str, ...]] = {
+    "mean_logprob": ("text", "root", "token", "byte"),
+    "mean_prob": ("token", "byte"),
+    "stretch": ("token", "byte"),
+}
+"""What each score may be per; the first, if unset."""
+AGGREGATES: dict[str, AggregatePolicy] = {
+    "weighted_mean": policies.weighted_mean,
+    "seconded_mean": policies.SecondedMean(),
+    "geometric_mean": policies.geometric_mean,
+}
+FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
+EXITS = ("entropy", "fixed", "never")
+WHEN_BUSY = ("wait", "raise")
+EXECUTIONS = ("auto", "static", "dynamic")
+RUNTIMES = ("local", "ray")
+SPECULATIONS = ("auto", "off")
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "default": {},
+        "fast": {"first_segment_tokens": 5, "exit": "entropy"},
+        "specfuse": {
+            "segment_tokens": 10,
+            "first_segment_tokens": None,
+            "score": "mean_prob",
+            "per": "token",
+            "aggregate": "weighted_mean",
+            "feedback": "uniform",
+            "exit": "entropy",
+            "exit_threshold": 0.5,
+            "repetition_guard": False,
+        },
+        "specem": {
+            "segment_tokens": 10,
+            "first_segment_tokens": None,
+            "score": "mean_prob",
+            "per": "token",
+            "aggregate": "weighted_mean",
+            "feedback": "paper",
+            "exit": "never",
+            "repetition_guard": False,
+        },
+    }
+)
+"""Settings by name: the measured default, the fast ones (docs/experiments.md), and those of the two papers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleConfig(Settings):
+    """The ensemble: who answers, how a round is decided, and how many answers run at once.
+
+    A policy is set by name or as an object with the signature of its protocol (`specfuse_shared.policies`).
+    """
+
+    members: Sequence[MemberConfig | str]
+    """Who answers: `MemberConfig`s, or hub ids, folders and GGUF files."""
+    segment_tokens: int = 5
+    """Most tokens (of its own) that a member drafts a round (papers: 10)."""
+    first_segment_tokens: int | None = 20
+    """The same in the first round; `segment_tokens` if None. So many tokens are sent at once: a short answer is chosen
+    as a whole, and the first words come later than with fewer."""
+    score: str | ScorePolicy = "stretch"
+    """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
+    cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
+    per: str | None = None
+    """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or
+    "byte"; for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob"
+    and "stretch" take the last two. Unset: "text" for "mean_logprob", else "token"."""
+    aggregate: str | AggregatePolicy = "seconded_mean"
+    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, nobody carries its candidate
+    alone), "weighted_mean" (the papers') or "geometric_mean" (what one verifier finds impossible cannot win)."""
+    feedback: str | FeedbackPolicy = "constant"
+    """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
+    "constant", "sqrt_decay" and "paper" (SpecEM)."""
+    feedback_rate: float = 0.5
+    """How fast the weights learn; 0 is not at all."""
+    exit: str | ExitPolicy = "never"
+    """Who leaves an answer: with "never" nobody; with "entropy" (SpecFuse) or "fixed", members whose retention at that
+    temperature is low."""
+    exit_threshold: float = 0.5
+    """A member leaves when its retention falls below this share of 1/n."""
+    min_active: int = 1
+    """This many members, the best ones, never leave by `exit` (SpecFuse: 1)."""
+    repetition_guard: bool = True
+    """A candidate that repeats the answer loses against one that does not. An answer of several members ends where all
+    candidates repeat it a third time (`FinishReason.REPETITION`)."""
+    reference: str | None = None
+    """Name of the member whose tokenizer counts `max_tokens` and usage; the first one if unset."""
+    cache_dir: str | None = None
+    """Where converted weights are kept; see `specfuse_shared.loading.gguf.cache_folder`."""
+    max_concurrent: int = 32
+    """Most answers that run at once."""
+    max_queue: int = 1024
+    """Most answers that wait."""
+    when_busy: str = "wait"
+    """What further callers do: "wait", or "raise" `EngineBusyError`."""
+    cache_bytes: int | None = None
+    """Memory for caches and logits on each device; a share of what is free once the weights are loaded, if unset."""
+    reuse_prefixes: bool = True
+    """Keep an eighth of that memory for prompts that begin like earlier ones."""
+    execution: str = "auto"
+    """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
+    GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
+    speculation: str = "auto"
+    """"auto": members guess the next tokens from prompt, answer and each other's drafts, which saves forwards and
+    changes no answer. "off": every token of a draft takes a forward."""
+    runtime: str = "local"
+    """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
+    `MemberConfig.resources` are. Members behind servers stay there."""
+    ray_address: str | None = None
+    """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's own default, if unset."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.members, (str, MemberConfig)):
+            raise ConfigError("EnsembleConfig.members must be a list of members, not a single one")
+        members = tuple(_as_member(m) for m in self.members)
+        check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
+        object.__setattr__(self, "members", _unique_names(members))
+        for name in ("segment_tokens", "first_segment_tokens"):
+            count = getattr(self, name)
+            unset = count is None and name == "first_segment_tokens"
+            check(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
+        for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
+            value = getattr(self, name)
+            if not callable(value):
+                check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
+        self._check_score()
+        check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
+        check(
+            0 < self.exit_threshold <= 1,
+            f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
+        )
+        check(self.min_active >= 1, f"EnsembleConfig.min_active must be ≥ 1, not {self.min_active!r}")
+        check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
+        check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
+        check_choice("EnsembleConfig.runtime", self.runtime, RUNTIMES)
+        check(
+            self.ray_address is None or self.runtime == "ray",
+            'EnsembleConfig.ray_address goes with runtime="ray": set that, too',
+        )
+        check_choice("EnsembleConfig.speculation", self.speculation, SPECULATIONS)
+        check(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
+        check(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
+        check(
+            self.cache_bytes is None or self.cache_bytes > 0,
+            f"EnsembleConfig.cache_bytes must be positive, not {self.cache_bytes!r}",
+        )
+        if self.reference is not None:
+            check_choice("EnsembleConfig.reference", self.reference, self.names)
+
+    def _check_score(self) -> None:
+        """`per` suits the score; an object has settings of its own."""
+        if self.per is not None and isinstance(self.score, str):
+            check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
+
+    @classmethod
+    def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
+        """The settings of a paper or the default (`PRESETS`), each of which may be replaced."""
+        check_choice("preset", name, tuple(PRESETS))
+        return cls.from_dict({**PRESETS[name], **settings, "members": members})
+
+    def only(self, names: Sequence[str] | None) -> Self:
+        """The same ensemble with these members alone; all of them if None. Raises `ConfigError` for one it has not."""
+        if names is None:
+            return self
+        for name in names:
+            check_choice("a member that shall take part", name, self.names)
+        kept = [member for member in self.member_configs if member.name in names]
+        return replace(self, members=kept, reference=self.reference if self.reference in names else None)
+
+    def segment_limit(self, round_index: int) -> int:
+        """Most tokens of a draft in this round, which counts from 1."""
+        return (self.first_segment_tokens or self.segment_tokens) if round_index == 1 else self.segment_tokens
+
+    @property
+    def units(self) -> str | None:
+        """What `score` is per: `per`, or the first that the score knows."""
+        return self.per or (PER[self.score][0] if isinstance(self.score, str) else None)
+
+    @property
+    def longest_segment(self) -> int:
+        return max(self.segment_limit(1), self.segment_tokens)
+
+    @property
+    def member_configs(self) -> tuple[MemberConfig, ...]:
+        return tuple(m for m in self.members if isinstance(m, MemberConfig))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Member names, unique, in order."""
+        return tuple(m.label for m in self.member_configs)
+
+    @property
+    def reference_name(self) -> str:
+        return self.reference or self.names[0]
+
+    def score_policy(self) -> ScorePolicy:
+        if not isinstance(self.score, str):
+            return self.score
+        return SCORES[self.score](per=self.units)
+
+    def aggregate_policy(self) -> AggregatePolicy:
+        return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate
+
+    def feedback_policy(self) -> FeedbackPolicy:
+        if not isinstance(self.feedback, str):
+            return self.feedback
+        if self.feedback == "uniform":
+            return policies.uniform
+        return policies.OnlineFeedback(self.feedback, self.feedback_rate)  # type: ignore[arg-type]
+
+    def exit_policy(self) -> ExitPolicy:
+        if not isinstance(self.exit, str):
+            return self.exit
+        if self.exit == "never" or len(self.members) <= self.min_active:
+            return policies.never
+        return policies.RetentionExit(self.exit, self.exit_threshold, self.min_active)  # type: ignore[arg-type]
+
+
+def _as_member(member: MemberConfig | str | Path) -> MemberConfig:
+    if isinstance(member, MemberConfig):
+        return member
+    if isinstance(member, (str, Path)):
+        return MemberConfig(str(member))
+    raise ConfigError(f"a member must be a MemberConfig or a string, not {type(member).__name__}")
+
+
+def _unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
+    """Equal labels that were not chosen by the user get a number: the same model may appear twice."""
+    chosen = [m.name for m in members if m.name]
+    twice = sorted({name for name in chosen if chosen.count(name) > 1})
+    check(not twice, f"two members are named {twice[:1]}: give each its own name")
+    labels: list[str] = []
+    for member in members:
+        label, number = member.label, 2
+        while label in labels or (member.name is None and label in chosen):
+            label, number = f"{member.label}-{number}", number + 1
+        labels.append(label)
+    return tuple(_renamed(m, label) for m, label in zip(members, labels, strict=True))
+
+
+def _renamed(member: MemberConfig, name: str) -> MemberConfig:
+    return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})
+
+
+def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:
+    """A configuration, or one of these members with these settings. Raises `ConfigError`."""
+    if isinstance(config, EnsembleConfig):
+        check(not settings, f"settings {sorted(settings)} go with members; an EnsembleConfig has its own")
+        return config
+    return EnsembleConfig.from_dict({"members": config, **settings})

@@ -1,0 +1,108 @@
+"""What a user may set for one answer. Frozen, validated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
+from specfuse_shared.validation import Settings, check
+
+SMALLEST_TEMPERATURE = 1e-4
+MOST_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Settings):
+    """How one answer is drafted, and when it ends."""
+
+    max_tokens: int = 256
+    """Longest answer, in tokens of the reference member; thoughts do not count."""
+    temperature: float = 0.0
+    """0 is greedy; then `top_p`, `top_k`, `min_p` and `seed` change nothing."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that hold this much probability."""
+    top_k: int = 0
+    """Sample from this many most probable tokens; 0 is all."""
+    min_p: float = 0.0
+    """Leave out tokens less probable than this share of the most probable one."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that stand in the prompt or the answer become less probable."""
+    seed: int | None = None
+    """The same seed gives the same answer; without one, a sampled request picks its own and reports it."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the answer and never appear in it."""
+    min_tokens: int = 0
+    """Neither members nor the repetition guard end the answer before it has this many tokens of the reference member;
+    stop strings do. Not with a grammar or tools, which say when an answer is complete."""
+    ignore_eos: bool = False
+    """The answer goes on to `max_tokens`, a stop string or the end of all contexts. Not with a grammar or tools."""
+    grammar: Grammar | None = None
+    """What the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was left. With
+    tools, an answer is calls or a value."""
+    logprobs: bool = False
+    """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
+    top_logprobs: int = 0
+    """With `logprobs`: this many of the most probable tokens in each place, with their log p; at most 20."""
+    max_thinking_tokens: int = 1024
+    """Longest thoughts of a member that thinks (`MemberConfig.thinking`), in its own tokens."""
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stops)
+        check(
+            all(isinstance(s, str) and s for s in stops),
+            "SamplingParams.stop must hold non-empty strings",
+        )
+        check(
+            len(stops) <= MOST_STOPS and all(len(s) <= LONGEST_STOP for s in stops),
+            f"SamplingParams.stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each: "
+            f"it has {len(stops)}, the longest of {max(map(len, stops), default=0)}",
+        )
+        for name, low, high in (
+            ("max_tokens", 1, math.inf),
+            ("min_tokens", 0, self.max_tokens),
+            ("temperature", 0, 100),
+            ("top_p", 1e-6, 1),
+            ("top_k", 0, math.inf),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 1e-3, 100),
+            ("max_thinking_tokens", 1, math.inf),
+            ("top_logprobs", 0, MOST_TOP_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            check(
+                isinstance(value, (int, float)) and low <= value <= high,
+                f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
+            )
+        check(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
+        )
+        check(
+            type(self.top_logprobs) is int and (self.logprobs or not self.top_logprobs),
+            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it is a whole number, and needs logprobs=True",
+        )
+        check(
+            self.grammar is None or not (self.min_tokens or self.ignore_eos),
+            "SamplingParams.min_tokens and ignore_eos cannot keep an answer open that ends when its grammar or tool "
+            "call is complete: leave them out",
+        )
+
+    @classmethod
+    def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
+        """Settings with what a call gives on top; one that wants no log-probabilities wants no `top_logprobs`."""
+        none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
+        return cls.from_dict({**defaults, **none, **given})
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """The most probable token is always taken; logits divided by a temperature near 0 would overflow."""
+        return self.temperature < SMALLEST_TEMPERATURE

@@ -1,0 +1,237 @@
+"""Holds the answers of one request to a grammar.
+
+`AnswerConstraint` knows the answer as text: what the grammar dictates next, which part of a candidate is valid and
+leaves room to finish within `max_tokens`, and how to finish. `MemberConstraint` knows one member's tokens: it masks
+what the member may draft. Both advance by the committed text, whoever wrote it.
+
+Grammars come from clients, and one step of some takes long. So every answer has an `Allowance` of seconds for them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from specfuse_shared.errors import GenerationError, UnfinishedValueError, ValueTooLongError
+from specfuse_shared.text.codec import Codec, Encoding
+from specfuse_shared.text.grammars.closings import Closings, completes
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.grammars.guidance import Vocabulary, byte_vocabulary, gave_up
+from specfuse_shared.types import FinishReason
+
+_MOST_FORCED = 4096
+"""Characters of dictated text a round: a schema that requires itself dictates without end."""
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Seconds of the processor that the grammar of one answer may take: some at once, and some for every call.
+
+    Usual grammars take a hundredth of that, so it decides nothing but that no grammar stalls other answers.
+    """
+
+    most: float = 0.5
+    per_call: float = 0.004
+    left: float = 0.5
+
+    @property
+    def spent(self) -> bool:
+        return self.left < 0
+
+    @contextmanager
+    def metered(self) -> Iterator[None]:
+        """Takes what happens inside from the allowance."""
+        began = time.thread_time()  # not what passes while other threads run
+        try:
+            yield
+        finally:
+            self.left = min(self.most, self.left + self.per_call - (time.thread_time() - began))
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The part of a draft that may become a segment.
+
+    `ends`: the member ended its turn where the grammar allows it. `reason`: the answer is over with this text, since
+    its value is complete (STOP) or had to be finished within `max_tokens` (LENGTH).
+    """
+
+    text: str
+    ends: bool
+    reason: FinishReason | None
+
+
+class AnswerConstraint:
+    """The grammar along one answer. Raises `ValueTooLongError` if no value fits into `max_tokens`.
+
+    `codec` and `max_tokens` are those of the reference member. Between calls at least one complete value that
+    begins with the committed text fits into `max_tokens`, unless none was found at all. Where a step of the grammar
+    takes more than its library or the `Allowance` allows, every method raises `UnfinishedValueError`.
+    """
+
+    def __init__(self, grammar: Grammar, codec: Codec, max_tokens: int) -> None:
+        self._codec, self._limit, self._counted = codec, max_tokens, Encoding()
+        self._allowance, self._closings = Allowance(), Closings()
+        self._matcher = byte_vocabulary().matcher(grammar.compiled)
+        self._start = self._matcher.deep_copy()
+        self._closing = self._closings.shortest(self._matcher)
+        self._behind: dict[str, str | None] = {}
+        self._can_finish = self._closing is not None
+        if self._closing is not None and (needs := len(codec.encode(self._closing))) > max_tokens:
+            raise ValueTooLongError(
+                f"max_tokens={max_tokens} cannot hold any value of this grammar: "
+                f"{self._closing[:80]!r} alone takes {needs} tokens"
+            )
+
+    def forced(self) -> str:
+        """What the grammar dictates next; white space at its end is left to the next draft, where words begin."""
+        with self._allowance.metered():
+            dictated = bytes(self._matcher.compute_ff_bytes())
+        return dictated.decode(errors="ignore")[:_MOST_FORCED].rstrip()
+
+    def admit(self, text: str, ends: bool) -> Admitted:
+        """The longest part of a draft that is valid and leaves room to finish; the finish itself if there is none."""
+        after, text = self._follow(self._matcher, text)
+        if self._fits(after, text):
+            reason = FinishReason.STOP if after.is_stopped() else None
+            return Admitted(text, ends and after.is_accepting() and reason is None, reason)
+        head = self._shortened(text)
+        return Admitted(head, False, None) if head else Admitted(self.finish(), False, FinishReason.LENGTH)
+
+    def _shortened(self, text: str) -> str:
+        """A beginning of `text` behind which the value fits, the longest where a longer one never fits again.
+
+        Empty if there is none.
+        """
+
+        def is_too_long(size: int) -> bool:
+            if not self._can_finish:  # then only the count decides
+                return not self._counts(text[:size])
+            after, head = self._follow(self._matcher, text[:size])
+            return not self._fits(after, head)
+
+        return text[: bisect.bisect_left(range(1, len(text)), True, key=is_too_long)]
+
+    def finish(self) -> str:
+        """A short text that completes the value; empty if it is complete, or if none was found."""
+        return self._closing or ""
+
+    def accepts(self, text: str) -> bool:
+        """Whether the answer is a complete value once `text` is added."""
+        return self._is_complete(self._matcher, text)
+
+    def is_value(self, text: str) -> bool:
+        """Whether `text` by itself is a complete value."""
+        return self._is_complete(self._start, text)
+
+    def commit(self, text: str) -> None:
+        """`text`, admitted before, is now part of the answer."""
+        self._matcher, _ = self._follow(self._matcher, text)
+        self._closing = self._closing_behind(self._matcher, text) if self._can_finish else None
+        self._behind.clear()
+        self._counted = self._codec.extend(self._counted, text)
+
+    def _is_complete(self, matcher: Any, text: str) -> bool:
+        after, valid = self._follow(matcher, text)
+        return valid == text and bool(after.is_accepting())
+
+    def _fits(self, after: Any, text: str) -> bool:
+        """Whether the value can be finished behind `text`; one token stays free until it is."""
+        if not self._can_finish:
+            return self._counts(text)
+        if self._leaves_room(text, self._known(after, text)):
+            return True
+        return self._leaves_room(text, self._closing_behind(after, text))
+
+    def _leaves_room(self, text: str, closing: str | None) -> bool:
+        if closing is None:
+            return False
+        return self._counts(text, spare=bool(closing)) and (not closing or self._counts(text + closing))
+
+    def _closing_behind(self, after: Any, text: str) -> str | None:
+        """How the value may be completed behind a text of this round; searched for once."""
+        if text not in self._behind:
+            known = self._known(after, text)
+            self._behind[text] = self._closings.shortest(after) if known is None else known
+        return self._behind[text]
+
+    def _known(self, after: Any, text: str) -> str | None:
+        """The closing of the answer so far, or what `text` left of it, where it completes the value still."""
+        closing = self._closing or ""
+        with self._allowance.metered():
+            return next((each for each in (closing[len(text) :], closing) if completes(after, each)), None)
+
+    def _counts(self, text: str, spare: bool = False) -> bool:
+        """Whether `max_tokens` hold the answer with `text`, with one token to spare if asked."""
+        return len(self._codec.extend(self._counted, text).ids) <= self._limit - spare
+
+    def _follow(self, matcher: Any, text: str) -> tuple[Any, str]:
+        """The matcher behind the longest valid part of `text`, and that part, in whole characters."""
+        with self._allowance.metered():
+            after, data = matcher.deep_copy(), text.encode()
+            valid = after.validate_tokens(list(data))
+            if valid < len(data):
+                text = data[:valid].decode(errors="ignore")
+            after.consume_tokens(list(text.encode()))
+        if self._allowance.spent or gave_up(after):
+            message = "the grammar takes too long to follow: simplify it, its ambiguous rules first"
+            raise UnfinishedValueError(message, member=None, text=self._counted.text)
+        return after, text
+
+
+class MemberConstraint:
+    """Keeps one member's drafts of one answer inside the grammar, over the member's own tokens.
+
+    Where a step takes more than the library or the `Allowance` allows, drafts end at once; how the answer goes on is
+    the `AnswerConstraint`'s affair.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary, stop_ids: Sequence[int]) -> None:
+        self._vocabulary, self._stop_ids = vocabulary.tokens, list(stop_ids)
+        self._allowance = Allowance()
+        self._committed = vocabulary.matcher(grammar.compiled)
+        self._draft = self._committed
+
+    def start(self) -> None:
+        """Begin a draft behind the committed answer."""
+        self._draft = self._committed.deep_copy()
+
+    @property
+    def finished(self) -> bool:
+        """Nothing can follow the draft."""
+        return bool(self._draft.is_stopped())
+
+    def allowed(self) -> bytes:
+        """The tokens that may come next, a bit each, the lowest first; a stuck draft may only end."""
+        with self._allowance.metered():
+            bits: bytes = self._draft.compute_bitmask()
+        if any(bits) and not self._allowance.spent:
+            return bits
+        ends = bytearray(len(bits))
+        for token in self._stop_ids:
+            ends[token >> 3] |= 1 << (token & 7)
+        return bytes(ends)
+
+    def follows(self, ids: Sequence[int]) -> int:
+        """How many of the ids, from the first on, may follow the draft."""
+        with self._allowance.metered():
+            return int(self._draft.validate_tokens(list(ids)))
+
+    def advance(self, token: int) -> None:
+        """The draft goes on with `token`, which the mask allowed."""
+        with self._allowance.metered():
+            self._draft.consume_token(token)
+
+    def commit(self, text: str) -> None:
+        """`text` is now part of the answer."""
+        ids = self._vocabulary.greedy_tokenize(text)
+        with self._allowance.metered():
+            followed = self._committed.consume_tokens(ids)
+        if not followed and not gave_up(self._committed):
+            # of the text only its length: what members say stays out of logs
+            raise GenerationError(f"a text of {len(text)} characters does not follow the grammar", member="", text="")
+        self._draft = self._committed

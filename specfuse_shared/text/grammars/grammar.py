@@ -1,0 +1,164 @@
+"""What an answer may look like: a JSON schema, a regular expression, a choice of strings, or a Lark grammar.
+
+A `Grammar` is plain data, checked when it is made. `specfuse_shared.text.grammars.constraint` holds answers to it; the
+grammars themselves are llguidance's, which the "grammar" extra brings (`specfuse_shared.text.grammars.guidance`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Self
+
+from specfuse_shared.errors import GrammarError
+from specfuse_shared.text.grammars.bounds import check_schema, check_source
+from specfuse_shared.text.grammars.guidance import guidance, problem_of
+from specfuse_shared.validation import parsed_json
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write a value, so that members agree on all but its content and none wanders off in white space."""
+
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that answers must belong to; made by the class methods below.
+
+    `source` is the schema as JSON, the expression, the strings as JSON, or the Lark text. Raises `GrammarError`
+    if it is malformed, or if a strict schema asks for what no grammar can promise.
+    """
+
+    kind: Kind
+    source: str
+    strict: bool = True
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str, *, strict: bool = True) -> Self:
+        """JSON values of a schema, written on one line; properties come in the schema's order.
+
+        Objects hold only the properties that the schema names, unless it says otherwise. A keyword that cannot
+        be enforced (`not`, `uniqueItems`, `contains`, …) is refused if `strict`, else ignored.
+        """
+        if not isinstance(schema, (str, Mapping)):
+            raise GrammarError(f"a JSON schema is a mapping or JSON text, not {type(schema).__name__}")
+        return cls("json_schema", schema if isinstance(schema, str) else _written(schema), strict)
+
+    @classmethod
+    def json(cls) -> Self:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Texts that match the whole expression (syntax of Rust's regex crate, without look-around)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> Self:
+        """One of these strings."""
+        return cls("choice", _dumps(_checked_options(options)))
+
+    @classmethod
+    def lark(cls, source: str) -> Self:
+        """A context-free grammar in llguidance's dialect of Lark; its first rule is `start`."""
+        return cls("lark", source)
+
+    def __post_init__(self) -> None:
+        guidance()
+        check_source(self.kind, self.source)
+        if problem := problem_of(self.compiled):
+            raise GrammarError(f"this {self.kind} grammar cannot be used: {problem}")
+
+    @property
+    def compiled(self) -> str:
+        """The grammar as llguidance takes it."""
+        return _compiled(self)
+
+    def _part(self) -> dict[str, Any]:
+        if self.kind == "json_schema":
+            return {"json_schema": styled(self.source, self.strict)}
+        if self.kind == "regex":
+            return dict(json.loads(guidance().LLMatcher.grammar_from_regex(self.source))["grammars"][0])
+        if self.kind == "choice":
+            return {"lark_grammar": "start: " + " | ".join(_dumps(o) for o in self._options())}
+        return {"lark_grammar": self.source}
+
+    def _options(self) -> list[str]:
+        """The strings of a choice. Raises `GrammarError` for a source that is none."""
+        try:
+            options = parsed_json(self.source)
+        except ValueError:
+            options = None
+        return _checked_options(options if isinstance(options, list) else (), "a choice needs {}, as JSON")
+
+    def as_rule(self) -> str:
+        """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
+        if self.kind == "json_schema":
+            return f"%json {_dumps(styled(self.source, self.strict))}"
+        if self.kind == "choice":
+            return " | ".join(_dumps(o) for o in self._options())
+        if self.kind == "regex":
+            return str(self._part()["lark_grammar"]).removeprefix("start:").strip()
+        raise GrammarError("a Lark grammar cannot be combined with tools: give a schema, a choice or an expression")
+
+
+@lru_cache(maxsize=32)
+def _compiled(grammar: Grammar) -> str:
+    return _dumps({"grammars": [grammar._part()]})
+
+
+def _checked_options(options: Sequence[str], complaint: str = "a choice needs {}") -> list[str]:
+    if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
+        raise GrammarError(complaint.format("a list of non-empty strings"))
+    return list(options)
+
+
+def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:
+    """The schema with closed objects and the one way in which its values are written."""
+    try:
+        parsed = parsed_json(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise GrammarError(f"the schema is no JSON: {error}") from error
+    if not isinstance(parsed, Mapping):
+        raise GrammarError(f"a JSON schema is an object, not {type(parsed).__name__}")
+    plain = dict(parsed) if '"allOf"' in _written(parsed) else _closed(parsed)
+    return {**plain, "x-guidance": {**JSON_STYLE, "lenient": not strict, "coerce_one_of": not strict}}
+
+
+def _written(schema: Mapping[str, Any]) -> str:
+    """The schema as JSON. Raises `GrammarError` if it is too large, or holds what JSON cannot."""
+    check_schema(schema)
+    try:
+        return _dumps(schema)
+    except TypeError as error:
+        raise GrammarError(f"the schema cannot be written as JSON: {error}") from error
+
+
+def _closed(schema: Any) -> Any:
+    """Objects that name their properties have no others; parts of an `allOf` would then exclude each other."""
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for key in _SCHEMA_MAPS:
+        if isinstance(closed.get(key), Mapping):
+            closed[key] = {name: _closed(part) for name, part in closed[key].items()}
+    for key in _SCHEMA_LISTS:
+        if isinstance(closed.get(key), list):
+            closed[key] = [_closed(part) for part in closed[key]]
+    for key in ("items", "additionalProperties"):
+        if key in closed:
+            closed[key] = _closed(closed[key])
+    if "properties" in closed and not any(key in closed for key in _OPEN):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,131 @@
+"""The grammar library, llguidance (https://github.com/guidance-ai/llguidance): vocabularies, compilation, limits.
+
+Compiling descends as deep as a grammar refers, about 10 KiB of native stack for each reference of a JSON schema and 3
+for each rule of a Lark grammar. An overflow ends the process, so grammars compile in a thread whose stack holds
+whatever `specfuse_shared.text.grammars.bounds` lets through.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar
+
+from specfuse_shared.errors import ConfigError, EngineBusyError, GrammarError, MissingExtraError
+
+T = TypeVar("T")
+
+STACK_BYTES = 256 * 2**20
+"""Reserved, not used: pages of a stack take memory when they are touched."""
+STEP_ITEMS = 10_000
+"""Parser items of one step; the library's own 50,000 let an ambiguous grammar take 40 ms a token."""
+BYTE_END = 256
+"""The end of a text, behind the 256 bytes."""
+_COMPILED = 16
+"""Grammars that a vocabulary keeps compiled."""
+_STACK_LOCK = threading.Lock()
+
+
+def guidance() -> Any:
+    """The library. Raises `MissingExtraError` without the extra."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError("A grammar, tool calls or structured output", "grammar") from error
+    return llguidance
+
+
+class Vocabulary:
+    """Tokens as the library reads them, and the grammars that were compiled for them lately."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = tokens
+        self._compiled = lru_cache(maxsize=_COMPILED)(partial(_compile, tokens))
+
+    def matcher(self, source: str) -> Any:
+        """A matcher at the start of a grammar, given as the library takes it. Raises `GrammarError`."""
+        return self._compiled(source).deep_copy()
+
+
+def problem_of(source: str) -> str | None:
+    """Why the library cannot use a grammar; None if it can."""
+    failed, messages = on_deep_stack(lambda: guidance().LLMatcher.validate_grammar_with_warnings(source))
+    return str(messages[0]).strip() if failed else None
+
+
+def gave_up(matcher: Any) -> bool:
+    """Whether the matcher is broken because a step cost more than the library's limits allow."""
+    return matcher.is_error() and str(matcher.stop_reason()) in ("ParserTooComplex", "LexerTooComplex")
+
+
+def token_vocabulary(tokenizer: Any, size: int, stop_ids: Sequence[int]) -> Vocabulary:
+    """A member's tokens as bytes; takes seconds for large vocabularies.
+
+    `size`: rows of the logits. Raises `ConfigError` for tokenizers without a fast version.
+    """
+    import llguidance.hf
+
+    try:
+        found = llguidance.hf.from_tokenizer(tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=list(stop_ids))
+    except ValueError as error:
+        raise ConfigError(f"grammars need a fast tokenizer: {error}") from error
+    return Vocabulary(found)
+
+
+@cache
+def byte_vocabulary() -> Vocabulary:
+    """The 256 bytes, and the end of a text."""
+    library = guidance()
+    wrapped = library.TokenizerWrapper(_Bytes())
+    return Vocabulary(library.LLTokenizer(wrapped, n_vocab=BYTE_END + 1, eos_token=BYTE_END, slices=[]))
+
+
+def on_deep_stack(work: Callable[[], T]) -> T:
+    """What `work` gives, run in a thread of its own with a stack of `STACK_BYTES`."""
+    outcome: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="specfuse-grammar", daemon=True)
+    with _STACK_LOCK:  # the size holds for every thread that starts meanwhile, which then has more than it needs
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise EngineBusyError("no thread could be started to compile a grammar: try again later") from error
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failures:
+        raise failures[0]
+    return outcome[0]
+
+
+class _Bytes:
+    """Text as its UTF-8 bytes, in the form that the library wraps."""
+
+    eos_token_id, bos_token_id = BYTE_END, None
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
+    special_token_ids = (BYTE_END,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def _compile(tokens: Any, source: str) -> Any:
+    library = guidance()
+    limits = library.LLParserLimits(step_max_items=STEP_ITEMS)
+    matcher = on_deep_stack(lambda: library.LLMatcher(tokens, source, log_level=0, limits=limits))
+    if matcher.is_error():
+        raise GrammarError(f"this grammar cannot be used: {_first_line(matcher.get_error())}")
+    return matcher
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0]

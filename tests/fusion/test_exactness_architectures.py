@@ -1,0 +1,84 @@
+"""Random tiny models of many architectures against the naive round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
+from tests.support.against_naive import SCORES, assert_equals_naive, local_members, with_settings
+from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model
+
+ROW_BY_ROW = {"lfm2", "mamba"}
+WAYS = [(kind, "dynamic") for kind in ARCHITECTURES] + [(k, "static") for k in ARCHITECTURES if k not in ROW_BY_ROW]
+MESSAGES = [Message("user", "The fox asks: how do the tides follow the moon? Explain with 3 reasons, ça va?")]
+
+
+@pytest.fixture(scope="module")
+def partner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A member of another family with another tokenizer, for every architecture under test."""
+    return save_model("llama", metaspace_tokenizer(), tmp_path_factory.mktemp("partner"), seed=1)
+
+
+@pytest.mark.parametrize(("kind", "execution"), WAYS)
+def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: Path, tmp_path: Path) -> None:
+    save_model(kind, byte_level_tokenizer(), tmp_path)
+    members = [MemberConfig(str(tmp_path), name=kind, dtype="float32"), MemberConfig(str(partner), dtype="float32")]
+    config = EnsembleConfig(
+        members=members, segment_tokens=6, first_segment_tokens=None, exit="never", execution=execution
+    )
+    with EnsembleEngine(config) as engine:
+        report = engine.describe()[0]
+        assert report.verification == ("rows" if kind in ROW_BY_ROW else "packed")
+        assert report.probe_error < 1e-3
+        assert ("static execution" in report.graphs) == (execution == "static")
+        for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
+            records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
+            assert any(r.verified for r in records)
+        guessing = with_settings(engine.config, speculation="auto")
+        assert_equals_naive(guessing, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
+        if execution == "dynamic":  # weights and exits know nothing of it
+            for score in SCORES[:2]:
+                learning = with_settings(engine.config, feedback="constant", exit="entropy", segment_tokens=3, **score)
+                assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+@pytest.mark.parametrize("score", SCORES, ids=str)
+def test_three_members_equal_the_naive_round(
+    partner: Path, tmp_path: Path, score: dict[str, str], speculation: str
+) -> None:
+    """Among three, votes and weights know who wrote a candidate and who finds it thinkable."""
+    members = [MemberConfig(str(partner), name="one", dtype="float32")]
+    for number, kind in enumerate(("gpt2", "qwen3"), start=2):
+        save_model(kind, byte_level_tokenizer(), tmp_path / kind, seed=number)
+        members.append(MemberConfig(str(tmp_path / kind), name=kind, dtype="float32"))
+    with EnsembleEngine(EnsembleConfig(members=members, speculation=speculation, **score)) as engine:
+        for params in (SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, seed=7)):
+            records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=8)
+            assert all(len(r.active) == 3 for r in records)
+            leaving = with_settings(engine.config, exit="entropy", exit_threshold=1.0, min_active=2)
+            records = assert_equals_naive(leaving, local_members(engine), MESSAGES, params, rounds=8)
+            assert [len(r.active) for r in records] == [3] + [2] * (len(records) - 1), "the best two never leave"
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+def test_ends_and_common_beginnings_equal_the_naive_round(partner: Path, tmp_path: Path, score: dict[str, str]) -> None:
+    """Members that end their turn at any time, and two of one model, whose drafts begin alike."""
+    save_model("gpt2", byte_level_tokenizer(), tmp_path)
+    often = tuple(range(40, 300, 3))
+    members = [
+        MemberConfig(str(partner), name="one", dtype="float32", stop_token_ids=often),
+        MemberConfig(str(tmp_path), name="two", dtype="float32", stop_token_ids=often),
+        MemberConfig(str(tmp_path), name="three", dtype="float32", stop_token_ids=often),
+    ]
+    ends, beginnings = 0, 0
+    with EnsembleEngine(EnsembleConfig(members=members, repetition_guard=False, **score)) as engine:
+        for seed in range(12):
+            params = SamplingParams(max_tokens=300, temperature=0.5, seed=seed)
+            for record in assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=3):
+                ends += sum(c.ends for c in record.candidates)
+                texts = [c.text for c in record.candidates]
+                beginnings += any(a != b and b.startswith(a) for a in texts for b in texts)
+    assert min(ends, beginnings) >= 5

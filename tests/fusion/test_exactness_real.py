@@ -1,0 +1,178 @@
+"""The real demo members in float32 against the naive, cache-less round."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared.members.local.batching import run_stage
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from tests.support.against_naive import (
+    SCORES,
+    assert_equals_naive,
+    local_members,
+    open_session,
+    run_rounds,
+    with_settings,
+)
+
+PROMPTS = {
+    "english": "Why is the sky blue? Explain it to a child.",
+    "code": "Write a Python function with nested if statements that returns the sign of a number:\n\n"
+    "def sign(x):\n    if x > 0:\n        return 1\n",
+    "chinese": "请用中文介绍一下北京的历史，写三句话。",
+    "emoji": "Continue this list of emoji with their names: 🎉 party, 🐱 cat, 👩‍🚀 astronaut, 🌍 earth,",
+}
+SLOW = pytest.mark.slow
+KINDS = ["english", *(pytest.param(kind, marks=SLOW) for kind in PROMPTS if kind != "english")]
+
+
+def question(text: str) -> list[Message]:
+    return [Message("user", text)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
+    score = SCORES[1] if kind == "code" else {}
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=8, **score)
+    params = SamplingParams(max_tokens=200)
+    records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=3)
+    assert records
+
+
+@pytest.mark.parametrize("kind", ["english", pytest.param("chinese", marks=SLOW)])
+def test_seeded_rounds_equal_the_naive_round(exact_engine: EnsembleEngine, kind: str) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
+    params = SamplingParams(max_tokens=200, temperature=0.9, top_p=0.9, top_k=50, min_p=0.02, seed=11)
+    assert_equals_naive(config, local_members(exact_engine), question(PROMPTS[kind]), params, rounds=3)
+
+
+def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -> None:
+    config = with_settings(exact_engine.config, feedback="constant", exit="entropy", segment_tokens=4)
+    params = SamplingParams(max_tokens=200, repetition_penalty=1.1)
+    records = assert_equals_naive(config, local_members(exact_engine), question(PROMPTS["english"]), params, rounds=6)
+    assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
+
+
+@pytest.mark.parametrize(
+    "chance", [{}, pytest.param({"temperature": 0.8, "seed": 4}, marks=SLOW)], ids=["greedy", "seeded"]
+)
+def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
+    exact_engine: EnsembleEngine, chance: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=24, **chance)  # type: ignore[arg-type]
+    whole = exact_engine.generate(PROMPTS["english"], params)
+    borders = [r.start for r in whole.rounds[1:]]
+    for start in (borders[0] - 2, borders[-1] - 1):
+        stops = [whole.text[start + 1 : start + 5], whole.text[start : start + 4]]
+        at, stop = min((whole.text.find(stop), stop) for stop in stops)
+        result = exact_engine.generate(PROMPTS["english"], replace(params, stop=stops))
+        assert (result.text, result.stop_sequence) == (whole.text[:at], stop)
+
+
+@SLOW
+def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine: EnsembleEngine) -> None:
+    facts = " ".join(f"Room {n} holds {n * 7 % 31} telescopes and {n * 3 % 17} maps." for n in range(1, 95))
+    messages = question(f"{facts}\n\nWhich rooms hold more than twenty telescopes? Give reasons.")
+    members = local_members(exact_engine)
+    assert min(len(m.encode_prompt(messages)) for m in members) >= 1200
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=2)
+    assert_equals_naive(config, members, messages, SamplingParams(max_tokens=200), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("index", "asked"),
+    [
+        (0, "Write an essay of five paragraphs about the moon."),
+        (1, "Write a letter to a friend about a week at the sea, day by day."),
+    ],
+)
+def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, index: int, asked: str) -> None:
+    member = local_members(exact_engine)[index]
+    prompt = member.encode_prompt(question(asked))
+    session = member.open(prompt, SamplingParams(max_tokens=45), seed=0)
+    session._turn_ends = ()
+    run_stage(session.prefill())
+    drafts = [run_stage(session.draft_alone(9, number)) for number in range(1, 6)]
+    with torch.inference_mode():
+        ids = member.runner.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=45, do_sample=False
+        )[0, len(prompt) :].tolist()
+    assert len(ids) == 45, "a longer answer is needed to compare"
+    assert list(session.context.answer) == ids
+    assert "".join(d.text for d in drafts) == member.codec.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def static_members(exact_engine: EnsembleEngine) -> list[LocalMember]:
+    """The same members in static execution."""
+    found = [copy.copy(member) for member in local_members(exact_engine)]
+    for member in found:
+        model = member.runner.model
+        member._runner = ModelRunner(model, member.runner.plan, graphs=Graphs(model.device, member.name))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_executions_give_the_same_rounds(
+    exact_engine: EnsembleEngine, static_members: list[LocalMember], kind: str
+) -> None:
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
+    chance = {} if kind in ("english", "emoji") else {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+    params = SamplingParams(max_tokens=200, **chance)  # type: ignore[arg-type]
+    found = []
+    for members in (local_members(exact_engine), static_members):
+        session = open_session(config, members, question(PROMPTS[kind]), params)
+        found.append(run_rounds(session, 2))
+        session.release()
+    for dynamic, static in zip(*found, strict=True):
+        assert (static.text, static.winner) == (dynamic.text, dynamic.winner)
+        for one, other in zip(static.candidates, dynamic.candidates, strict=True):
+            assert (one.text, one.drafters, one.tokens) == (other.text, other.drafters, other.tokens)
+            assert one.scores == pytest.approx(other.scores, abs=1e-4)
+
+
+def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_forward(
+    exact_engine: EnsembleEngine,
+) -> None:
+    members = local_members(exact_engine)
+    config = with_settings(exact_engine.config, exit="never", segment_tokens=7, speculation="off")  # nothing spare
+    messages = question(PROMPTS["code"])
+    params = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    session = open_session(config, members, messages, params)
+    run_rounds(session, 4)
+    assert not session.finished
+    for member in members:
+        own = session.participants[member.name].session
+        run_stage(own.commit(session.rounds[-1].text))  # with which the next round would begin
+        context = own.context
+        assert list(context.prompt) == member.encode_prompt(messages)
+        assert list(context.answer) == member.codec.encode(session.text)
+        assert context._row.used == len(context.prompt) + len(context.answer)
+        with torch.inference_mode():
+            fresh = member.runner.plain([*context.prompt, *context.answer])[-1]
+            kept = context.logits(Branch(len(context.answer), ()))
+        assert float((fresh.log_softmax(-1) - kept.log_softmax(-1)).abs().max()) < 1e-3
+
+
+def test_the_order_of_members_changes_no_candidate_and_no_score(exact_engine: EnsembleEngine) -> None:
+    members: list[LocalMember] = local_members(exact_engine)
+    params = SamplingParams(max_tokens=60)
+    tables = []
+    for order in (members, members[::-1]):
+        config = with_settings(exact_engine.config, exit="never", reference=members[0].name)
+        session = open_session(config, order, question(PROMPTS["english"]), params)
+        rounds = run_rounds(session, 3)
+        session.release()
+        tables.append([{c.text: dict(c.scores) for c in r.candidates} for r in rounds])
+    for one, other in zip(*tables, strict=True):
+        assert one.keys() == other.keys()
+        for text, scores in one.items():
+            assert scores == pytest.approx(other[text], abs=1e-4)

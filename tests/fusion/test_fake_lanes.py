@@ -1,0 +1,181 @@
+"""The method and the scheduler over lanes of plain Python: what they ask for, in which order, and what faults do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
+from specfuse_shared.errors import EngineClosedError, GenerationError, RequestTimeoutError
+from specfuse_shared.events import FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.members.assembly import Assembly
+from specfuse_shared.members.stages import Close, Commit, Draft, DraftAlone, Fault, Open, StageRequest, Verify
+from tests.support.fake_lane import FakeLane, scripted
+
+TALE, OTHER = "the sea follows the moon and the moon follows the sun .", "the sea is wide and blue ."
+STAGES = ("prefill", "draft", "verify", "commit")
+
+
+class FakeEngine(EnsembleEngine):
+    """An engine over fake lanes: one for each group of members."""
+
+    def __init__(self, *lanes: FakeLane, **settings: object) -> None:
+        names = [info.name for lane in lanes for info in lane.members]
+        super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))  # type: ignore[arg-type]
+        self.lanes = lanes
+
+    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+        return Assembly(tuple(member for lane in self.lanes for member in lane.parties()), None, self.lanes)
+
+
+@contextmanager
+def fake(*lanes: FakeLane, **settings: object) -> Iterator[FakeEngine]:
+    with FakeEngine(*lanes, **settings) as engine:
+        yield engine
+    assert all(lane.closed for lane in lanes)
+
+
+def two(**settings: object) -> tuple[FakeLane, FakeLane]:
+    """Two members in lanes of their own; all prefer the tale."""
+    likes = {(name, f" {' '.join(TALE.split()[n : n + 3])}"): -0.1 for name in "ab" for n in range(0, 12, 3)}
+    return (
+        FakeLane({"a": scripted(TALE)}, likes, **settings),  # type: ignore[arg-type]
+        FakeLane({"b": scripted(OTHER)}, likes, **settings),  # type: ignore[arg-type]
+    )
+
+
+def test_a_round_asks_every_member_to_draft_to_verify_and_to_commit() -> None:
+    first, second = two()
+    with fake(first, second) as engine:
+        result = engine.generate("tell me", SamplingParams(max_tokens=50))
+        assert not first.answers
+        assert not second.answers
+    assert result.text == " " + TALE.removesuffix(" .")
+    kinds = [type(request.op) for request in first.asked]
+    assert kinds[:5] == [Open, Draft, Verify, Commit, Draft]
+    assert kinds[-1] is Close
+    assert kinds == [type(request.op) for request in second.asked]
+    [commit, *_] = [request.op for request in second.asked if isinstance(request.op, Commit)]
+    assert commit == Commit(" the sea follows")
+    assert result.usage.members["b"].prompt == 2
+
+
+def test_all_that_answers_want_of_a_lane_comes_in_one_submission() -> None:
+    lane = FakeLane({"a": scripted(TALE)}, held=[])
+    with fake(lane, max_concurrent=3) as engine:
+        streams = [engine.stream(f"question {n}", SamplingParams(max_tokens=20)) for n in range(3)]
+        limit = time.monotonic() + 10
+        while sum(len(requests) for requests, _ in lane.held or ()) < 3:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        held, lane.held = lane.held or [], []
+        (reply,) = {reply for _, reply in held}
+        reply([lane._run(request) for requests, _ in held for request in requests])
+        while not lane.held:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        [(requests, _)] = lane.held
+        assert len(requests) == 3, "three answers, one submission"
+        lane.release()
+        assert all(isinstance(list(stream)[-1], FinishEvent) for stream in streams)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_takes_its_member_out_of_its_answer_only(stage: str) -> None:
+    def disturb(request: StageRequest) -> Fault | None:
+        return Fault("RuntimeError", "injected") if request.op.stage == stage and request.answer == 1 else None
+
+    first, second = two()
+    second.disturb = disturb
+    with fake(first, second) as engine:
+        events = list(engine.stream("tell me", SamplingParams(max_tokens=50)))
+        [warning] = [event for event in events if isinstance(event, WarningEvent)]
+        assert (warning.member, warning.stage) == ("b", stage)
+        assert isinstance(events[-1], FinishEvent)
+        assert events[-1].result.text == " " + TALE.removesuffix(" .")
+        assert [type(r.op) for r in second.asked if r.answer == 1][-1] is Close
+        assert not engine.generate("and again", SamplingParams(max_tokens=50)).warnings
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_when_nobody_is_left_the_error_tells_who_and_where(stage: str) -> None:
+    lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})
+    lane.disturb = lambda request: Fault("RuntimeError", "injected", "deep down") if request.op.stage == stage else None
+    with fake(lane) as engine, pytest.raises(GenerationError, match=f"failed in {stage}: injected") as failure:
+        engine.generate("tell me", SamplingParams(max_tokens=50))
+    assert failure.value.__notes__ == ["deep down"]
+
+
+def test_a_lane_that_broke_ends_the_engine() -> None:
+    first, second = two()
+    second.disturb = lambda request: Fault("SystemExit", "killed", is_fatal=True)
+    engine = FakeEngine(first, second)
+    with pytest.raises(EngineClosedError, match=r"worker stopped \(LaneDiedError: SystemExit: killed\)"):
+        engine.generate("tell me")
+    engine.close()
+    assert first.closed
+    assert second.closed
+
+
+def test_cancelling_and_timeouts_close_what_lanes_hold_while_a_stage_still_runs() -> None:
+    lane = FakeLane({"a": scripted(TALE)}, held=[])
+    with fake(lane, max_concurrent=2) as engine:
+        stream = engine.stream("never", SamplingParams(max_tokens=20))
+        with pytest.raises(RequestTimeoutError):
+            engine.generate("too late", SamplingParams(max_tokens=20), timeout=0.05)
+        stream.close()  # type: ignore[attr-defined]
+        assert engine.metrics().running == 2, "their memory is taken until the lane says otherwise"
+        lane.release()
+        limit = time.monotonic() + 10
+        while engine.metrics().running:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        assert not lane.answers
+        assert isinstance(next(engine.stream("after all", SamplingParams(max_tokens=20))), StartEvent)
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize(("least", "expected"), [(0, 11), (11, 11), (12, 16), (16, 16), (17, 20)])
+def test_no_member_ends_its_turn_before_min_tokens(names: str, least: int, expected: int) -> None:
+    script = scripted(TALE + " and on and on . and on and on and on")
+    lane = FakeLane(dict.fromkeys(names, script))
+    with fake(lane) as engine:
+        result = engine.generate("tell me", SamplingParams(max_tokens=20, min_tokens=least))
+    assert result.usage.completion_tokens == expected
+    assert result.finish_reason == ("length" if expected == 20 else "stop")
+    holds = [request.op.min_tokens_left for request in lane.asked if isinstance(request.op, (Draft, DraftAlone))]
+    assert holds == [max(0, least - n) for n in range(0, 3 * len(holds) // len(names), 3) for _ in names]
+
+
+def test_segments_arrive_one_by_one() -> None:
+    with fake(*two()) as engine:
+        texts = [e.text for e in engine.stream("tell me") if isinstance(e, SegmentEvent)]
+    assert texts == [" the sea follows", " the moon and", " the moon follows", " the sun"]
+
+
+def test_nobody_waits_for_a_segment_until_members_have_committed_it() -> None:
+    shown, waited = threading.Semaphore(0), list[bool]()
+
+    def disturb(request: StageRequest) -> None:
+        if isinstance(request.op, Commit) and request.member == "a":
+            waited.append(shown.acquire(timeout=10))
+
+    with fake(*two(disturb=disturb)) as engine:
+        for event in engine.stream("tell me"):
+            if isinstance(event, SegmentEvent):
+                shown.release()
+    assert waited == [True] * 3
+
+
+def test_the_method_and_the_text_know_no_tensor() -> None:
+    modules = "specfuse_shared.fusion.session, specfuse_shared.members.base, specfuse_shared.text.member_text"
+    script = f"import sys, {modules}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

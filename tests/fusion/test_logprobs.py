@@ -1,0 +1,155 @@
+"""Log-probabilities of an answer's tokens: those of the reference member for the final text, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import (
+    ConfigError,
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    MemberConfig,
+    Message,
+    SamplingParams,
+)
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.text.codec import Codec
+from tests.support.against_naive import local_members
+
+QUESTION = "How do the tides follow the moon?"
+TEXTS = [
+    "Hello.",
+    "Naïve café, 12.5 km/h",
+    "北京是中国的首都。",
+    "👩‍👩‍👧 and 🎉",
+    "  two spaces\n\nand lines\t",
+    " leading",
+]
+
+
+def plain_rows(member: LocalMember, text: str) -> torch.Tensor:
+    """Log p of every token in the place of each of the text's, by one forward of the model over prompt and answer."""
+    prompt, ids = member.encode_prompt([Message("user", QUESTION)]), member.codec.encode(text)
+    with torch.inference_mode():
+        rows = member.runner.plain([*prompt, *ids]).float().log_softmax(-1)
+    return rows[len(prompt) - 1 :][: len(ids)]
+
+
+def check(engine: EnsembleEngine, result: EnsembleResult, top: int = 0, reference: LocalMember | None = None) -> None:
+    assert result.logprobs is not None
+    assert b"".join(bytes(t.bytes) for t in result.logprobs).decode() == result.text
+    member = reference or next(m for m in local_members(engine) if m.name == result.usage.reference)
+    rows, ids = plain_rows(member, result.text), member.codec.encode(result.text)
+    expected = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
+    assert [t.logprob for t in result.logprobs] == pytest.approx(expected, abs=1e-3)
+    for told, row in zip(result.logprobs, rows, strict=True):
+        best = row.topk(top)
+        assert [each.logprob for each in told.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        for each, token in zip(told.top, best.indices.tolist(), strict=True):
+            spelled = member.codec.alternatives("", [[token]])[0][0]
+            is_close = best.values.diff().abs().min() < 1e-3 if top > 1 else False
+            assert bytes(each.bytes) in (spelled, spelled.removeprefix(b" ")) or is_close
+            assert each.token == bytes(each.bytes).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("top", [1, 5, 20])
+@pytest.mark.parametrize("reference", ["chat", "base"])
+def test_the_most_probable_tokens_in_each_place_are_the_reference_members_own(
+    tiny_engine: EnsembleEngine, top: int, reference: str
+) -> None:
+    with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
+        asked = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
+        result = engine.generate(QUESTION, asked)
+        check(engine, result, top)
+        assert all(len(told.top) == top for told in result.logprobs or ())
+        assert result.text == engine.generate(QUESTION, replace(asked, top_logprobs=0)).text
+
+
+def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny_engine: EnsembleEngine) -> None:
+    """Also in the first place, before which some tokenizers put a space."""
+    for reference in ("chat", "base"):
+        with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
+            asked = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
+            alone = engine.generate(QUESTION, asked, members=[reference])
+            assert alone.logprobs is not None
+            for told in alone.logprobs:
+                if told.logprob >= told.top[-1].logprob + 1e-3:
+                    assert told.bytes in {each.bytes for each in told.top}
+            assert any(told.bytes == told.top[0].bytes for told in alone.logprobs)
+
+
+def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:
+    asked = SamplingParams(max_tokens=20, logprobs=True, top_logprobs=4)
+    with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
+        for result in engine.generate_batch([QUESTION] * 3, asked):
+            check(engine, result, 4)
+
+
+@pytest.mark.parametrize("settings", [{"top_logprobs": 21}, {"top_logprobs": -1}, {"top_logprobs": 1.5}])
+def test_more_than_can_be_told_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="top_logprobs"):
+        SamplingParams(logprobs=True, **settings)
+    with pytest.raises(ConfigError, match="needs logprobs=True"):
+        SamplingParams(top_logprobs=3)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_the_text(codecs: dict[str, Codec], text: str) -> None:
+    for codec in codecs.values():
+        pieces = codec.pieces(text)
+        assert b"".join(pieces) == text.encode()
+        assert len(pieces) == len(codec.encode(text))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=7),
+        SamplingParams(max_tokens=40, temperature=1.2, seed=5),
+        SamplingParams(max_tokens=60, stop=["e", "a"]),
+    ],
+    ids=["greedy", "cut", "sampled", "stopped"],
+)
+@pytest.mark.parametrize("reference", ["chat", "base"])
+def test_they_are_the_reference_members_own(
+    tiny_engine: EnsembleEngine, params: SamplingParams, reference: str
+) -> None:
+    with EnsembleEngine(replace(tiny_engine.config, reference=reference)) as engine:
+        asked = replace(params, logprobs=True)
+        check(engine, result := engine.generate(QUESTION, asked))
+        assert result.text == engine.generate(QUESTION, params).text
+    assert result.usage.reference == reference
+
+
+def test_they_are_there_when_the_reference_member_has_left(tiny_engine: EnsembleEngine) -> None:
+    class LeaveFirst:
+        def __call__(self, totals: list[float], round_index: int) -> object:
+            from specfuse_shared import ExitDecision
+
+            return ExitDecision((1 / len(totals),) * len(totals), (0,))
+
+    with EnsembleEngine(replace(tiny_engine.config, exit=LeaveFirst(), reference="chat")) as engine:
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=40, logprobs=True))
+        assert [e.member for r in result.rounds for e in r.exits] == ["chat"]
+        check(engine, result)
+
+
+def test_without_being_asked_for_there_are_none(tiny_engine: EnsembleEngine) -> None:
+    assert tiny_engine.generate(QUESTION, SamplingParams(max_tokens=5)).logprobs is None
+
+
+def test_members_that_verify_row_by_row_give_them_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tests.support.tiny import byte_level_tokenizer, save_model
+
+    folder = save_model("mamba", byte_level_tokenizer(), tmp_path_factory.mktemp("mamba"))
+    with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder), name="mamba", dtype="float32")])) as engine:
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=12, logprobs=True, top_logprobs=3))
+        check(engine, result, 3)
+    assert all(math.isfinite(t.logprob) for t in result.logprobs or ())

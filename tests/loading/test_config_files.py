@@ -1,0 +1,98 @@
+"""One file of an ensemble for the command, the server and both chat models."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from langchain_specfuse import ChatSpecFuse
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig, demo_members
+from specfuse_shared.api_server.settings import read_config
+from specfuse_shared.loading.config_files import read_ensemble
+from tests.support.tiny import save_pair
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ensembles of the same two tiny members: in each one of them has a vote that outweighs the other's."""
+    pair = save_pair(tmp_path_factory, max_position_embeddings=2048)
+    members = [f"model = {json.dumps(str(folder))}, name = {json.dumps(name)}" for name, folder in pair.items()]
+    text = "[server]\nport = 0\n"
+    for heavy in pair:
+        tables = ", ".join(f"{{ {m}, weight = {1e40 if heavy in m.split('name')[1] else 1.0} }}" for m in members)
+        text += f'[ensembles.{heavy}]\nmembers = [{tables}]\nsegment_tokens = 3\naggregate = "weighted_mean"\n'
+    path = tmp_path_factory.mktemp("config") / "specfuse.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_the_server_and_everybody_else_read_the_same_table(file: Path) -> None:
+    served = read_config(file).ensembles
+    assert {name: read_ensemble(f"{file}#{name}") for name in served} == served
+    assert served["base"].member_configs[1].weight == 1e40
+
+
+def test_a_file_of_one_ensemble_needs_no_name_and_one_of_several_does(file: Path, tmp_path: Path) -> None:
+    single = tmp_path / "odd#name.toml"
+    single.write_text('[ensembles.x]\nmembers = ["org/one", "org/two"]\n')
+    assert read_ensemble(single).names == ("one", "two")
+    assert read_ensemble(f"{single}#x").names == ("one", "two")
+    with pytest.raises(ConfigError, match=r"it has several ensembles: name one, such as .*specfuse\.toml#chat"):
+        read_ensemble(file)
+    with pytest.raises(ConfigError, match="did you mean 'base'"):
+        read_ensemble(f"{file}#bse")
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        read_ensemble(tmp_path / "none.toml")
+
+
+def test_the_demo_may_be_named(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text('[ensembles.demo]\nmembers = "demo"\nsegment_tokens = 4\n')
+    assert read_ensemble(tmp_path / "demo.toml") == EnsembleConfig(demo_members(), segment_tokens=4)
+
+
+@pytest.mark.parametrize("kind", [ChatSpecFuse, SpecFuseLLM])
+def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
+    kind: type[ChatSpecFuse] | type[SpecFuseLLM], file: Path
+) -> None:
+    named, given = (
+        kind(config=f"{file}#base", max_tokens=9),
+        kind(config=read_ensemble(f"{file}#base"), max_tokens=9),
+    )
+    assert isinstance(named.config, EnsembleConfig)
+    assert named.config == given.config
+    assert pickle.loads(pickle.dumps(named)).config == given.config
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        kind(config=Path("none.toml"))
+    with pytest.raises(ConfigError, match="must be an EnsembleConfig or a TOML file, not int"):
+        kind(config=5)  # type: ignore[arg-type]
+
+
+def test_the_weights_of_a_file_change_what_a_chat_model_says(file: Path) -> None:
+    """All questions together: where members disagree, the heavy one's words are chosen."""
+    questions = [f"Say something about {what}." for what in ("tides", "bees", "bread", "snow")]
+    said = {}
+    for name in ("chat", "base"):
+        with ChatSpecFuse(config=f"{file}#{name}", max_tokens=12, ledger="full") as llm:
+            said[name] = [message.text for message in llm.batch(questions)]
+        with SpecFuseLLM(config=f"{file}#{name}", max_tokens=12) as other:
+            assert [other.complete(question).text for question in questions] == said[name]
+            assert "".join(chunk.delta or "" for chunk in other.stream_complete(questions[0])) == said[name][0]
+    assert said["chat"] != said["base"]
+
+
+async def test_a_file_serves_streams_and_the_event_loop_alike(file: Path) -> None:
+    with ChatSpecFuse(config=f"{file}#base", max_tokens=12) as llm:
+        whole = llm.invoke("Tides?").text
+        assert "".join(chunk.text for chunk in llm.stream("Tides?")) == whole
+        assert (await llm.ainvoke("Tides?")).text == whole
+
+
+def test_members_of_a_table_are_checked_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('[ensembles.a]\nmembers = [{ model = "x", wieght = 2.0 }]\n')
+    with pytest.raises(ConfigError, match=r"a\.toml: .*did you mean 'weight'"):
+        read_ensemble(tmp_path / "a.toml")
+    assert MemberConfig("x").weight == 1.0

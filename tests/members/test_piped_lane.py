@@ -1,0 +1,132 @@
+"""A lane in another process gives the answers that it gives in this one, byte for byte, and may be lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Grammar, MemberConfig, SamplingParams
+from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.members.assembly import Assembly, assemble, distant_member
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.remote.pipe import PipedLane, serve_members
+
+ASKED: list[tuple[str, SamplingParams]] = [
+    ("How do the tides follow the moon?", SamplingParams(max_tokens=30)),
+    ("北京? Name 3 ships, ça va 🎉", SamplingParams(max_tokens=25, temperature=0.9, seed=4)),
+    ("Letters?", SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))),
+    ("Endless?", SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3)),
+]
+CORES = max(1, torch.get_num_threads() // 2)
+
+
+class Elsewhere(EnsembleEngine):
+    """An engine whose members named in `distant` run in processes of their own."""
+
+    def __init__(self, config: EnsembleConfig, distant: Sequence[str]) -> None:
+        super().__init__(config)
+        self.distant = distant
+        self.processes: list[BaseProcess] = []
+
+    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+        here = [LocalMember(m) for m in self.config.member_configs if m.name not in self.distant]
+        local = assemble(here, self._metrics.forward) if here else Assembly(())
+        pipes = {name: self._start(self._config_of(name)) for name in self.distant}
+        found = {member.name: member for member in local.members}
+        found |= {n: distant_member(self._config_of(n), pipe.members[0]) for n, pipe in pipes.items()}
+        members = tuple(found[name] for name in self.config.names)
+        return Assembly(members, local.own, (*local.others, *pipes.values()))
+
+    def _start(self, member: MemberConfig) -> PipedLane:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=serve_members, args=(theirs, [member], "dynamic", CORES), name=member.label, daemon=True
+        )
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        return PipedLane(member.label, ours, self._metrics.forward)
+
+    def _config_of(self, name: str) -> MemberConfig:
+        return next(member for member in self.config.member_configs if member.label == name)
+
+
+@contextmanager
+def elsewhere(config: EnsembleConfig, distant: Sequence[str]) -> Iterator[Elsewhere]:
+    with Elsewhere(config, distant) as engine:
+        yield engine
+    for process in engine.processes:
+        process.join(20)
+        assert process.exitcode is not None, "a closed engine leaves no process behind"
+
+
+def everything(result: EnsembleResult | BaseException) -> dict[str, Any]:
+    """A result without its times."""
+    assert isinstance(result, EnsembleResult)
+    data = result.to_dict()
+    for record in data["rounds"]:
+        del record["timing"]
+    return {name: value for name, value in data.items() if not name.endswith("seconds")}
+
+
+@pytest.fixture(scope="module")
+def apart(tiny_engine: EnsembleEngine) -> Iterator[Elsewhere]:
+    """Every member in a process of its own."""
+    with elsewhere(tiny_engine.config, ("chat", "base")) as engine:
+        yield engine.load()
+
+
+def test_members_in_other_processes_give_the_same_answers(tiny_engine: EnsembleEngine, apart: Elsewhere) -> None:
+    plain = replace(tiny_engine.config, speculation="off")  # who leads depends on who shares a lane
+    with EnsembleEngine(plain) as engine, elsewhere(plain, ("chat", "base")) as distant:
+        expected = [everything(engine.generate(*each)) for each in ASKED]
+        assert [everything(distant.generate(*each)) for each in ASKED] == expected
+    together = apart.generate_batch([question for question, _ in ASKED], [params for _, params in ASKED])
+    assert [everything(result)["text"] for result in together] == [each["text"] for each in expected]
+    assert [report.name for report in apart.describe()] == ["chat", "base"]
+    assert set(apart.metrics().forwards) == {"chat", "base"}
+
+
+def test_what_a_distant_member_remembers_is_not_read_again(apart: Elsewhere) -> None:
+    first = apart.generate("You know the sea. " * 6, SamplingParams(max_tokens=10))
+    before = apart.metrics().reused_prompt_tokens
+    assert apart.generate("You know the sea. " * 6, SamplingParams(max_tokens=10)).text == first.text
+    assert apart.metrics().reused_prompt_tokens > before
+    assert apart.metrics().prefix_bytes > 0
+
+
+def test_a_cancelled_answer_frees_the_caches_of_other_processes(apart: Elsewhere) -> None:
+    stream = apart.stream("Go on for ever", SamplingParams(max_tokens=400))
+    next(event for event in stream if isinstance(event, SegmentEvent))
+    stream.close()  # type: ignore[attr-defined]
+    limit = time.monotonic() + 30
+    while apart.metrics().running:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert apart.metrics().cache_bytes == 0
+
+
+def test_a_member_whose_process_dies_leaves_and_those_here_go_on(tiny_engine: EnsembleEngine) -> None:
+    with elsewhere(tiny_engine.config, ("base",)) as engine:
+        events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=200))
+        shown = next(event for event in events if isinstance(event, SegmentEvent))
+        engine.processes[0].kill()
+        rest = list(events)
+        [warning] = [event for event in rest if isinstance(event, WarningEvent)]
+        assert warning.member == "base"
+        assert warning.message.endswith("left the answer: the process of base is gone")
+        assert isinstance(rest[-1], FinishEvent)
+        assert rest[-1].result.text.startswith(shown.text)
+        assert rest[-1].result.rounds[-1].active == ("chat",)
+        again = engine.generate("Still there?", SamplingParams(max_tokens=10))
+        assert [fault.member for fault in again.warnings] == ["base"]

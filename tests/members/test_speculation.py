@@ -1,0 +1,272 @@
+"""Speculation changes how much is computed, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    Grammar,
+    MemberConfig,
+    Message,
+    SamplingParams,
+    Tool,
+    demo_members,
+)
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.members.local.speculation import Guesses, PromptLookup, Record
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.telemetry.metrics import MetricsSnapshot
+from tests.support.against_naive import local_members, open_session, run_rounds, with_settings
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
+
+WAYS = {
+    "the defaults": {},
+    "a plain mean": {"aggregate": "weighted_mean", "feedback": "uniform"},
+    "exits": {"score": "stretch", "feedback": "constant", "exit": "entropy"},
+    "the papers'": {"score": "mean_prob", "aggregate": "weighted_mean", "repetition_guard": False},
+}
+Asked = list[tuple[str, SamplingParams]]
+TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {"type": "integer"}}})
+REAL = (
+    "Why is the sky blue?",
+    "Name three animals of the sea.",
+    "Repeat this sentence: the harbour master counts the boats and writes down their names.",
+    "Add a docstring to this code and repeat all of it:\ndef mean(values):\n    return sum(values) / len(values)\n",
+)
+WORDS = ("the", "fox", "dog", "ask", "why", "tides", "follow", "a", "moon", "over", "cold", "seas", "while", "boxes")
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
+    """Two members that are nearly one model and agree often, and one that is not."""
+    tokenizer, members = byte_level_tokenizer(), []
+    for name, kind, seed, noise in (("one", "llama", 1, 0.0), ("two", "llama", 1, 0.02), ("three", "qwen3", 2, 0.0)):
+        folder = save_model(kind, tokenizer, tmp_path_factory.mktemp(name), seed=seed)
+        if noise:
+            _disturb(folder, noise)
+        members.append(MemberConfig(str(folder), name=name, dtype="float32"))
+    with EnsembleEngine(EnsembleConfig(members, first_segment_tokens=5)) as engine:
+        yield engine.load()
+
+
+def _disturb(folder: Path, noise: float) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter += noise * torch.randn_like(parameter) * parameter.std()
+    model.save_pretrained(folder)
+
+
+def requests(count: int, seed: int) -> Asked:
+    """Questions and settings at random: sampled and greedy, with stops, penalties, lengths and grammars."""
+    chance, found = random.Random(seed), []
+    for _ in range(count):
+        text = " ".join(chance.choices(WORDS, k=chance.randint(3, 30)))
+        settings: dict[str, object] = {"max_tokens": chance.randint(4, 24)}
+        if chance.random() < 0.6:
+            settings |= {"temperature": chance.choice((0.2, 0.7, 1.1)), "seed": chance.randrange(1000)}
+            settings |= {"top_p": chance.choice((1.0, 0.9)), "top_k": chance.choice((0, 20))}
+        if chance.random() < 0.3:
+            settings["repetition_penalty"] = chance.choice((1.05, 1.3))
+        if chance.random() < 0.3:
+            settings["stop"] = [chance.choice("abcdeot"), "ing"]
+        if chance.random() < 0.2:
+            settings["grammar"] = Grammar.regex("[a-z ]{3,40}")
+        elif chance.random() < 0.3:
+            settings["min_tokens"] = chance.randint(1, 4)
+        found.append((text, SamplingParams(**settings)))  # type: ignore[arg-type]
+    return found
+
+
+def told(result: EnsembleResult) -> tuple[object, ...]:
+    return result.text, result.finish_reason, result.stop_sequence, [(r.winner, r.text) for r in result.rounds]
+
+
+def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[EnsembleResult]:
+    found = engine.generate_batch([text for text, _ in asked], [params for _, params in asked], **options)
+    assert all(isinstance(result, EnsembleResult) for result in found), found
+    return found  # type: ignore[return-value]
+
+
+def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options: Any) -> dict[str, MetricsSnapshot]:
+    """The same answers, for no more forwards; the metrics of both engines."""
+    found, counted = {}, {}
+    for speculation in ("off", "auto"):
+        with EnsembleEngine(replace(config, speculation=speculation)) as engine:
+            found[speculation] = answers(engine, asked, **options)
+            counted[speculation] = engine.metrics()
+    for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
+        assert told(auto) == told(off), (text, params)
+    saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in found.values()]
+    assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a call that is forced may leave nothing to guess"
+    return counted
+
+
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_the_same_with_and_without(
+    trio: EnsembleEngine, way: str, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specfuse_shared.members.local.cores.cores", lambda: 1)
+    config = replace(trio.config, execution=execution, **WAYS[way])
+    counted = assert_same_with_and_without(config, requests(16, seed=len(way)))
+    assert sum(counted["auto"].answer_forwards.values()) < sum(counted["off"].answer_forwards.values())
+    assert counted["off"].led_rounds == 0
+    assert counted["auto"].led_rounds > 0, "on one core members take turns"
+
+
+@pytest.fixture(scope="module")
+def five(trio: EnsembleEngine, tmp_path_factory: pytest.TempPathFactory) -> EnsembleConfig:
+    """The three and two of other families, one with a tokenizer of another make."""
+    others = {
+        "four": save_model("gemma2", metaspace_tokenizer(), tmp_path_factory.mktemp("four"), seed=3),
+        "five": save_model("gpt2", byte_level_tokenizer(), tmp_path_factory.mktemp("five"), seed=4),
+    }
+    more = [MemberConfig(str(folder), name=name, dtype="float32") for name, folder in others.items()]
+    return replace(trio.config, members=[*trio.config.member_configs, *more])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_answers_of_five_members_are_the_same_with_and_without(five: EnsembleConfig, way: str) -> None:
+    """Two hundred requests in all, a fifth of them with tools."""
+    assert_same_with_and_without(replace(five, **WAYS[way]), requests(40, seed=100 + len(way)))
+    able = {"grammar": None, "min_tokens": 0, "max_tokens": 90}  # to hold a call
+    calls = [(text, replace(params, **able)) for text, params in requests(10, seed=200 + len(way))]
+    assert_same_with_and_without(replace(five, **WAYS[way]), calls, tools=[TOOL], tool_choice="any")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_of_the_demo_are_the_same_with_and_without(way: str) -> None:
+    plain = [(text, SamplingParams(max_tokens=24)) for text in REAL]
+    sampled = [(text, SamplingParams(max_tokens=24, temperature=0.8, seed=number)) for number, text in enumerate(REAL)]
+    others = [
+        (REAL[0], SamplingParams(max_tokens=24, stop=["a", ","])),
+        (REAL[1], SamplingParams(max_tokens=24, min_tokens=12)),
+        ("Is the sky blue?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no", "perhaps"]))),
+    ]
+    config = EnsembleConfig(demo_members(dtype="float32"), **WAYS[way])
+    assert_same_with_and_without(config, [*plain, *sampled, *others])
+    calls = [("Ring the bell twice.", SamplingParams(max_tokens=40))]
+    assert_same_with_and_without(config, calls, tools=[TOOL], tool_choice="any")
+
+
+@pytest.mark.parametrize("chance", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "seed": 4}], ids=str)
+def test_a_leader_is_told_of_and_changes_nothing(trio: EnsembleEngine, chance: dict[str, float]) -> None:
+    members, rounds = local_members(trio), {}
+    for speculation in ("off", "auto"):
+        config = with_settings(trio.config, speculation=speculation, segment_tokens=3)
+        rounds[speculation] = []
+        for text in ("the fox asks why", "tides follow a cold moon", "jugs jump over the dog while boxes ask"):
+            params = SamplingParams(max_tokens=60, **chance)  # type: ignore[arg-type]
+            answer = open_session(config, members, [Message("user", text)], params)
+            rounds[speculation] += run_rounds(answer, 12)
+            answer.release()
+    assert [(r.winner, r.text) for r in rounds["auto"]] == [(r.winner, r.text) for r in rounds["off"]]
+    assert all(r.leader in r.active for r in rounds["auto"] if len(r.active) > 1)
+    assert not any(r.leader for r in rounds["off"])
+    said = {way: [{c.text: set(c.drafters) for c in r.candidates} for r in found] for way, found in rounds.items()}
+    assert said["auto"] == said["off"]
+
+
+def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:
+    with EnsembleEngine(replace(trio.config, speculation="auto")) as engine:
+        result = engine.generate("the fox and the dog ask why", SamplingParams(max_tokens=30))
+        counted = engine.metrics()
+    for name, usage in result.usage.members.items():
+        assert counted.accepted_guesses[name] == usage.accepted
+        assert counted.rejected_guesses[name] == usage.guessed - usage.accepted
+        assert counted.answer_forwards[name] == usage.forwards
+        assert counted.answer_tokens[name] == usage.answer
+
+
+@pytest.mark.slow
+def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward."""
+    monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
+    one = demo_members(dtype="float32")[0]
+    config = EnsembleConfig(
+        [replace(one, name="one"), replace(one, name="again")], segment_tokens=8, first_segment_tokens=None
+    )
+    asked = [(text, SamplingParams(max_tokens=24)) for text in REAL]
+    forwards = {}
+    for speculation in ("off", "auto"):
+        with EnsembleEngine(replace(config, speculation=speculation)) as engine:
+            results = answers(engine, asked)
+        forwards[speculation] = [sum(r.usage.members[name].forwards for r in results) for name in ("one", "again")]
+    assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
+
+
+def test_members_of_static_execution_guess_and_else_draft_ahead(trio: EnsembleEngine) -> None:
+    with EnsembleEngine(replace(trio.config, speculation="auto", execution="static", max_concurrent=1)) as engine:
+        runs: list[int] = []
+        for member in local_members(engine.load()):
+            static = member.runner.static
+            assert static is not None
+            plain = static.draft
+            static.draft = lambda drafts, plain=plain: runs.append(1) or plain(drafts)
+        asked = ("the fox asks why", "tides follow")
+        results = [engine.generate(text, SamplingParams(max_tokens=24)) for text in asked]
+    usages = [usage for result in results for usage in result.usage.members.values()]
+    assert sum(usage.accepted for usage in usages) > 0 < len(runs)
+
+
+def test_an_unknown_way_to_speculate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="speculation"):
+        EnsembleConfig(["a"], speculation="always")
+
+
+def test_a_lookup_finds_what_followed_the_longest_equal_end() -> None:
+    lookup = PromptLookup()
+    lookup.read([1, 2, 3, 4, 9, 2, 3, 5, 6], 0)
+    assert lookup.find([2, 3], 2) == ([5, 6], 2)
+    assert lookup.find([1, 2, 3], 3) == ([4, 9, 2], 3)
+    assert lookup.find([7, 8], 3) == ((), 0)
+    lookup.read([7], 7)  # the answer was encoded anew from there
+    assert lookup.find([2, 3], 2) == ([7], 2)
+
+
+def test_guesses_are_as_long_as_they_come_true() -> None:
+    guesses = Guesses(barred={99})
+    guesses.read([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], 0)
+    before = [1, 2, 3, 4]
+    hopeful = guesses.behind(before, Branch(0, ()), room=24)
+    assert hopeful.tokens[:3] == (5, 6, 7)
+    for _ in range(30):
+        guesses.records[4].add(False)
+    assert len(guesses.behind(before, Branch(0, ()), room=24).tokens) < len(hopeful.tokens)
+    assert not guesses.behind(before, Branch(0, ()), room=0).tokens
+    record = Record(0.5)
+    for _ in range(50):
+        record.add(True)
+    assert record.rate > 0.9
+
+
+def test_accepted_guesses_are_counted_once_and_only_where_they_were_chosen() -> None:
+    guesses = Guesses(barred=())
+    guesses.read([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], 0)
+    guess = guesses.behind([1, 2, 3, 4], Branch(0, ()), room=3)
+    guesses.feed(Branch(0, ()), guess, 0)
+    assert guesses.guessed == len(guess.tokens) == 3
+    guesses.observe((), (), 5)
+    guesses.observe((), (), 5)
+    guesses.observe((), (5,), 7)
+    guesses.observe((), (5, 7), 1)
+    assert guesses.accepted == 1

@@ -1,0 +1,176 @@
+"""Members that think before they answer: in private, in front of the shared answer, and within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    Grammar,
+    MemberConfig,
+    Message,
+    SamplingParams,
+    SegmentEvent,
+    ThinkingEvent,
+)
+from specfuse_shared.errors import ConfigError, MemberLoadError
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.text.thinking import find_markers
+from tests.support.against_naive import local_members
+from tests.support.tiny import CHAT_TEMPLATE, save_pair
+
+THINKING = CHAT_TEMPLATE.replace(
+    "assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+ALWAYS = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+QUESTION = "How do the tides follow the moon?"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    chat, base = save_pair(tmp_path_factory).values()
+    return str(chat), str(base)
+
+
+@pytest.fixture(scope="module")
+def engine(folders: tuple[str, str]) -> Iterator[EnsembleEngine]:
+    """One member thinks, one does not."""
+    chat, base = folders
+    members = [
+        MemberConfig(chat, name="thinks", chat_template=THINKING, thinking=True, dtype="float32"),
+        MemberConfig(base, name="answers", dtype="float32"),
+    ]
+    with EnsembleEngine(EnsembleConfig(members)) as engine:
+        yield engine.load()
+
+
+def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
+    """By the model's own plain forwards."""
+    ids, start = list(ids), len(ids)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(member.runner.plain(ids)[-1].argmax()))
+    return ids[start:]
+
+
+def test_thoughts_come_first_and_are_no_part_of_the_answer(engine: EnsembleEngine) -> None:
+    events = list(engine.stream(QUESTION, SamplingParams(max_tokens=20, max_thinking_tokens=40)))
+    result = events[-1].result  # type: ignore[union-attr]
+    thoughts = [n for n, event in enumerate(events) if isinstance(event, ThinkingEvent)]
+    segments = [n for n, event in enumerate(events) if isinstance(event, SegmentEvent)]
+    assert len(thoughts) > 1
+    assert max(thoughts) < min(segments)
+    assert {event.member for event in events if isinstance(event, ThinkingEvent)} == {"thinks"}
+    told = "".join(event.text for event in events if isinstance(event, ThinkingEvent))
+    assert result.thinking == {"thinks": told}
+    assert result.text == "".join(event.text for event in events if isinstance(event, SegmentEvent))
+    assert result.usage.members["thinks"].thinking >= 40
+    assert result.usage.members["answers"].thinking == 0
+
+
+@pytest.mark.parametrize("limit", [1, 16, 37])
+def test_thoughts_are_the_members_own_decoding_and_its_context_from_then_on(
+    folders: tuple[str, str], limit: int
+) -> None:
+    config = EnsembleConfig(
+        [MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, dtype="float32")]
+    )
+    with EnsembleEngine(config) as engine:
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=limit))
+        [member] = local_members(engine)
+        prompt = member.encode_prompt([Message("user", QUESTION)])
+        assert member.prompts.tokenizer.decode(prompt).endswith("assistant\n<think>\n")
+        thoughts = greedy(member, prompt, limit)
+        assert result.thinking["thinks"] == member.codec.decode(thoughts).rstrip("\ufffd").rstrip()
+        closed = [*prompt, *thoughts, *member.prompts.thoughts_closing()]
+        answer = greedy(member, closed, result.usage.completion_tokens)
+    assert member.codec.decode(answer).startswith(result.text)
+    assert result.text
+
+
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+def test_thoughts_end_where_the_member_ends_them(folders: tuple[str, str], execution: str) -> None:
+    plain = MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, dtype="float32")
+    with EnsembleEngine(EnsembleConfig([plain])) as engine:
+        [member] = local_members(engine)
+        prompt = member.encode_prompt([Message("user", QUESTION)])
+        said = member.codec.decode(greedy(member, prompt, 40))
+    marker = said[20:23]
+    given = replace(plain, thinking=("<think>", marker))
+    with EnsembleEngine(EnsembleConfig([given], execution=execution)) as engine:
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=200))
+        [member] = local_members(engine)
+        used = result.usage.members["thinks"].thinking
+    assert said.startswith(result.thinking["thinks"])
+    assert result.thinking["thinks"] == said[: said.index(marker)].rstrip()
+    assert used < 60
+
+
+def test_thoughts_are_in_nobody_elses_context(engine: EnsembleEngine) -> None:
+    few, many = (
+        engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=count)) for count in (4, 60)
+    )
+    assert few.usage.members["answers"].prompt == many.usage.members["answers"].prompt
+    assert few.usage.members["thinks"].prompt == many.usage.members["thinks"].prompt
+    assert few.usage.members["thinks"].thinking < many.usage.members["thinks"].thinking
+    drafts = [next(c.text for c in r.rounds[0].candidates if "answers" in c.drafters) for r in (few, many)]
+    assert drafts[0] == drafts[1]
+
+
+def test_a_grammar_begins_after_the_thoughts(engine: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=40, max_thinking_tokens=20, grammar=Grammar.choice(["yes", "no"]))
+    result = engine.generate(QUESTION, params)
+    assert result.text in ("yes", "no")
+    assert result.thinking["thinks"]
+
+
+def test_the_same_seed_thinks_the_same(engine: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=10, max_thinking_tokens=40, temperature=1.0, seed=3)
+    first, second = (engine.generate(QUESTION, params) for _ in range(2))
+    assert (first.thinking, first.text) == (second.thinking, second.text)
+    assert engine.generate(QUESTION, replace(params, seed=4)).thinking != first.thinking
+
+
+def test_thoughts_leave_room_in_the_context(folders: tuple[str, str]) -> None:
+    config = MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, max_context=200)
+    with EnsembleEngine(EnsembleConfig([config, MemberConfig(folders[1])])) as engine:
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=10, max_thinking_tokens=1000))
+    assert result.text
+    assert result.usage.members["thinks"].thinking < 200
+
+
+def test_thoughts_that_a_template_begins_unasked_are_ended_at_once(folders: tuple[str, str]) -> None:
+    with EnsembleEngine(EnsembleConfig([MemberConfig(folders[0], name="mute", chat_template=ALWAYS)])) as engine:
+        [member] = local_members(engine)
+        text = member.prompts.tokenizer.decode(member.encode_prompt([Message("user", QUESTION)]))
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=5))
+    assert text.endswith("<think>\n\n</think>\n\n")
+    assert result.thinking == {}
+
+
+def test_a_template_option_that_asks_for_thoughts_is_the_setting() -> None:
+    assert MemberConfig("x", template_options={"enable_thinking": True}).thinking is True
+    assert MemberConfig("x", thinking=True).template_options["enable_thinking"] is True
+    assert MemberConfig("x").template_options["enable_thinking"] is False
+
+
+def test_markers_that_cannot_be_are_refused(folders: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="two markers"):
+        MemberConfig("x", thinking=("<think>",))
+    with (
+        pytest.raises(MemberLoadError, match="knows no thoughts"),
+        EnsembleEngine(EnsembleConfig([MemberConfig(folders[0], thinking=True)])) as engine,
+    ):
+        engine.load()
+    assert find_markers("{{ x }}[THINK]", thinking=True) is not None
+
+
+def test_thinking_is_part_of_a_saved_configuration(tmp_path: Path) -> None:
+    config = MemberConfig("x", thinking=("<a>", "</a>"))
+    assert MemberConfig.from_dict({"model": "x", "thinking": ["<a>", "</a>"]}) == config

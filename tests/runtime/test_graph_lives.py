@@ -1,0 +1,355 @@
+"""What a driver does not forgive over the life of a member's graphs: one that goes alone, a stream that others have,
+a thread that waits in between, and numbers that drift. All of it in the stand-in for CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleEngine, MemberConfig, Message, SamplingParams
+from specfuse_shared.members.local import lane as local_lane
+from specfuse_shared.members.local import probe
+from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime import attention, model_runner
+from specfuse_shared.runtime.cache import sizes as cache_sizes
+from specfuse_shared.runtime.cuda_streams import ModelStream
+from specfuse_shared.runtime.model_runner import ModelRunner, share_room
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static import batch as static_batch
+from specfuse_shared.runtime.static import cuda_graphs
+from specfuse_shared.runtime.static import runner as static_runner
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from tests.runtime.test_captured import drafted, member, opened, runner
+from tests.support.against_naive import answer_of, local_members, open_session
+from tests.support.graphs_without_gpu import Driver, driver
+
+__all__ = ["driver", "member", "runner"]
+CUDA = torch.device("cuda", 0)
+
+
+def plain_of(runner: ModelRunner) -> ModelRunner:
+    return ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Prompts whose rows are of different capacity, so that a step of each is another one to capture."""
+    monkeypatch.setitem(cache_sizes._SMALLEST_ROW, "cpu", 64)
+    return 10, 70, 150, 280
+
+
+@pytest.fixture
+def streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members on the processor have streams, as on a card."""
+    for module in (probe, model_runner):
+        monkeypatch.setattr(module, "ModelStream", lambda device: ModelStream(CUDA), raising=False)
+
+
+# ── graphs of a member go together ───────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def test_no_graph_outlives_another_whose_workspace_it_shares(
+    driver: Driver, sizes: tuple[int, ...], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_runner, "_MOST_STEPS", 6)
+    monkeypatch.setattr(static_runner, "_MOST_GRAPHS", 3, raising=False)
+    plain = plain_of(runner)
+    pairs = [(opened(runner, n, size), opened(plain, n, size)) for n, size in enumerate(sizes)]
+    for number in (0, 1, 2, 3, 0, 1, 2, 3, 2, 1, 0):
+        for _ in range(4):
+            one, other = pairs[number]
+            assert drafted([one]) == drafted([other])
+    assert not driver.freed
+    assert driver.captures > 4, "some were captured again"
+    assert runner.static is not None
+    assert runner.static.graphs.report == "captured"
+
+
+@torch.inference_mode()
+def test_a_capture_that_gives_other_numbers_takes_no_workspace_along(
+    driver: Driver, sizes: tuple[int, ...], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plain_of(runner)
+    first, first_plain = opened(runner, 0, sizes[0]), opened(plain, 0, sizes[0])
+    for _ in range(3):
+        assert drafted([first]) == drafted([first_plain])
+    captures = driver.captures
+    assert captures > 0
+    monkeypatch.setattr(cuda_graphs, "_alike", lambda found, expected: False)
+    second, second_plain = opened(runner, 1, sizes[2]), opened(plain, 1, sizes[2])
+    for _ in range(3):
+        assert drafted([second]) == drafted([second_plain])
+        assert drafted([first]) == drafted([first_plain])
+    assert driver.captures == captures + 1
+    assert not driver.freed
+    assert runner.static is not None
+    assert runner.static.graphs.report.startswith("eager: ReplayError")
+
+
+@torch.inference_mode()
+def test_a_step_that_is_over_holds_no_masks(driver: Driver, runner: ModelRunner) -> None:
+    context = opened(runner, 0)
+    for _ in range(4):
+        drafted([context])
+    assert runner.static is not None
+    steps = list(runner.static._steps.values())
+    assert any(step.replay for step in steps)
+    assert not any(part.masks for step in steps for part in step.parts)
+
+
+@torch.inference_mode()
+def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon(
+    driver: Driver, runner: ModelRunner
+) -> None:
+    other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+    share_room([runner, other])
+    for each in (runner, other):
+        context = opened(each, 0)
+        for _ in range(4):
+            drafted([context])
+        context.release()  # its block stays, empty
+    assert runner.static is not None
+    assert other.static is not None
+    counts = []
+    while other.pool.make_room():
+        counts.append((runner.pool.memory_bytes, runner.static.graphs.count, other.static.graphs.count))
+    held = other.static.graphs
+    assert [graphs > 0 for graphs in (counts[0][1], counts[0][2])] == [True, True], "only blocks at first"
+    assert counts[0][0] == 0
+    assert [(a > 0, b > 0) for _, a, b in counts[1:]] == [(False, True), (False, False)]
+    assert not driver.freed
+    assert held.report == "captured"
+
+
+# ── streams ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_six_members_have_streams_of_their_own(streams: None, driver: Driver, tiny_engine: EnsembleEngine) -> None:
+    """Those of probes, too: torch has 32, and gives them in turn."""
+    folders = [config.model for config in tiny_engine.config.member_configs]
+    made: list[LocalMember] = []
+    for number in range(6):
+        config = MemberConfig(str(folders[number % 2]), name=f"m{number}")
+        made.append(LocalMember(config, execution="static"))
+    used = []
+    for each in made:
+        assert each.runner.static is not None
+        assert each.runner.static.graphs.report == "captured"
+        used += [each.runner.stream._stream, each.runner.static.graphs._stream]
+    assert None not in used
+    assert len({stream.cuda_stream for stream in used}) == 12
+    assert next(driver._streams[0]) <= 12, "no more than two a member were made"
+
+
+def test_without_a_stream_of_its_own_a_member_captures_nothing(driver: Driver) -> None:
+    taken = [ModelStream(CUDA) for _ in range(64)]
+    assert all(stream._stream is not None for stream in taken)
+    late = ModelStream(CUDA)
+    assert late._stream is None
+    with late.entered():  # works where everybody does
+        pass
+    graphs = Graphs(torch.device("cpu"), "late")
+    assert graphs.capture(lambda: None, torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)) is None
+    assert "no CUDA stream is left" in graphs.report
+    del taken
+    assert ModelStream(CUDA)._stream is not None
+
+
+# ── others who wait ──────────────────────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def test_a_capture_that_another_thread_broke_is_tried_again(
+    driver: Driver, runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.waiting_elsewhere = 1
+    context, expected = opened(runner, 0), opened(plain_of(runner), 0)
+    for _ in range(12):
+        assert drafted([context]) == drafted([expected])
+    assert runner.static is not None
+    assert driver.waiting_elsewhere == 0, "it was broken"
+    assert runner.static.graphs.report == "captured"
+    assert driver.replays > 10
+    assert not driver.allocating
+    assert "will be tried again" in caplog.text
+
+
+@torch.inference_mode()
+def test_captures_that_always_fail_are_given_up(driver: Driver, runner: ModelRunner) -> None:
+    driver.failing += [RuntimeError(f"a driver's error {n}") for n in range(40)]
+    context = opened(runner, 0)
+    for _ in range(300):
+        drafted([context], 2)
+        context.runner.pool  # noqa: B018 the same row all along
+        if driver.failing and runner.static and runner.static.graphs.reason:
+            break
+    assert runner.static is not None
+    assert runner.static.graphs.report.startswith("eager: RuntimeError: a driver's error 3")
+
+
+@torch.inference_mode()
+def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
+    driver: Driver, runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+    context = opened(other, 1)
+    for _ in range(4):
+        drafted([context])
+    freed: list[int] = []
+
+    def free(*_: Any) -> None:
+        if driver.capturing and not freed:
+            freed.append(driver.captures)
+            thread = threading.Thread(target=lambda: (other.free_spare(), other.drop_steps()))
+            thread.start()
+            thread.join()
+
+    hook = runner.model.model.layers[1].register_forward_hook(free)
+    try:
+        mine = opened(runner, 0)
+        for _ in range(3):
+            drafted([mine])
+    finally:
+        hook.remove()
+    assert freed
+    assert driver.captures > freed[0]
+    assert "a capture failed" not in caplog.text
+
+
+# ── numbers that drift ───────────────────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
+    driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(static_runner, "_FIRST_CHECK", 8)
+    context = opened(runner, 0)
+    for _ in range(4):
+        drafted([context])
+    assert runner.static is not None
+    assert runner.static.graphs.report == "captured"
+    assert driver.replays > 4
+    layer = runner.model.model.layers[0].mlp.down_proj
+    before = layer.weight
+    layer.weight = torch.nn.Parameter(-3 * before, requires_grad=False)  # a replay goes on with the old one
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(8):
+                drafted([context])
+        replays = driver.replays
+        drafted([context])
+    finally:
+        layer.weight = before
+    assert runner.static.graphs.report.startswith("eager: ReplayError: a replay gave other numbers")
+    assert "runs without CUDA graphs" in caplog.text
+    assert driver.replays == replays
+    assert runner.forwards["replayed"] >= 8
+
+
+# ── what the lane counts ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def lane_members(streams: None, tiny_engine: EnsembleEngine) -> Iterator[list[LocalMember]]:
+    with EnsembleEngine(replace(tiny_engine.config, execution="static", speculation="off")) as engine:
+        yield local_members(engine)
+
+
+def test_the_seconds_of_a_forward_are_those_of_the_device(
+    driver: Driver, lane_members: list[LocalMember], tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host does not wait for it: a clock that stops when all is queued would tell nothing."""
+    driver.a_replay = 5.0
+    told: list[float] = []
+    settings = replace(tiny_engine.config, execution="static", speculation="off")
+    answer = open_session(settings, lane_members, [Message("user", "the tides")], SamplingParams(max_tokens=60))
+    answer.lane._on_forward = lambda member, answers, seconds: told.append(seconds)
+    before, driver.behind = driver.seconds, True
+    events = answer.events()
+    for _ in range(4):
+        next(events)
+    assert not told, "the device is not through yet"
+    driver.behind = False
+    for _ in events:
+        pass
+    answer.release()
+    spent = driver.seconds - before
+    assert spent > 10
+    assert sum(told) == pytest.approx(spent)
+
+
+def test_blocks_that_are_there_already_count_as_room_for_answers(
+    driver: Driver, member: LocalMember, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = 1 << 32
+    monkeypatch.setattr(local_lane, "free_memory", lambda name: there - runner.pool.memory_bytes)
+    monkeypatch.setattr(type(member), "runner", property(lambda self: runner))
+    lane = LocalLane([member])
+    [(name, before)] = lane.memory().items()
+    opened(runner, 0).release()
+    assert runner.pool.memory_bytes > 0, "the block stays"
+    assert lane.memory() == {name: before}
+
+
+# ── many answers ─────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def test_one_guess_among_nine_answers_sends_nobody_to_a_forward_of_no_fixed_shape(
+    driver: Driver, member: LocalMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_batch, "_DEFAULT_MOST_TOKENS", static_batch.most_tokens(CUDA))
+    model, plan = member.runner.model, member.runner.plan
+    runner = ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
+    contexts = [opened(runner, n) for n in range(9)]
+    before = runner.forwards["dynamic"]
+    guess = Branch(0, tuple(range(30, 40)))
+    feed_together([ForwardRequest(c, (Branch(0, (20,)),), guesses=(guess,) * (c is contexts[0])) for c in contexts])
+    assert runner.forwards["dynamic"] == before
+
+
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+def test_greedy_choices_ask_the_device_once_a_forward(
+    driver: Driver, tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions, params = [f"{n} moons and tides" for n in range(5)], SamplingParams(max_tokens=40)
+    expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, params)]  # type: ignore[arg-type]
+    picks: list[int] = []
+    pick = Sampler.pick
+    monkeypatch.setattr(Sampler, "pick", lambda self, *args: picks.append(1) or pick(self, *args))  # type: ignore[func-returns-value]
+    with EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine:
+        found = [answer_of(result) for result in engine.generate_batch(questions, params)]  # type: ignore[arg-type]
+        asked = len(picks)
+        picks.clear()
+        for each in local_members(engine):
+            each.runner.tells_likeliest = True
+        assert [answer_of(result) for result in engine.generate_batch(questions, params)] == found == expected  # type: ignore[arg-type]
+    assert asked > 150
+    assert len(picks) < 0.15 * asked, "only where the likeliest token must not be said, or a draft went ahead"
+
+
+def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent says which slots are seen, a byte each: not the numbers that are added, for each kind of layer."""
+    sent: list[torch.dtype] = []
+    send = attention.upload
+
+    def noted(values: Any, device: torch.device) -> torch.Tensor:
+        sent.append(torch.as_tensor(values).dtype)
+        return send(values, device)
+
+    monkeypatch.setattr(attention, "upload", noted)
+    tiny_engine.generate("The tides", SamplingParams(max_tokens=12))
+    assert torch.bool in sent
+    assert not any(dtype.is_floating_point for dtype in sent)

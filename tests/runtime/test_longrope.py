@@ -1,0 +1,76 @@
+"""Models with two sets of rotary frequencies: a long text changes nothing for the short ones beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specfuse_shared import MemberConfig
+from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.token_tree import Branch
+from tests.support.tiny import byte_level_tokenizer, save_model
+
+LIMIT = 200
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+    "original_max_position_embeddings": LIMIT,
+}
+
+
+@pytest.fixture(scope="module")
+def member(tmp_path_factory: pytest.TempPathFactory) -> LocalMember:
+    folder = tmp_path_factory.mktemp("phi3")
+    shape = {"rope_parameters": ROPE, "sliding_window": None, "original_max_position_embeddings": LIMIT}
+    save_model("phi3", byte_level_tokenizer(), folder, **shape)
+    return LocalMember(MemberConfig(str(folder)))
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(10, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
+
+
+def expected(member: LocalMember, context: SequenceState, branch: Branch) -> list[float]:
+    """By the model's own forward over the whole text."""
+    start = context.length
+    whole = [*context.prompt, *context.answer, *branch.tokens]
+    logprobs = member.runner.plain(whole).float().log_softmax(-1)
+    return [float(logprobs[start - 1 + n, token]) for n, token in enumerate(branch.tokens)]
+
+
+@torch.inference_mode()
+def test_texts_on_both_sides_of_the_limit_share_no_frequencies(member: LocalMember) -> None:
+    contexts = [new_sequence(member.runner) for _ in range(3)]
+    for n, (context, size) in enumerate(zip(contexts, (40, 300, 90), strict=True)):
+        context.begin(ids(size, n))
+    for pieces in (50, 1000):  # the long prompt's first piece lies below the limit
+        feed_together([ForwardRequest(c, prompt=pieces) for c in contexts if c.prompt_remaining])
+    branch = Branch(0, tuple(ids(6, 9)))
+    feed_together([ForwardRequest(context, (branch,)) for context in contexts])
+    for context in contexts:
+        assert context.logprobs(branch) == pytest.approx(expected(member, context, branch), abs=2e-3)
+        context.release()
+
+
+@torch.inference_mode()
+def test_an_answer_that_outgrows_the_limit_is_read_again(member: LocalMember) -> None:
+    context, beside = new_sequence(member.runner), new_sequence(member.runner)
+    context.prefill(ids(LIMIT - 90, 3))
+    beside.prefill(ids(30, 4))
+    for number in range(12):
+        branch, other = Branch(len(context.answer), tuple(ids(10, number))), Branch(len(beside.answer), (11, 12))
+        feed_together([ForwardRequest(context, (branch,)), ForwardRequest(beside, (other,))])
+        assert beside.logprobs(other) == pytest.approx(expected(member, beside, other), abs=2e-3)
+        if not LIMIT - 64 < context.length + 10 <= LIMIT:  # there the long set is used ahead of time
+            assert context.logprobs(branch) == pytest.approx(expected(member, context, branch), abs=2e-3), number
+        context.commit(branch)
+        beside.commit(other)
+    assert context.length > LIMIT + 10
+    context.release()
+    beside.release()

@@ -1,0 +1,107 @@
+"""Packed weights give the products of the plain ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.placement.sizing import weight_bytes
+from specfuse_shared.runtime import packed_weights
+from specfuse_shared.runtime.packed_weights import pack_weights
+from tests.support.against_naive import local_members
+from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, save_model
+
+IDS = torch.arange(3, 40)[None]
+needs_packing = pytest.mark.skipif(not packed_weights._can_pack(), reason="this processor packs no bfloat16 weights")
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=256, **ARCHITECTURES[kind], **settings)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+def linears(model: Any) -> list[torch.nn.Linear]:
+    return [module for module in model.modules() if type(module) is torch.nn.Linear]
+
+
+@needs_packing
+@pytest.mark.parametrize("rows", [1, 8, 37])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_neox", "phi3", "gpt_oss", "lfm2", "mamba"])
+@torch.inference_mode()
+def test_logits_stay(kind: str, rows: int) -> None:
+    """With and without biases, some of them with an output layer that is the embedding, or weights used otherwise."""
+    model = model_of(kind)
+    before = model(IDS[:, :rows], use_cache=False).logits.float()
+    pack_weights(model)
+    left = [layer for layer in linears(model) if not layer.weight.is_meta]
+    assert len(left) == {"mamba": 2}.get(kind, 0)  # the time steps of each layer are multiplied by hand
+    found = model(IDS[:, :rows], use_cache=False).logits.float()
+    assert torch.allclose(found, before, rtol=2**-6, atol=2**-6 * float(before.abs().max()))
+
+
+@needs_packing
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_what_an_embedding_shares_is_there_twice(tied: bool) -> None:
+    model = model_of("llama", tie_word_embeddings=tied)
+    embedding = model.get_input_embeddings().weight
+    assert pack_weights(model) == (embedding.nbytes if tied else 0)
+    assert not embedding.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_number_formats_stay(dtype: torch.dtype) -> None:
+    model = model_of("llama", dtype)
+    assert pack_weights(model) == 0
+    assert not any(layer.weight.is_meta for layer in linears(model))
+
+
+def test_what_is_not_plain_stays() -> None:
+    """Weights that come and go, and layers of another class."""
+    model = model_of("llama")
+    first, second = linears(model)[:2]
+    first._hf_hook = object()  # type: ignore[assignment]
+    second.__class__ = type("Quantised", (torch.nn.Linear,), {})
+    pack_weights(model)
+    assert not first.weight.is_meta
+    assert not second.weight.is_meta
+
+
+def test_a_library_that_cannot_leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(weight: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(packed_weights, "_packed", missing)
+    packed_weights._can_pack.cache_clear()
+    try:
+        model = model_of("llama")
+        assert pack_weights(model) == 0
+        assert not any(layer.weight.is_meta for layer in linears(model))
+    finally:
+        packed_weights._can_pack.cache_clear()
+
+
+@needs_packing
+def test_members_are_packed_and_report_what_they_take(tmp_path: Path) -> None:
+    folder = save_model("llama", byte_level_tokenizer(), tmp_path / "tiny")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder), dtype="bfloat16", device="cpu")])) as engine:
+        [report] = engine.load().describe()
+        [member] = local_members(engine)
+        assert linears(member.runner.model)[0].weight.is_meta
+        assert report.parameters == plain.num_parameters()
+        tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
+        assert report.memory_bytes == weight_bytes(plain) + (plain.get_input_embeddings().weight.nbytes if tied else 0)
+
+
+def test_a_model_of_somebody_else_stays() -> None:
+    model, tokenizer = model_of("llama"), byte_level_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    LocalMember(MemberConfig("given"), loaded=(model, tokenizer))
+    assert not any(layer.weight.is_meta for layer in linears(model))

@@ -1,0 +1,58 @@
+"""Long prompts: later pieces need no mask where a kernel knows what they see, and settings that keep kernels ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import MemberConfig
+from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.runtime import attention
+from specfuse_shared.runtime.kernels import choose_kernels
+from tests.support.tiny import byte_level_tokenizer, save_model
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gemma3_text", "gpt_oss"])
+@torch.inference_mode()
+def test_pieces_without_a_mask_equal_the_plain_forward(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of the attention: whether it has a mask, queries and slots."""
+    save_model(kind, byte_level_tokenizer(), tmp_path)
+    runner = LocalMember(MemberConfig(str(tmp_path))).runner
+    monkeypatch.setattr(attention, "_WITHOUT_LOWER_RIGHT", set())
+    masked: list[bool] = []
+    attend = attention.Batch.attend
+
+    def noted(batch: Any, kernel: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def own(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+            masked.append(mask is not None and not isinstance(mask, attention.CausalBias))
+            return kernel(module, query, key, value, mask, **more)
+
+        return attend(batch, own, *args, **kwargs)
+
+    monkeypatch.setattr(attention.Batch, "attend", noted)
+    prompt = torch.randint(10, 250, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    context = new_sequence(runner)
+    context.begin(prompt)
+    while context.prompt_remaining:
+        feed_together([ForwardRequest(context, prompt=100)])
+    expected = runner.plain(prompt)[-1]
+    assert torch.allclose(context._logits_row(-1), expected, atol=2e-3)
+    windows = {"qwen3": 0, "gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}[kind]
+    assert sum(masked) == 3 * windows, "only layers with a window need one"
+
+
+def test_a_gpu_plans_no_attention_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", said.append)
+    choose_kernels(torch.device("cpu"))
+    assert not said
+    choose_kernels(torch.device("cuda", 1))
+    assert said == [False]

@@ -1,0 +1,303 @@
+"""Static execution gives what the dynamic one gives, and waits for the device once a draft and once a verification."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.probe import probe
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.cache.kv_cache import CachePool
+from specfuse_shared.runtime.logprobs import NotFiniteError
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static.cuda_graphs import Graphs, NoWaiting
+from specfuse_shared.runtime.static.runner import DraftInput, DraftRun
+from tests.serving.test_concurrency import requests
+from tests.support.against_naive import answer_of, local_members
+from tests.support.tiny import byte_level_tokenizer, save_model
+
+RULES = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(temperature=1.4, top_k=20, top_p=0.8, min_p=0.02, seed=2),
+    SamplingParams(temperature=0.9, seed=5),
+    SamplingParams(temperature=0.7, repetition_penalty=1.2, seed=3),
+)
+LENGTHS = (7, 120, 250, 31, 400, 18)
+"""Rows of 256 and of 512 slots, one of which grows while it drafts."""
+
+
+@pytest.fixture(scope="module")
+def member(static_engine: EnsembleEngine) -> LocalMember:
+    return local_members(static_engine)[0]
+
+
+@pytest.fixture
+def runner(member: LocalMember) -> ModelRunner:
+    """A static runner with nothing in its cache."""
+    model, plan = member.runner.model, member.runner.plan
+    return ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
+
+
+def prompts(member: LocalMember) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(10, member.vocabulary_size, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def opened(runner: ModelRunner, prompt: list[int]) -> SequenceState:
+    context = new_sequence(runner)
+    context.prefill(prompt)
+    return context
+
+
+def one_by_one(context: SequenceState, sampler: Sampler, count: int) -> list[int]:
+    """What the dynamic execution drafts."""
+    ids: list[int] = []
+    for _ in range(count):
+        branch = Branch(0, tuple(ids))
+        context.extend([branch])
+        ids.append(sampler.pick(context.logits(branch), (*context.prompt, *ids)))
+    return ids
+
+
+def drafted_by(contexts: list[SequenceState], drafts: list[DraftRequest]) -> list[ChosenTokens]:
+    """Runs drafts together."""
+    asked = [ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)]
+    return [chosen for chosen in feed_together(asked) if isinstance(chosen, ChosenTokens)]
+
+
+def drafts_of(contexts: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
+    found = []
+    for n, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", context.runner.device)
+        sampler.start(3)
+        found.append(DraftRequest(Branch(0, ()), count, sampler))
+    return found
+
+
+@torch.inference_mode()
+def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMember, runner: ModelRunner) -> None:
+    counts = [6, 9, 9, 1, 4, 9]
+    contexts = [opened(runner, prompt) for prompt in prompts(member)]
+    drafts, samplers = drafts_of(contexts, counts), [draft.sampler for draft in drafts_of(contexts, counts)]
+    found = drafted_by(contexts, drafts)
+    plain = ModelRunner(runner.model, runner.plan)
+    for context, draft, chosen, prompt in zip(contexts, drafts, found, prompts(member), strict=True):
+        ids, ended = context.drafted(draft, chosen, ())
+        reference = opened(plain, prompt)
+        assert ids == one_by_one(reference, samplers[contexts.index(context)], draft.count)
+        assert not ended
+        assert context.computed_tokens == reference.computed_tokens == draft.count - 1
+        assert context._row.used == reference._row.used  # type: ignore[attr-defined]
+        branch = Branch(0, tuple(ids))
+        assert context.logprobs(branch) == pytest.approx(reference.logprobs(branch), abs=1e-4)
+        context.commit(branch)
+        reference.commit(branch)
+        later = (Branch(draft.count, (11, 12)), Branch(max(0, draft.count - 2), (13,)))
+        context.extend(later)
+        reference.extend(later)
+        for each in later:
+            assert context.logprobs(each) == pytest.approx(reference.logprobs(each), abs=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 2, 8])
+@torch.inference_mode()
+def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
+    member: LocalMember, runner: ModelRunner, place: int
+) -> None:
+    prompt = prompts(member)[0]
+    reference = opened(ModelRunner(runner.model, runner.plan), prompt)
+    whole = one_by_one(reference, drafts_of([reference], [9])[0].sampler, 9)
+    stop = next(token for token in whole[place:] if token not in whole[:place])
+    context = opened(runner, prompt)
+    [draft] = drafts_of([context], [9])
+    ids, ended = context.drafted(draft, drafted_by([context], [draft])[0], (0, stop))
+    assert (ids, ended) == (whole[: whole.index(stop)], True)
+    assert context._row.used == len(prompt) + len(ids)  # type: ignore[attr-defined]
+    assert context.computed_tokens == len(ids)
+
+
+@torch.inference_mode()
+def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMember, runner: ModelRunner) -> None:
+    def drafted(poisoned: int | None) -> tuple[list[SequenceState], list[tuple[DraftRequest, ChosenTokens]]]:
+        contexts = [opened(runner, prompt) for prompt in prompts(member)[:3]]
+        drafts = drafts_of(contexts, [5, 5, 5])
+        if poisoned is not None:
+            row = contexts[poisoned]._row  # type: ignore[attr-defined]
+            for stack in row.block.stacks:
+                stack[:, row.index, :, : row.used] = float("nan")
+        return contexts, list(zip(drafts, drafted_by(contexts, drafts), strict=True))
+
+    (contexts, drafts), (healthy, expected) = drafted(poisoned=1), drafted(None)
+    with pytest.raises(NotFiniteError):
+        contexts[1].drafted(*drafts[1], ())
+    for n in (0, 2):
+        assert contexts[n].drafted(*drafts[n], ()) == healthy[n].drafted(*expected[n], ())
+
+
+@torch.inference_mode()
+def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMember, runner: ModelRunner) -> None:
+    prompt, texts = prompts(member)[0], []
+    runner.pool.keeps_empty = True
+    for _ in range(3):
+        contexts = [opened(runner, prompt) for _ in range(len(texts) + 1)]
+        drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in contexts]
+        found = zip(contexts, drafts, drafted_by(contexts, drafts), strict=True)
+        texts.append([context.drafted(draft, chosen, ())[0] for context, draft, chosen in found])
+        for context in contexts:
+            context.release()
+        assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
+        if len(texts) == 2:
+            runner.free_spare()
+            runner.drop_steps()
+            assert runner.pool.memory_bytes == 0
+    assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
+
+
+def test_a_row_keeps_a_spare_slot_and_what_it_holds_when_others_come_and_go() -> None:
+    pool = CachePool(torch.device("cpu"))
+    rows = [pool.row(10) for _ in range(3)]
+    for n, row in enumerate(rows):
+        row.reserve(4)
+        keys, values = row.block.layer(0, torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 5))
+        keys[row.index, :, :4], values[row.index, :, :4], row.used = n + 1, -n - 1, 4
+    assert len(rows[0].block.stacks) == 2, "keys and values of unlike size lie apart"
+    assert rows[0].block.size == 4, "three rows need room for four"
+    rows[0].free()
+    rows[1].reserve(256)
+    assert [row.block.capacity for row in rows[1:]] == [512, 256]
+    for row, value in ((rows[1], 2), (rows[2], 3)):
+        keys, values = row.block.layers[0]
+        assert (keys[row.index, :, :4] == value).all()
+        assert (values[row.index, :, :4] == -value).all()
+    rows[2].keep(1, [3])
+    assert rows[2].used == 2
+    for row in rows[1:]:
+        row.free()
+    assert pool.memory_bytes == 0
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+def test_answers_of_both_executions_are_the_same(tiny_engine: EnsembleEngine, speculation: str) -> None:
+    asked, found = requests(12), []
+    for execution in ("dynamic", "static"):
+        with EnsembleEngine(replace(tiny_engine.config, execution=execution, speculation=speculation)) as engine:
+            found.append(engine.generate_batch([question for question, _ in asked], [params for _, params in asked]))
+    assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]  # type: ignore[arg-type]
+    for one, other in zip(*found, strict=True):
+        if speculation == "off":  # who leads, and what guesses save, depends on what else runs
+            assert one.usage == other.usage  # type: ignore[union-attr]
+
+
+def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) -> None:
+    config = replace(static_engine.config, reuse_prefixes=False, speculation="off")
+    with EnsembleEngine(config) as engine:
+        streams = [engine.stream(f"Speak {n}", SamplingParams(max_tokens=60)) for n in range(4)]
+        sizes: list[int] = []
+        static = local_members(engine)[0].runner.static
+        assert static is not None
+        draft = static.draft
+        static.draft = lambda drafts: sizes.append(len(drafts)) or draft(drafts)  # type: ignore[method-assign, func-returns-value]
+        for stream in streams:
+            list(stream)
+    assert max(sizes) == 4
+    assert sum(size == 4 for size in sizes) > 2
+
+
+def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEngine) -> None:
+    asked = [(f"Tell me about {n}", SamplingParams(max_tokens=20, temperature=0.9, seed=n)) for n in range(4)]
+    with EnsembleEngine(replace(static_engine.config, reuse_prefixes=False)) as engine:
+        expected = [engine.generate(*each).text for each in asked]
+        static = local_members(engine)[0].runner.static
+        assert static is not None
+        plain, refused = static.draft, []
+
+        def draft(drafts: Sequence[DraftInput]) -> DraftRun:
+            if len(drafts) > 1:
+                refused.append(len(drafts))
+                raise torch.OutOfMemoryError("injected: out of memory")
+            return plain(drafts)
+
+        static.draft = draft  # type: ignore[method-assign]
+        found = engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
+    assert [result.text for result in found] == expected  # type: ignore[union-attr]
+    assert refused
+
+
+def test_members_say_how_they_run(tiny_engine: EnsembleEngine, static_engine: EnsembleEngine, tmp_path: Path) -> None:
+    assert {r.graphs for r in tiny_engine.describe()} == {"eager: dynamic execution (no CUDA device)"}
+    assert {r.graphs for r in static_engine.describe()} == {"eager: static execution without a CUDA device"}
+    save_model("mamba", byte_level_tokenizer(), tmp_path)
+    with EnsembleEngine(EnsembleConfig([MemberConfig(str(tmp_path))], execution="static")) as engine:
+        assert engine.describe()[0].graphs == "eager: dynamic execution (the model runs row by row)"
+        assert engine.generate("x", SamplingParams(max_tokens=3)).usage.completion_tokens
+    with pytest.raises(ConfigError, match="execution is 'fast': use one of 'auto', 'static', 'dynamic'"):
+        EnsembleConfig(["x"], execution="fast")
+
+
+def test_a_model_whose_fixed_steps_are_off_runs_dynamically(
+    member: LocalMember, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("specfuse_shared.runtime.static.batch.StaticStep.advance", lambda step: None)
+    with caplog.at_level(logging.WARNING):
+        way = probe(member.runner.model, "tiny", "static")
+    assert way.graphs is None
+    assert way.execution.startswith("eager: dynamic execution (steps of fixed shape are off by")
+    assert "member tiny runs dynamically" in caplog.text
+
+
+def test_grammars_and_alone_decoding_work_in_either_execution(
+    tiny_engine: EnsembleEngine, static_engine: EnsembleEngine
+) -> None:
+    params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
+    texts = {engine.generate("Letters?", params).text for engine in (tiny_engine, static_engine)}
+    assert len(texts) == 1
+    alone = replace(tiny_engine.config, members=[tiny_engine.config.members[1]])
+    answers = []
+    for execution in ("dynamic", "static"):
+        with EnsembleEngine(replace(alone, execution=execution)) as engine:
+            answers.append(engine.generate([Message("user", "Alone?")], SamplingParams(max_tokens=40)))
+    assert answers[0].text == answers[1].text
+    assert answers[0].usage == answers[1].usage
+
+
+@torch.inference_mode()
+def test_what_a_capture_could_not_survive_is_refused_before(member: LocalMember, runner: ModelRunner) -> None:
+    contexts = [opened(runner, prompt) for prompt in prompts(member)]
+    drafts = drafts_of(contexts, [4] * len(contexts))
+    with NoWaiting(runner.device):
+        drafted_by(contexts, drafts)
+    row = contexts[0].logits(Branch(0, ()))
+    waiting: list[Callable[[], object]] = [
+        lambda: row.max().item(),
+        lambda: bool(row[0] > 0),
+        lambda: torch.where(row > 0),
+        lambda: row[row > 0],
+        row.unique,
+    ]
+    for work in waiting:
+        with pytest.raises(RuntimeError, match="makes the host wait"), NoWaiting(runner.device):
+            work()
+
+
+def test_on_a_device_a_step_waits_for_nothing_and_mixes_no_devices() -> None:
+    script = Path(__file__).parents[1] / "support" / "on_fake_device.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["llama", "gemma2", "gemma3_text", "cohere2", "gpt2"]

@@ -1,0 +1,78 @@
+"""Admission counts what cache blocks really hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleConfig
+from specfuse_shared.members.base import MemberInfo
+from specfuse_shared.runtime.cache.kv_cache import CacheBlock, CachePool, CacheRow
+from specfuse_shared.runtime.masks import MaskPlan
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static.runner import StaticRunner
+from specfuse_shared.serving.admission import Budget, Need
+
+SLOT = {n: (torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)) for n in range(2)}
+SLOT_BYTES = 2 * 2 * 2 * 4 * 4
+CPU = torch.device("cpu")
+
+
+def budget(room: int, is_fixed: bool) -> Budget:
+    report: Any = None
+    info = MemberInfo("m", 1.0, {"cpu": 1.0}, None, False, SLOT_BYTES, 256, 100, report, fixed_blocks=is_fixed)
+    return Budget(EnsembleConfig(["m"], max_concurrent=99, reuse_prefixes=False), [info], {"cpu": room})
+
+
+def written(pool: CachePool, slots: int) -> CacheRow:
+    row = pool.row(slots)
+    for n, (keys, values) in SLOT.items():
+        row.block.layer(n, keys, values)
+    row.used = slots - 2
+    return row
+
+
+def test_who_is_let_in_never_meets_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 70 * 256 * SLOT_BYTES
+    zeros = CacheBlock._zeros
+
+    def scarce(block: CacheBlock, layers: int, rows: int, like: torch.Tensor) -> torch.Tensor:
+        wanted = layers * rows * like.shape[-3] * block.capacity * like.shape[-1] * like.element_size()
+        if pool.memory_bytes + wanted > room:
+            raise torch.OutOfMemoryError("there is no more")
+        return zeros(block, layers, rows, like)
+
+    monkeypatch.setattr(CacheBlock, "_zeros", scarce)
+    admission, pool, chance = budget(room, is_fixed=True), CachePool(CPU, SLOT), random.Random(5)
+    pool.is_fixed = True
+    running: list[tuple[Need, CacheRow]] = []
+    refused, most = 0, 0
+    for _ in range(600):
+        if running and chance.random() < 0.45:
+            need, row = running.pop(chance.randrange(len(running)))
+            row.free()
+            admission.free(need)
+            continue
+        slots = chance.choice((200, 200, 400, 900))
+        need = Need({"m": 256 if slots < 256 else 512 if slots < 512 else 1024}, {"cpu": 0})
+        if not admission.take(need, len(running)):
+            refused += 1
+            continue
+        running.append((need, written(pool, slots)))
+        most = max(most, pool.memory_bytes)
+    assert refused > 20
+    assert most > 0.5 * room, "what there is, is used"
+
+
+def test_graphs_and_their_logits_have_a_reserve() -> None:
+    def runner(reason: str | None) -> StaticRunner:
+        graphs = Graphs(torch.device("cuda"), "m", reason)
+        return StaticRunner(
+            lambda *_: torch.empty(0), MaskPlan(("full_attention",), False), CPU, torch.bfloat16, graphs
+        )
+
+    assert runner("switched off").reserve_bytes(4096, 128256) == 0
+    assert 0.3e9 < runner(None).reserve_bytes(4096, 128256) < 1e9

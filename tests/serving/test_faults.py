@@ -1,0 +1,288 @@
+"""Faults injected into one member or one request at every stage: no hang, no lost text, no harm to neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
+from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
+from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.members.local.batching import is_out_of_memory
+from specfuse_shared.members.local.session import LocalSession
+from specfuse_shared.members.stages import Commit, Op
+from specfuse_shared.results import EnsembleResult
+from tests.support.against_naive import FAULT_ROW, local_members
+
+POISONED, NEIGHBOUR = "Tell me about the poisoned well.", "How do the tides follow the moon?"
+PARAMS = SamplingParams(max_tokens=40)
+STAGES = ("prefill", "draft", "verify", "commit")
+TABLE: list[tuple[str, str, str, str]] = []
+
+
+def _raise(_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("injected")
+
+
+def _out_of_memory(_: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("injected: out of memory")
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exception": _raise,
+    "NaN": lambda logits: torch.full_like(logits, float("nan")),
+    "out of memory": _out_of_memory,
+}
+
+
+@dataclass
+class Outcome:
+    result: EnsembleResult | None
+    warnings: list[WarningEvent]
+    shown: str
+    error: GenerationError | None
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    with EnsembleEngine(replace(tiny_engine.config, exit="never", segment_tokens=5)) as made:
+        yield made.load()
+
+
+@pytest.fixture(autouse=True)
+def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """What was injected and what happened, for the summary of the run."""
+    before = len(TABLE)
+    yield
+    for row in TABLE[before:]:
+        record_property(FAULT_ROW, row)
+
+
+@contextmanager
+def fault_in(
+    engine: EnsembleEngine, stage: str, fault: Callable[[torch.Tensor], torch.Tensor], only: str | None
+) -> Iterator[None]:
+    """Break the second member's logits in one stage: of every request, or of the one whose prompt holds `only`.
+
+    The stage is where the feed comes from, so the fault sits between the real forward and what reads its logits.
+    """
+    target = local_members(engine)[1]
+    runner, plain_step = target.runner, target.runner.step
+    marks: dict[Any, str] = {}
+    plain_stage = LocalSession.stage
+
+    def marked(session: Any, op: Op) -> Any:
+        chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
+        if chosen and isinstance(op, Commit) and stage == "commit":
+            session.context.commit = lambda branch: broken_commit(session.context, branch)
+        inner, result = plain_stage(session, op), None
+        try:
+            while True:
+                request = inner.send(result)
+                marks[request.context] = op.stage if chosen else ""
+                result = yield request
+        except StopIteration as stop:
+            return stop.value
+
+    def broken_commit(context: Any, branch: Any) -> None:
+        """A commit forwards nothing where the winner was verified, so the fault is in keeping its rows."""
+        if fault is not FAULTS["NaN"]:
+            fault(torch.empty(0))
+        type(context).commit(context, branch)
+        context._end = fault(context._end)
+
+    def step(segments: Any) -> Any:
+        poisoned = [context._row for context, at in marks.items() if at == stage]  # taken at the first forward
+        if any(s.row in poisoned for s in segments) and fault is not FAULTS["NaN"]:
+            fault(torch.empty(0))
+        found = plain_step(segments)
+        return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, found, strict=True)]
+
+    LocalSession.stage = marked  # type: ignore[method-assign]
+    runner.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalSession.stage = plain_stage  # type: ignore[method-assign]
+        del runner.step
+
+
+def outcome_of(events: Any) -> Outcome:
+    warnings, shown, result, error = [], "", None, None
+    try:
+        for event in events:
+            if isinstance(event, WarningEvent):
+                warnings.append(event)
+            elif isinstance(event, SegmentEvent):
+                shown += event.text
+            elif isinstance(event, FinishEvent):
+                result = event.result
+    except GenerationError as failure:
+        error = failure
+    return Outcome(result, warnings, shown, error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_faulty_member_leaves_and_the_answer_goes_on(engine: EnsembleEngine, stage: str, kind: str) -> None:
+    with fault_in(engine, stage, FAULTS[kind], only=None):
+        found = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
+    [warning] = found.warnings
+    assert warning.member == "base"
+    # the NaN of a committed segment is met when the next draft reads it
+    assert warning.stage == ("draft" if (stage, kind) in {("commit", "NaN"), ("prefill", "NaN")} else stage)
+    assert found.result is not None
+    assert found.shown == found.result.text != ""
+    assert found.result.rounds[-1].active == ("chat",)
+    exits = [e for r in found.result.rounds for e in r.exits]
+    assert [(e.member, e.reason) for e in exits] == [("base", "fault")]
+    TABLE.append((kind, stage, "a member", f"left in {warning.stage}; {len(found.shown)} characters by the other one"))
+    healthy = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
+    assert not healthy.warnings, "the fault is gone with its request"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_one_poisoned_request_fails_alone(engine: EnsembleEngine, stage: str, kind: str) -> None:
+    neighbours = [f"{NEIGHBOUR} {n}" for n in range(3)]
+    expected = [engine.generate(question, PARAMS).text for question in neighbours]
+    with fault_in(engine, stage, FAULTS[kind], only="poisoned"):
+        streams = [engine.stream(question, PARAMS) for question in (*neighbours, POISONED)]
+        found = [outcome_of(stream) for stream in streams]
+    assert [each.shown for each in found[:3]] == expected
+    assert not any(each.warnings for each in found[:3])
+    assert [w.member for w in found[3].warnings] == ["base"]
+    assert found[3].result is not None
+    TABLE.append((kind, stage, "one request", "its member left; three neighbours byte for byte as before"))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_when_nobody_is_left_the_error_names_the_member_and_carries_the_text(
+    tiny_engine: EnsembleEngine, kind: str
+) -> None:
+    base = tiny_engine.config.member_configs[1]
+    config = EnsembleConfig(
+        members=[replace(base, name=n) for n in ("one", "two")],
+        segment_tokens=5,
+        first_segment_tokens=None,
+        exit="never",
+    )
+    with EnsembleEngine(config) as engine:
+        calls = {m.name: iter(range(10_000)) for m in local_members(engine)}
+        for m in local_members(engine):
+            plain, fault = m.runner.step, FAULTS[kind]
+
+            def step(segments: Any, m: Any = m, plain: Any = plain, fault: Any = fault) -> Any:
+                found = plain(segments)
+                return [fault(rows) for rows in found] if next(calls[m.name]) > 20 else found
+
+            m.runner.step = step  # type: ignore[method-assign]
+        found = outcome_of(engine.stream(NEIGHBOUR, replace(PARAMS, max_tokens=300)))
+        assert found.error is not None
+        assert found.error.member in ("one", "two")
+        assert found.error.text == found.shown != ""
+        assert found.error.member in str(found.error)
+    TABLE.append((kind, "any", "all members", "GenerationError with the text so far"))
+
+
+def test_a_member_that_cannot_load_leaves_the_engine_usable_for_another_try(tiny_engine: EnsembleEngine) -> None:
+    base = tiny_engine.config.member_configs[1]
+    with EnsembleEngine(EnsembleConfig(members=[base, MemberConfig("/nowhere/model")])) as engine:
+        for _ in range(2):
+            with pytest.raises(MemberLoadError, match="/nowhere/model"):
+                engine.generate("x")
+    TABLE.append(("missing files", "load", "a member", "MemberLoadError that names it, each time"))
+
+
+def test_lack_of_memory_first_splits_the_batch(engine: EnsembleEngine) -> None:
+    runner = local_members(engine)[0].runner
+    plain, refused, sizes = runner.step, [], []
+
+    def step(segments: Any) -> Any:
+        if len(segments) > 2:
+            refused.append(len(segments))
+            raise torch.OutOfMemoryError("injected: out of memory")
+        sizes.append(len(segments))
+        return plain(segments)
+
+    questions = [f"{NEIGHBOUR} {n}" for n in range(5)]
+    expected = [engine.generate(question, PARAMS).text for question in questions]
+    runner.step = step  # type: ignore[method-assign]
+    try:
+        results = engine.generate_batch(questions, PARAMS)
+    finally:
+        del runner.step
+    assert [r.text for r in results if isinstance(r, EnsembleResult)] == expected
+    assert refused
+    assert max(sizes) == 2
+    TABLE.append(("out of memory", "any", "big batches", f"split into halves {len(refused)} times, same answers"))
+
+
+def test_lack_of_memory_then_drops_remembered_prefixes(engine: EnsembleEngine) -> None:
+    engine.generate(NEIGHBOUR, PARAMS)
+    runner = local_members(engine)[0].runner
+    plain = runner.step
+
+    def step(segments: Any) -> Any:
+        if runner.prefixes.memory_bytes:
+            raise torch.OutOfMemoryError("injected: out of memory")
+        return plain(segments)
+
+    assert runner.prefixes.memory_bytes > 0
+    runner.step = step  # type: ignore[method-assign]
+    try:
+        found = outcome_of(engine.stream("Another question altogether", PARAMS))
+    finally:
+        del runner.step
+    assert found.result is not None
+    assert not found.warnings
+    TABLE.append(("out of memory", "any", "prefix cache", "dropped, then the answer goes on unharmed"))
+
+
+def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEngine) -> None:
+    calls = iter(range(100))
+
+    def exit_policy(totals: Any, round_index: int) -> Any:
+        if next(calls) == 2:
+            raise ZeroDivisionError("user code")
+        from specfuse_shared.policies import never
+
+        return never(totals, round_index)
+
+    with EnsembleEngine(replace(tiny_engine.config, exit=exit_policy)) as engine:
+        found = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
+        assert found.error is not None
+        assert "ZeroDivisionError: user code" in str(found.error)
+        assert found.error.text.startswith(found.shown)
+        assert outcome_of(engine.stream(NEIGHBOUR, PARAMS)).result is not None
+
+
+def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) -> None:
+    with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1)) as engine:
+        runner = local_members(engine)[0].runner
+        plain, steps = runner.step, iter(range(5))
+
+        def dies(segments: Any) -> Any:
+            if next(steps, None) is None:
+                raise SystemExit("worker killed")
+            return plain(segments)
+
+        runner.step = dies  # type: ignore[method-assign]
+        streams = [engine.stream(f"{NEIGHBOUR} {n}", PARAMS) for n in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineClosedError, match="worker stopped"):
+                list(stream)
+        with pytest.raises(EngineClosedError, match="worker stopped"):
+            engine.generate("x")
+
+
+def test_every_kind_of_memory_error_is_recognised() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))

@@ -1,0 +1,186 @@
+"""Hold an engine's answer against the naive rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
+from specfuse_shared.events import Event
+from specfuse_shared.fusion.participants import Participant
+from specfuse_shared.fusion.session import AnswerSession
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.lane_thread import LaneThread
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.session import LocalSession
+from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.types import RoundRecord
+from tests.support.naive import NaiveMember, NaiveRound, naive_rounds
+
+SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte"})
+"""Settings of the scores that are held against the naive rounds."""
+FAULT_ROW = "fault"
+"""Name of a test's property: what was injected, when, into what, and what happened."""
+"""What the fault tests injected and saw, for the summary of the run."""
+
+
+def local_members(engine: EnsembleEngine) -> list[LocalMember]:
+    """The loaded models of an engine, in the members' order."""
+    lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
+    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
+    return [found[name] for name in engine.config.names]
+
+
+def with_settings(config: EnsembleConfig, **settings: Any) -> EnsembleConfig:
+    return replace(config, **settings)
+
+
+@dataclass
+class Side:
+    """What a member's lane holds of an answer, and what its session knows of it."""
+
+    session: LocalSession
+    participant: Participant
+
+    @property
+    def drafted(self) -> int:
+        return self.participant.drafted
+
+
+class OpenAnswer:
+    """One answer of members in this thread, without a scheduler: its session, and the lane that it asks."""
+
+    def __init__(
+        self, config: EnsembleConfig, members: Sequence[MemberHere], messages: list[Message], params: SamplingParams
+    ) -> None:
+        self.lane = LocalLane(members)
+        self._session = AnswerSession(config, [member.member for member in members], messages, params)
+        self._work = self._session.run()
+
+    def release(self) -> None:
+        """Free the caches; the members stay."""
+        self.lane.submit([StageRequest(0, name, Close()) for name in self.lane.local], lambda results: None)
+        self.lane.step()
+
+    @property
+    def text(self) -> str:
+        return self._session.text
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        return list(self._session.rounds)
+
+    @property
+    def finished(self) -> bool:
+        return self._session.finished
+
+    @property
+    def participants(self) -> dict[str, Side]:
+        sides = self._session.participants.sides
+        return {name: Side(held[0], sides[name]) for name, held in self.lane._sessions.items()}
+
+    def events(self) -> Iterator[Event]:
+        """Its events as they come; stages run when the next one is asked for."""
+        ops = next(self._work)
+        while True:
+            yield from self._taken()
+            try:
+                ops = self._work.send(self._results(ops))
+            except StopIteration:
+                break
+        yield from self._taken()
+
+    def _results(self, ops: Mapping[str, Op]) -> dict[str, StageResult]:
+        found: list[StageResult] = []
+        self.lane.submit([StageRequest(0, name, op) for name, op in ops.items()], found.extend)
+        while len(found) < len(ops):
+            self.lane.step()
+        return {result.member: result for result in found}
+
+    def _taken(self) -> Iterator[Event]:
+        while self._session.events:
+            yield self._session.events.popleft()
+
+
+def open_session(
+    config: EnsembleConfig, members: Sequence[MemberHere], messages: list[Message], params: SamplingParams
+) -> OpenAnswer:
+    return OpenAnswer(config, members, messages, params)
+
+
+def run_rounds(answer: OpenAnswer, count: int) -> list[RoundRecord]:
+    """At most `count` rounds of an answer, which stays open."""
+    events = answer.events()
+    while not answer.finished and len(answer.rounds) < count:
+        next(events)
+    return answer.rounds
+
+
+@contextmanager
+def eager(members: list[LocalMember]) -> Iterator[None]:
+    """The reference runs on the library's plainest attention, not on the engine's."""
+    before = [m.runner.model.config._attn_implementation for m in members]
+    for member in members:
+        member.runner.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        for member, name in zip(members, before, strict=True):
+            member.runner.model.set_attn_implementation(name)
+
+
+def assert_equals_naive(
+    config: EnsembleConfig,
+    members: Sequence[MemberHere],
+    messages: list[Message],
+    params: SamplingParams,
+    rounds: int,
+    tolerance: float = 1e-3,
+    kind: type[NaiveMember] = NaiveMember,
+) -> list[RoundRecord]:
+    """Same candidates, scores, winners, segments and active members, round by round; returns the engine's."""
+    session = open_session(config, members, messages, params)
+    records = run_rounds(session, rounds)
+    session.release()
+    fused = [r for r in records if len(r.active) > 1]
+    with eager([member for member in members if isinstance(member, LocalMember)]):
+        naive: list[NaiveRound] = []
+        for found in naive_rounds(config, members, messages, params, kind):
+            naive.append(found)
+            if len(naive) == len(fused):
+                break
+    assert len(naive) == len(fused) > 0
+    for record, reference in zip(fused, naive, strict=True):
+        _assert_round(record, reference, tolerance)
+    return records
+
+
+def _assert_round(record: RoundRecord, reference: NaiveRound, tolerance: float) -> None:
+    drafted = {name: (c.text, c.ends) for c in record.candidates for name in c.drafters}
+    spoken = {n: d for n, d in reference.candidates.items() if d[0] or d[1]}
+    assert drafted == spoken, f"round {record.index}"
+    assert list(record.active) == reference.active
+    assert (record.winner, record.text) == (reference.winner, reference.segment), f"round {record.index}"
+    assert record.verified == bool(reference.scores)
+    for candidate in record.candidates:
+        for name, score in candidate.scores.items():
+            expected = reference.scores[name][f"{candidate.text}|{candidate.ends}"]
+            assert abs(score - expected) <= tolerance, f"round {record.index}: {name} on {candidate.text!r}"
+
+
+async def stalls_of_the_loop(stalls: list[float]) -> None:
+    """Tick every 10 ms until cancelled; how much later than that each tick came, in seconds."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(0.01)
+        stalls.append(time.perf_counter() - before - 0.01)
+
+
+def answer_of(result: EnsembleResult) -> tuple[str, list[str]]:
+    return result.text, [r.winner for r in result.rounds]

@@ -1,0 +1,194 @@
+"""A lane of plain Python: members whose tokens are words, which say what a script tells them. No model, no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specfuse_shared.members.base import CacheUse, Member, MemberInfo
+from specfuse_shared.members.stages import (
+    Close,
+    Closed,
+    Commit,
+    Draft,
+    DraftAlone,
+    Drafted,
+    Fault,
+    Open,
+    Reply,
+    StageRequest,
+    StageResult,
+    TokenCounts,
+    Value,
+    Verdict,
+    Verdicts,
+    Verify,
+)
+from specfuse_shared.messages import Message, Tool
+from specfuse_shared.text.codec import Encoding
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.types import MemberReport
+
+Say = Callable[[str, int], str]
+"""(the answer so far, how many words at most) → what a member would say next; an end of turn is "."."""
+Disturb = Callable[[StageRequest], Fault | None]
+"""A fault to give instead of running a stage, or None."""
+
+
+def scripted(text: str) -> Say:
+    """A member that wants to say this text, and goes on where the answer is."""
+    words = text.split(" ")
+
+    def say(answer: str, limit: int) -> str:
+        start = len(answer.split())
+        return "".join(f" {word}" for word in words[start : start + limit])
+
+    return say
+
+
+class WordCodec:
+    """Every word with the space before it is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [hash(word) for word in text.split()]
+
+    def extend(self, encoding: Encoding, addition: str) -> Encoding:
+        text = encoding.text + addition
+        return Encoding(text, tuple(self.encode(text)))
+
+    def head(self, encoding: Encoding, count: int) -> str:
+        return "".join(f" {word}" for word in encoding.text.split()[:count])
+
+
+class WordText:
+    """The text side of a member of words."""
+
+    codec = WordCodec()
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        return [hash(word) for message in messages for word in message.content.split()]
+
+    def prepare(self, grammar: Grammar | None = None) -> None:
+        assert grammar is None, "no grammar is used with members of words"
+
+
+@dataclass
+class FakeLane:
+    """Runs a stage as soon as it is asked for, in the thread that asks, and keeps what it was asked.
+
+    `says`: by member. `likes`: (member, text) → log p of each word of it; else −1. `disturb` injects faults. While
+    `held` is a list, requests wait there.
+    """
+
+    says: Mapping[str, Say]
+    likes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    disturb: Disturb = lambda request: None
+    context_limit: int | None = None
+    held: list[tuple[Sequence[StageRequest], Reply]] | None = None
+    asked: list[StageRequest] = field(default_factory=list)
+    submissions: list[Sequence[StageRequest]] = field(default_factory=list)
+    answers: dict[tuple[int, str], str] = field(default_factory=dict)
+    computed: Counter[tuple[int, str]] = field(default_factory=Counter)
+    closed: bool = False
+    fault: Fault | None = None
+
+    @property
+    def members(self) -> Sequence[MemberInfo]:
+        return [self._info(name) for name in self.says]
+
+    def parties(self) -> tuple[Member, ...]:
+        """What the coordinator has of its members."""
+        return tuple(Member(info, WordText()) for info in self.members)  # type: ignore[arg-type]
+
+    def memory(self) -> Mapping[str, int]:
+        return {"fake": 1 << 30}
+
+    def remember(self, limits: Mapping[str, int]) -> None:
+        assert set(limits) == set(self.says)
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse(cache_bytes=len(self.answers))
+
+    def close(self) -> None:
+        self.closed = True
+        self.answers.clear()
+
+    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+        self.submissions.append(requests)
+        if self.held is not None:
+            self.held.append((requests, reply))
+            return
+        reply([self._run(request) for request in requests])
+
+    def release(self) -> None:
+        """Run what was held back, from now on at once."""
+        held, self.held = self.held or [], None
+        for requests, reply in held:
+            reply([self._run(request) for request in requests])
+
+    def _run(self, request: StageRequest) -> StageResult:
+        self.asked.append(request)
+        key = request.answer, request.member
+        fault = None if isinstance(request.op, Close) else self.disturb(request)
+        value = None if fault is not None else self._value(key, request)
+        counts = TokenCounts(len(self.answers.get(key, "").split()), 0, self.computed[key])
+        return StageResult(*key, value, counts, fault)
+
+    def _value(self, key: tuple[int, str], request: StageRequest) -> Value:
+        match request.op:
+            case Open():
+                assert key not in self.answers, "opened twice"
+                self.answers[key] = ""
+            case Draft(limit=limit) | DraftAlone(limit=limit) as op:
+                words = self.says[request.member](self.answers[key], limit).split()
+                if ends := "." in words[op.min_tokens_left :]:
+                    words = words[: words.index(".", op.min_tokens_left)]
+                text = "".join(f" {word}" for word in words)
+                if isinstance(op, DraftAlone) and not ends:
+                    self.answers[key] += text
+                self.computed[key] += len(words)
+                return Drafted(text, ends, len(words))
+            case Verify(questions=questions):
+                return Verdicts(tuple(self._verdict(request.member, q.text, q.ends) for q in questions))
+            case Commit(text=text):
+                self.answers[key] += text
+            case Close():
+                self.answers.pop(key, None)
+                return Closed()
+        return None
+
+    def _verdict(self, member: str, text: str, ends: bool) -> Verdict:
+        words = text.split() + ["."] * ends
+        return Verdict((self.likes.get((member, text), -1.0),) * len(words), tuple(map(len, words)))
+
+    def _info(self, name: str) -> MemberInfo:
+        report = MemberReport(
+            name=name,
+            model="words",
+            architecture="words",
+            parameters=0,
+            memory_bytes=0,
+            device="fake",
+            dtype="none",
+            quantization=None,
+            attention="none",
+            verification="packed",
+            probe_error=0.0,
+            graphs="eager: no device",
+            template="plain",
+            context=self.context_limit,
+            stop_token_ids=(),
+            load_seconds=0.0,
+        )
+        return MemberInfo(
+            name=name,
+            weight=1.0,
+            devices={"fake": 1.0},
+            context_limit=self.context_limit,
+            thinks=False,
+            bytes_per_token=1,
+            smallest_row=16,
+            vocabulary_size=1,
+            report=report,
+        )

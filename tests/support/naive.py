@@ -1,0 +1,249 @@
+"""The method written plainly: no cache, no batching, no tree. The engine must equal this in float32.
+
+Every draft token and every score is one plain forward over the whole sequence, with eager attention. Formulas are
+written out again here; what text and ids are (templates, canonical encoding, cuts, seeds) is shared with the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specfuse_shared import EnsembleConfig, Message, SamplingParams
+from specfuse_shared.fusion.repetition import is_stuck, repeats
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
+from specfuse_shared.text.codec import cut_candidate, whole_characters
+from specfuse_shared.text.stops import partial_stop
+
+
+@dataclass
+class NaiveRound:
+    candidates: dict[str, tuple[str, bool]]
+    scores: dict[str, dict[str, float]]
+    winner: str
+    segment: str
+    ended: bool
+    active: list[str]
+
+
+class NaiveMember:
+    def __init__(self, member: MemberHere, messages: list[Message], params: SamplingParams) -> None:
+        self.name, self.codec, self.stop_ids = member.name, member.codec, list(member.stop_ids)
+        self.m: Any = member
+        self.prompt = member.encode_prompt(messages)
+        self.sampler = Sampler(params, params.seed or 0, member.name, member.runner.device)
+        self.turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
+
+    def logits(self, answer_ids: list[int]) -> torch.Tensor:
+        """(tokens of the answer + 1, V): what comes after the prompt and after each answer token."""
+        inputs = {"input_ids": torch.tensor([self.prompt + answer_ids]).to(self.m.runner.device), "use_cache": False}
+        logits = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
+        return logits[0, -len(answer_ids) - 1 :].float()
+
+    def draft(self, answer: str, limit: int, round_index: int) -> tuple[str, bool]:
+        start, ids, text = self.codec.encode(answer), [], ""
+        self.sampler.start(round_index)
+        while len(ids) < limit or (not whole_characters(text) and len(ids) < limit + 8):
+            logits = self.logits(start + ids)[-1].index_fill(0, self.m.banned_token_ids, float("-inf"))
+            token = self.sampler.pick(logits, self.prompt + start + ids)
+            if token in self.stop_ids:
+                return whole_characters(self.cut_turn(text)), True
+            ids.append(token)
+            text = self.codec.text_after(start, ids)
+        if self.cut_turn(text) != text:
+            return whole_characters(self.cut_turn(text)), True
+        open_turn = partial_stop(text, self.turn_ends)
+        return cut_candidate(text[: len(text) - open_turn] if 0 < open_turn < len(text) else text), False
+
+    def cut_turn(self, text: str) -> str:
+        at = [text.find(end) for end in self.turn_ends if end in text]
+        return text[: min(at)].rstrip("\n") if at else text
+
+    def judge(self, answer: str, candidate: str, ends: bool) -> list[tuple[float, int]]:
+        """log p and bytes of the candidate's canonical tokens (and of any end of turn)."""
+        ids = self.codec.encode(answer + candidate)
+        before = self.codec.encode(answer)
+        start = next(n for n in range(len(before), -1, -1) if ids[:n] == before[:n])
+        logp = self.logits(ids).log_softmax(-1)
+        found = [(float(logp[i, ids[i]]), self.codec.token_bytes([ids[i]])[0]) for i in range(start, len(ids))]
+        return found + ([(float(logp[len(ids), self.stop_ids].logsumexp(0)), 1)] if ends else [])
+
+
+Draft = tuple[str, bool]
+Judged = dict[Draft, list[tuple[float, int]]]
+
+
+def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
+    """What one verifier thinks of each candidate: exp(Σ log p / units), or the probability of the stretch."""
+    if config.score == "stretch":
+        return _stretch(judged, config.units == "token")
+    units = {"text": lambda n: 1, "root": math.sqrt, "token": lambda n: n}[config.units or ""]
+    return {d: math.exp(sum(lp for lp, _ in tokens) / units(len(tokens))) for d, tokens in judged.items()}
+
+
+def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
+    """Up to where all have text (finished answers in full), and what goes on from the text of one that ends never past
+    that point."""
+    size = {d: len(d[0].encode()) for d in judged}
+    border = (max if all(ends for _, ends in judged) else min)(size.values())
+    found = {}
+    for draft, tokens in judged.items():
+        behind = [e for e in judged if e[1] and e != draft and draft[0].startswith(e[0])]
+        reach = min([border, *(size[e] for e in behind)])
+        at = min(0, size[draft] - sum(b for _, b in tokens[: len(tokens) - draft[1]]))
+        score = 1.0
+        for logp, count in tokens[: len(tokens) - draft[1]]:
+            if at < reach:
+                score *= math.exp(logp) if whole else math.exp(logp) ** min(1, (reach - at) / count)
+                at += count
+        if draft[1] and size[draft] <= reach:
+            score *= math.exp(tokens[-1][0])
+        elif at == reach and (over := [e for e in behind if size[e] == reach]):
+            score *= 1 - math.exp(judged[over[0]][-1][0])
+        found[draft] = score
+    return found
+
+
+@torch.inference_mode()
+def naive_rounds(
+    config: EnsembleConfig,
+    members: Sequence[MemberHere],
+    messages: list[Message],
+    params: SamplingParams,
+    kind: type[NaiveMember] = NaiveMember,
+) -> Iterator[NaiveRound]:
+    active = [kind(m, messages, params) for m in members]
+    weight = {m.name: m.info.weight / sum(other.info.weight for other in members) for m in members}
+    quality = dict.fromkeys(weight, 0.0)
+    answer, index, verified = "", 0, 0
+    while len(active) > 1:
+        index += 1
+        drafts = {m.name: m.draft(answer, config.segment_limit(index), index) for m in active}
+        distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
+        judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in active if len(distinct) > 1}
+        authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
+        circling = {d for d in distinct if config.repetition_guard and judged and repeats(answer, d[0])}
+        (text, ended), table, total = _elect(judged, weight, authors, circling, config)
+        scores = {name: {f"{t}|{e}": s for (t, e), s in row.items()} for name, row in table.items()}
+        winner = next(name for name, d in drafts.items() if d == (text, ended))
+        text, ended = ("", True) if config.repetition_guard and is_stuck(answer, text) else (text, ended)
+        yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in active])
+        answer += text
+        if ended:
+            return
+        if not scores:
+            continue
+        verified += 1
+        names = [m.name for m in active]
+        own = {i: f"{drafts[i][0]}|{drafts[i][1]}" for i in names}
+        if config.feedback == "constant":
+            weight = _feedback(config.feedback_rate, weight, names, scores, own)
+        for i in names:
+            quality[i] += total.get(drafts[i], 0.0)
+        if config.exit == "entropy":
+            gone = _leavers({i: quality[i] for i in names}, verified, config)
+            active = [m for m in active if m.name not in gone]
+            mass = sum(weight[m.name] for m in active)
+            weight = {m.name: weight[m.name] / mass for m in active}
+
+
+def _elect(
+    judged: dict[str, Judged],
+    weight: dict[str, float],
+    authors: dict[Draft, list[str]],
+    circling: set[Draft],
+    config: EnsembleConfig,
+) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
+    """The winner, each verifier's scores, the votes. The lowest leaves, and the others are compared anew."""
+    scores, total = _votes(list(authors), judged, weight, authors, config)
+    gone = _outsiders(scores, authors) if config.aggregate == "seconded_mean" and len(judged) > 2 else set()
+    if gone and gone != set(judged):
+        rest = {d: [j for j in own if j not in gone] for d, own in authors.items() if set(own) - gone}
+        heard = {j: {d: row[d] for d in rest} for j, row in judged.items() if j not in gone}
+        winner, _, total = _elect(heard, weight, rest, circling & set(rest), config)
+        return winner, scores, {d: total.get(d, 0.0) / sum(weight[j] for j in heard) for d in authors}
+    least = max(total.values()) / 1000 if circling and len(judged) > 2 else 0.0
+    left = [d for d in authors if d not in circling and total[d] >= least] or list(authors)
+    while len(left) > 1:
+        left.remove(_last(left, judged, weight, authors, config))
+    return left[0], scores, total | dict.fromkeys(circling, 0.0)
+
+
+def _outsiders(scores: dict[str, dict[Draft, float]], authors: dict[Draft, list[str]]) -> set[str]:
+    """Who finds a thousandth of its likeliest in nothing but its own, in which nobody else does."""
+    liked = {(j, d) for j, row in scores.items() for d in row if 1000 * row[d] >= max(row.values())}
+    met = {(j, d) for j, d in liked if authors[d] != [j]}
+    return set(scores) - {j for j, _ in met} - {own for _, d in met for own in authors[d] if len(authors[d]) == 1}
+
+
+def _votes(
+    some: list[Draft],
+    judged: dict[str, Judged],
+    weight: dict[str, float],
+    authors: dict[Draft, list[str]],
+    config: EnsembleConfig,
+) -> tuple[dict[str, dict[Draft, float]], dict[Draft, float]]:
+    scores = {name: _scores({d: row[d] for d in some}, config) for name, row in judged.items()}
+    return scores, {d: _vote([(s[d], weight[j], authors[d] == [j]) for j, s in scores.items()], config) for d in some}
+
+
+def _last(
+    some: list[Draft],
+    judged: dict[str, Judged],
+    weight: dict[str, float],
+    authors: dict[Draft, list[str]],
+    config: EnsembleConfig,
+) -> Draft:
+    """The one that leaves: of what nobody tells apart, what is worst among itself, or what another goes on from."""
+    scores, total = _votes(some, judged, weight, authors, config)
+    lowest = min(reversed(some), key=lambda d: total[d])
+    rows = [*scores.values(), total]
+    same = [d for d in some if all(math.isclose(r[d], r[lowest], rel_tol=1e-4) for r in rows)]
+    if 1 < len(same) < len(some):
+        return _last(same, judged, weight, authors, config)
+    least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
+    begun = not least[1] and any(d[0].startswith(least[0]) and d[0] != least[0] for d in same)
+    return least if begun else lowest
+
+
+def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:
+    """Weighted mean of (score, weight, whether it is the only author's); seconded: a lone author's score counts at most
+    a thousand times the best other one, among three or more."""
+    if config.aggregate == "seconded_mean" and len(votes) > 2:
+        most = 1000 * max(s for s, _, own in votes if not own)
+        votes = [(min(s, most) if own else s, w, own) for s, w, own in votes]
+    return sum(s * w for s, w, _ in votes)
+
+
+def _feedback(
+    rate: float,
+    weight: dict[str, float],
+    names: list[str],
+    scores: dict[str, dict[str, float]],
+    own: dict[str, str],
+) -> dict[str, float]:
+    grown = {}
+    for i in names:
+        votes = []
+        for k in (k for k in names if k != i):
+            duel = {j: (scores[j].get(own[i], 0.0), scores[j].get(own[k], 0.0)) for j in names if j not in (i, k)}
+            third = [d for j, d in duel.items() if 1000 * max(d) >= max(scores[j].get(own[x], 0.0) for x in names)]
+            rival = (scores[k].get(own[i], 0.0), scores[k].get(own[k], 0.0))
+            votes += [(mine > theirs) + 0.5 * (mine == theirs) for mine, theirs in third or [rival]]
+        grown[i] = weight[i] * math.exp(rate * sum(votes) / len(votes))
+    return {i: w / sum(grown.values()) for i, w in grown.items()}
+
+
+def _leavers(quality: dict[str, float], t: int, config: EnsembleConfig) -> list[str]:
+    share = [q / sum(quality.values()) for q in quality.values()]
+    heat = -sum(s * math.log(s) for s in share if s) / math.log(len(share)) / math.sqrt(t)
+    grown = {i: math.exp(len(share) * (s - max(share)) / heat) for i, s in zip(quality, share, strict=True)}
+    keep = {i: g / sum(grown.values()) for i, g in grown.items()}
+    best = sorted(keep, key=lambda i: -quality[i])[: config.min_active]
+    return [i for i, p in keep.items() if p < config.exit_threshold / len(keep) and i not in best]

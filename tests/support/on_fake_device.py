@@ -1,0 +1,94 @@
+"""Static execution on a device that is not there: tensors without numbers, which know where they would be.
+
+Such tensors raise where a tensor of the device meets one of the host, and where anything has to be read from the
+device. Run by itself, because a device once registered stays for the life of the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from census import Noiseless, model_on
+
+from specfuse_shared import SamplingParams
+from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
+from specfuse_shared.members.local.tree_sequence import TreeSequence, feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.fused_norms import fuse_norms
+from specfuse_shared.runtime.logprobs import PendingLogprobs
+from specfuse_shared.runtime.masks import plans_for
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from tests.support.tiny import ARCHITECTURES
+
+RULES = (
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1),
+)
+
+
+def config_of(kind: str) -> Any:
+    return AutoConfig.for_model(kind, vocab_size=100, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind])
+
+
+@torch.inference_mode()
+def run(kind: str, device: torch.device) -> None:
+    model = model_on(device, config_of(kind))
+    runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
+    contexts = [TreeSequence(runner) for _ in RULES]
+    for n, context in enumerate(contexts):
+        context.begin(list(range(20 + n)))
+    feed_together([ForwardRequest(context, prompt=99) for context in contexts])
+    blocked = torch.zeros(3, dtype=torch.long, device=device)
+    drafts = [DraftRequest(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
+    chosen = [each for each in found if isinstance(each, ChosenTokens)]
+    must_wait(lambda: contexts[0].drafted(drafts[0], chosen[0], ()))
+    for context, draft, each in zip(contexts, drafts, chosen, strict=True):
+        each.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
+        context.drafted(draft, each, ())
+    asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in contexts]
+    branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
+    judged = feed_together(
+        [ForwardRequest(c, branches, logprobs=asked) for c, asked in zip(contexts, asking, strict=True)]
+    )
+    for context, judgement in zip(contexts, judged, strict=True):
+        assert isinstance(judgement, PendingLogprobs)
+        must_wait(judgement.read)
+        context.commit(Branch(0, (1, 2, 3)))
+        assert context.logits(Branch(3, ())).device.type == device.type
+
+
+def must_wait(read: Callable[[], object]) -> None:
+    """Reading is the one thing that needs the device's numbers."""
+    try:
+        read()
+    except DataDependentOutputException:
+        return
+    raise AssertionError("nothing was read from the device")
+
+
+KINDS = ("llama", "gemma2", "gemma3_text", "cohere2", "gpt2")
+
+if __name__ == "__main__":
+    for name in KINDS:  # the formula of its norms is found by numbers
+        fuse_norms(AutoModelForCausalLM.from_config(config_of(name)))
+    _setup_privateuseone_for_python_backend("absent")
+    fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name in KINDS:
+            run(name, torch.device("absent"))
+            sys.stdout.write(f"{name}\n")

@@ -1,0 +1,109 @@
+"""Pages of the documentation and their Python examples: what one needs, how it runs, how it is checked where it cannot.
+
+A comment above a block says what it needs: `<!-- needs: fastapi -->` names a module, and the block runs where that is
+installed; anything else, such as `<!-- needs: a GPU -->`, no test has. Such a block is compiled, what it imports is
+imported, and the names and keyword arguments that it uses have to exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"(?ms)^(?:<!-- needs: ([^\n]*?) -->\n)?```python\n(.*?)^```")
+Names = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A block of Python, below as many empty lines as make its line numbers those of the page."""
+
+    page: str
+    code: str
+    needs: str | None
+
+    @property
+    def runs(self) -> bool:
+        """What it needs is here."""
+        return self.needs is None or (self.needs.isidentifier() and find_spec(self.needs) is not None)
+
+    def take(self, names: Names) -> None:
+        """Run it, or check it where it cannot run, behind the blocks that left these names."""
+        if self.runs:
+            exec(compile(self.code, self.page, "exec", dont_inherit=True), names)
+        else:
+            check(ast.parse(self.code, self.page), names)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def examples_in(page: str) -> list[Example]:
+    text = text_of(page)
+    return [
+        Example(page, "\n" * text.count("\n", 0, block.start(2)) + block[2], block[1]) for block in BLOCK.finditer(text)
+    ]
+
+
+def check(tree: ast.Module, names: Names) -> None:
+    """Raises for an import, an attribute or a keyword argument that does not exist, as far as its package is here."""
+    known = {**names, **dict(_imported(tree))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            _found(node, known)
+        if isinstance(node, ast.Call) and (called := _found(node.func, known)) is not None:
+            for keyword in node.keywords:
+                assert keyword.arg is None or _takes(called, keyword.arg), (
+                    f"line {node.lineno}: {ast.unparse(node.func)} takes no {keyword.arg}"
+                )
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in filter(lambda alias: _is_here(alias.name), node.names):
+                module = import_module(alias.name)
+                yield alias.asname or alias.name.partition(".")[0], module
+        if isinstance(node, ast.ImportFrom) and node.module and _is_here(node.module):
+            for alias in node.names:
+                yield alias.asname or alias.name, getattr(import_module(node.module), alias.name)
+
+
+def _is_here(module: str) -> bool:
+    """False where its package is not installed; what is part of one that is has to be there."""
+    package = find_spec(module.partition(".")[0])
+    if package is None or package.origin is not None:
+        return package is not None
+    try:  # a namespace of several packages
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _found(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What an expression of names and attributes stands for; None where that is not known before it runs."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := _found(node.value, names)) is not None:
+        assert hasattr(owner, node.attr), f"line {node.lineno}: {ast.unparse(node)} does not exist"
+        return getattr(owner, node.attr)
+    return None
+
+
+def _takes(called: Any, keyword: str) -> bool:
+    if isinstance(called, type) and issubclass(called, BaseModel):
+        fields = called.model_fields
+        return keyword in fields or keyword in (field.alias for field in fields.values())
+    parameters = inspect.signature(called).parameters
+    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

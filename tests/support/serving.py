@@ -1,0 +1,114 @@
+"""A server of the tests: the real application behind a real socket, its event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, Field
+from starlette.types import ASGIApp
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
+from specfuse_shared.api_server.access.clients import Clients
+from specfuse_shared.api_server.app import Service, build_app
+from specfuse_shared.api_server.models import Models
+from specfuse_shared.api_server.run import http_server
+from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
+from tests.cli.conftest import reciting_model, reciting_tokenizer
+
+SPEECH = "the tide comes in and goes out again while people sleep near harbours"
+QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
+
+
+class Digit(BaseModel):
+    """A digit."""
+
+    a: int = Field(ge=0, le=9)
+
+
+def unkept() -> httpx.AsyncClient:
+    """A client that keeps no connection: nobody closes it, and each test has an event loop of its own."""
+    return httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
+
+
+@contextmanager
+def serving(
+    engines: Mapping[str, EnsembleEngine] | Models,
+    settings: ServerSettings | None = None,
+    key: str | None = None,
+    clients: Mapping[str, ClientSettings] | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **sampling: Any,
+) -> Iterator[httpx.Client]:
+    """A client of a server over these engines, or over models that the caller loads; it stops with the block.
+
+    `around`: what stands in front of the server.
+    """
+    models = engines if isinstance(engines, Models) else Models(engines)
+    if models is not engines:
+        models.load()
+    service = Service(models, settings or ServerSettings(), SamplingParams(**{"max_tokens": 8, **sampling}))
+    app = around(build_app(service, Clients(service.settings, key, clients)))
+    server = http_server(app, service.settings)
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with httpx.Client(base_url=address, headers=headers, timeout=60) as client:
+            until(lambda: server.started)
+            yield client
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def reciting(folder: Path, endless: bool = False) -> EnsembleConfig:
+    """Two members that answer everything with the same words, once, or round in circles until somebody stops them."""
+    tokenizer = reciting_tokenizer(SPEECH)
+    reciting_model(tokenizer, SPEECH, 9.0, endless).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return EnsembleConfig([MemberConfig(str(folder), name=name) for name in ("ann", "bob")], repetition_guard=False)
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.005)
+
+
+@contextmanager
+def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`specfuse-llm serve` in a process of its own, and the address that it says it listens at."""
+    asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
+    told = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True, env=told)
+    assert process.stderr is not None
+    try:
+        assert select.select([process.stderr], [], [], 60)[0]
+        line = process.stderr.readline()
+        found = re.search(r"listening at (http://\S+)", line)
+        assert found, line + process.stderr.read()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def ready(address: str) -> bool:
+    return httpx.get(f"{address}/health").status_code == 200
