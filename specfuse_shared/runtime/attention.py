@@ -19,7 +19,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from specfuse_shared.runtime.cache.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
 from specfuse_shared.runtime.kernels import eager_kernel, grouped_kernel
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from specfuse_shared.runtime.attention import Batch, ForwardInput, running
-from specfuse_shared.runtime.cache.kv_cache import CachePool, Layer
+from specfuse_shared.runtime.cache.blocks import Layer
+from specfuse_shared.runtime.cache.kv_cache import CachePool
 from specfuse_shared.runtime.cache.prefix_cache import PrefixCache
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope

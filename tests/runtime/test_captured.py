@@ -19,7 +19,7 @@ from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.local.tree_sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache import sizes as cache_sizes
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
@@ -152,7 +152,7 @@ def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Dri
 def test_after_lack_of_memory_no_step_reads_what_was_freed(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.runtime.cache.kv_cache._LAYERS_A_STACK", 2)
+    monkeypatch.setattr("specfuse_shared.runtime.cache.blocks._LAYERS_A_STACK", 2)
     runner.pool.is_fixed = False  # else no block grows
     contexts = [opened(runner, 0)]
     for _ in range(4):

@@ -21,7 +21,7 @@ from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.local.tree_sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.cache.kv_cache import Layer, slot_bytes
+from specfuse_shared.runtime.cache.blocks import Layer, slot_bytes
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for

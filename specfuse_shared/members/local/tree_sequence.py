@@ -17,7 +17,7 @@ from specfuse_shared.members.local.forwards import (
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static.runner import DraftInput

@@ -17,7 +17,7 @@ import torch
 from transformers import Cache
 
 from specfuse_shared.runtime.attention import ForwardInput, Kernel
-from specfuse_shared.runtime.cache.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
 

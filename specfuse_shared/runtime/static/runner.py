@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from specfuse_shared.runtime.attention import ForwardInput, running
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.sampler import NOT_FINITE, Choice, Sampler
