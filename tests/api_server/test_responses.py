@@ -15,10 +15,8 @@ from specfuse_shared.api_server.replies.answers import Piece
 from specfuse_shared.api_server.replies.responses_api import THOUGHTS, Output
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Draft, Op
-from tests.api_server.test_chat import ADD, DIGIT, chat
-from tests.api_server.test_clients import untimed
-from tests.langchain.test_thinking import THINKING
-from tests.support.serving import QUESTION, serving
+from tests.support.serving import ADD, DIGIT, QUESTION, chat, serving, untimed
+from tests.support.tiny import THINKING
 
 ASKED: str = QUESTION[0]["content"]
 TOOL = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]

@@ -26,7 +26,7 @@ from specfuse_shared import (
     SamplingParams,
 )
 from specfuse_shared.errors import ConfigError
-from tests.serving.test_faults import FAULTS, fault_in
+from tests.support.faults import FAULTS, fault_in
 
 QUESTION = "What does the sea do?"
 CONVERSATION = [SystemMessage("Be brief. " * 8), HumanMessage("The sea. " * 30), AIMessage("A tide. " * 20)]

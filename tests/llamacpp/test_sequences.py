@@ -12,7 +12,7 @@ import torch
 
 from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
-from tests.llamacpp.conftest import FILES, member_config
+from tests.support.llamacpp import FILES, member_config
 
 pytest.importorskip("llama_cpp")
 

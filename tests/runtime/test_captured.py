@@ -12,23 +12,18 @@ import torch
 
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local import cores
-from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.members.local.tree_sequence import feed_together
-from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache import sizes as cache_sizes
 from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.batch import StaticStep
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.static.runner import StaticRunner
-from tests.serving.test_concurrency import requests
 from tests.support.against_naive import answer_of, local_members
+from tests.support.captured import drafted, opened
 from tests.support.graphs_without_gpu import Driver, Stream, driver
+from tests.support.many_requests import requests
 
 __all__ = ["driver"]
 
@@ -37,39 +32,6 @@ __all__ = ["driver"]
 def captured(driver: Driver, tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
     with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
         yield engine.load()
-
-
-@pytest.fixture
-def member(driver: Driver, tiny_engine: EnsembleEngine) -> LocalMember:
-    return local_members(tiny_engine)[0]
-
-
-@pytest.fixture
-def runner(driver: Driver, member: LocalMember) -> ModelRunner:
-    model, plan = member.runner.model, member.runner.plan
-    return ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
-
-
-def opened(runner: ModelRunner, seed: int, size: int = 40) -> SequenceState:
-    context = new_sequence(runner)
-    generator = torch.Generator().manual_seed(seed)
-    context.prefill(torch.randint(10, 250, (size,), generator=generator).tolist())
-    return context
-
-
-def drafted(contexts: list[SequenceState], count: int = 5) -> list[list[int]]:
-    """Greedy drafts of all, which become their trunks."""
-    drafts = [
-        DraftRequest(Branch(len(c.answer), ()), count, Sampler(SamplingParams(), 0, "", c.runner.device))
-        for c in contexts
-    ]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
-    ids = []
-    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
-        assert isinstance(chosen, ChosenTokens)
-        ids.append(context.drafted(draft, chosen, ())[0])
-        context.commit(Branch(draft.branch.base, tuple(ids[-1])))
-    return ids
 
 
 def test_many_captured_answers_equal_those_of_the_dynamic_execution(

@@ -21,11 +21,18 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.transfer import Download
-from tests.fusion.test_exactness_architectures import MESSAGES, ROW_BY_ROW
-from tests.serving.test_concurrency import requests
 from tests.support.against_naive import answer_of, assert_equals_naive, local_members, with_settings
 from tests.support.cuda import needs_cuda
-from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model, save_pair
+from tests.support.many_requests import requests
+from tests.support.tiny import (
+    ARCHITECTURES,
+    MESSAGES,
+    ROW_BY_ROW,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    save_model,
+    save_pair,
+)
 
 GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, top_p=0.95, seed=7)
 

@@ -29,11 +29,11 @@ from specfuse_shared.runtime.static import batch as static_batch
 from specfuse_shared.runtime.static import cuda_graphs
 from specfuse_shared.runtime.static import runner as static_runner
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
-from tests.runtime.test_captured import drafted, member, opened, runner
 from tests.support.against_naive import answer_of, local_members, open_session
+from tests.support.captured import drafted, opened
 from tests.support.graphs_without_gpu import Driver, driver
 
-__all__ = ["driver", "member", "runner"]
+__all__ = ["driver"]
 CUDA = torch.device("cuda", 0)
 
 

@@ -27,8 +27,8 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.cuda_graphs import Graphs, NoWaiting
 from specfuse_shared.runtime.static.runner import DraftInput, DraftRun
-from tests.serving.test_concurrency import requests
 from tests.support.against_naive import answer_of, local_members
+from tests.support.many_requests import requests
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 RULES = (
