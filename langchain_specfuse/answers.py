@@ -42,7 +42,7 @@ class SegmentChunk(ChatGenerationChunk):
     """The segment's text and record."""
 
 
-class Answer:
+class ChunkBuilder:
     """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
     `detail`: how much of the record goes with it. `reads_calls`: tools were offered, so text that may be a call is

@@ -27,7 +27,7 @@ class RemoteStream(Iterator[Event]):
     """
 
     def __init__(self, response: Response, kept: object = None) -> None:
-        self._response, self._kept, self._read = response, kept, _Reading()
+        self._response, self._kept, self._read = response, kept, _EventReader()
         self._lines = response.iter_lines()
 
     def __next__(self) -> Event:
@@ -60,7 +60,7 @@ class RemoteStream(Iterator[Event]):
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
     """The same on an event loop."""
-    read, lines = _Reading(), response.aiter_lines()
+    read, lines = _EventReader(), response.aiter_lines()
     try:
         async for line in lines:
             if (event := read.event(line)) is not None:
@@ -91,7 +91,7 @@ def understood(server: str) -> Iterator[None]:
         ) from error
 
 
-class _Reading:
+class _EventReader:
     """Reads lines of server-sent events, and knows the text so far."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TokenRow:
     """Tokens in a row: `nodes` whose logits speak of each, and of any of `stops` next; one token more if there are."""
 
     nodes: Sequence[int]
@@ -52,7 +52,7 @@ class PendingLogprobs:
     `top`: so many of the most probable tokens in the place of each are found, too.
     """
 
-    def __init__(self, lines: Sequence[Line], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
+    def __init__(self, lines: Sequence[TokenRow], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
         self._lines, self._logits, self._top = lines, logits, top
         self.tops: list[list[TopTokens]] = [[] for _ in lines]
         """Of each line's tokens, once it was read."""

@@ -1,6 +1,6 @@
 """How members pick their next tokens: the library's own logit processors, in the order of its `generate`.
 
-B answers, V vocabulary. Choices stay on the device: `Sampler.pick` fetches its one, `Choice` leaves many there.
+B answers, V vocabulary. Choices stay on the device: `Sampler.pick` fetches its one, `BatchSampling` leaves many there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def number_of_draw(seed: int, member: str, round_index: int, place: int) -> int:
 
 
 @dataclass(slots=True)
-class Choice:
+class BatchSampling:
     """The next tokens of many drafts: answers that choose by the same rule share the kernels.
 
     `samplers`, what each must not say (`blocked`) and what stands before its draft (`histories`), for B answers.

@@ -92,7 +92,7 @@ def test_the_cache_holds_prompt_and_answer_and_nothing_is_fed_twice(llama_engine
         session = open_session(config, members, QUESTION, SamplingParams(max_tokens=80))
         records = run_rounds(session, 6)
         for member in members:
-            state: Any = session.participants[member.name].session.context
+            state: Any = session.participants[member.name].session.sequence
             runner: Any = member.runner
             committed = session.text[: records[-1].start]  # the last segment is committed with the next round
             assert list(state.answer) == member.codec.encode(committed)

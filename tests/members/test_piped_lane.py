@@ -14,7 +14,7 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.remote.pipe import PipedLane, serve_members
@@ -31,7 +31,7 @@ class Elsewhere(EnsembleEngine):
         self.distant = distant
         self.processes: list[BaseProcess] = []
 
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+    def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         here = [LocalMember(m) for m in self.config.member_configs if m.name not in self.distant]
         local = assemble(here, self._metrics.forward) if here else Assembly(())
         pipes = {name: self._start(self._config_of(name)) for name in self.distant}

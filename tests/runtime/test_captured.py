@@ -91,18 +91,18 @@ def test_members_of_one_lane_work_in_streams_of_their_own(
 def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Driver, runner: ModelRunner) -> None:
     plain = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
     assert runner.static is not None
-    contexts: list[SequenceState] = []
+    sequences: list[SequenceState] = []
     expected: list[SequenceState] = []
     for number in range(3):
         for _ in range(3):
-            contexts.append(opened(runner, len(contexts)))
+            sequences.append(opened(runner, len(sequences)))
             expected.append(opened(plain, len(expected)))
             for _ in range(3):
-                assert drafted(contexts) == drafted(expected)
+                assert drafted(sequences) == drafted(expected)
         assert runner.static.graphs.report == "captured", number
-        for context in [*contexts, *expected]:
-            context.release()
-        contexts, expected = [], []
+        for sequence in [*sequences, *expected]:
+            sequence.release()
+        sequences, expected = [], []
         runner.free_spare()
         runner.drop_steps()
     assert driver.captures > 2
@@ -116,10 +116,10 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
 ) -> None:
     monkeypatch.setattr("specfuse_shared.runtime.cache.blocks._LAYERS_A_STACK", 2)
     runner.pool.is_fixed = False  # else no block grows
-    contexts = [opened(runner, 0)]
+    sequences = [opened(runner, 0)]
     for _ in range(4):
-        drafted(contexts)
-    block = contexts[0]._row.block  # type: ignore[attr-defined]
+        drafted(sequences)
+    block = sequences[0]._row.block  # type: ignore[attr-defined]
     made, zeros = list[int](), type(block)._zeros
 
     def few(self: object, *args: object) -> torch.Tensor:
@@ -135,9 +135,9 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
     again = opened(ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off")), 0)
     for _ in range(4):
         drafted([again])
-    assert contexts[0].answer == again.answer
+    assert sequences[0].answer == again.answer
     for _ in range(3):
-        assert drafted(contexts[:1]) == drafted([again])
+        assert drafted(sequences[:1]) == drafted([again])
     assert not driver.freed
 
 
@@ -145,9 +145,9 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
 def test_one_lack_of_memory_in_a_capture_does_not_end_capturing(driver: Driver, runner: ModelRunner) -> None:
     assert runner.static is not None
     driver.failing.append(torch.OutOfMemoryError("injected: CUDA out of memory"))
-    contexts = [opened(runner, 0)]
+    sequences = [opened(runner, 0)]
     for _ in range(12):
-        drafted(contexts)
+        drafted(sequences)
     assert not driver.failing, "the capture was tried"
     assert runner.static.graphs.report == "captured"
     assert driver.replays > 10
@@ -167,9 +167,9 @@ def test_a_kernel_on_a_stream_of_its_own_is_found_out(driver: Driver, runner: Mo
     hook = layer.register_forward_hook(elsewhere)
     try:
         plain = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
-        contexts, expected = [opened(runner, 0)], [opened(plain, 0)]
+        sequences, expected = [opened(runner, 0)], [opened(plain, 0)]
         for _ in range(5):
-            assert drafted(contexts) == drafted(expected)
+            assert drafted(sequences) == drafted(expected)
     finally:
         hook.remove()
     assert runner.static is not None

@@ -15,22 +15,22 @@ from specfuse_shared.runtime.sampler import Sampler
 
 
 def opened(runner: ModelRunner, seed: int, size: int = 40) -> SequenceState:
-    context = new_sequence(runner)
+    sequence = new_sequence(runner)
     generator = torch.Generator().manual_seed(seed)
-    context.prefill(torch.randint(10, 250, (size,), generator=generator).tolist())
-    return context
+    sequence.prefill(torch.randint(10, 250, (size,), generator=generator).tolist())
+    return sequence
 
 
-def drafted(contexts: list[SequenceState], count: int = 5) -> list[list[int]]:
+def drafted(sequences: list[SequenceState], count: int = 5) -> list[list[int]]:
     """Greedy drafts of all, which become their trunks."""
     drafts = [
         DraftRequest(Branch(len(c.answer), ()), count, Sampler(SamplingParams(), 0, "", c.runner.device))
-        for c in contexts
+        for c in sequences
     ]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
     ids = []
-    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+    for sequence, draft, chosen in zip(sequences, drafts, found, strict=True):
         assert isinstance(chosen, ChosenTokens)
-        ids.append(context.drafted(draft, chosen, ())[0])
-        context.commit(Branch(draft.branch.base, tuple(ids[-1])))
+        ids.append(sequence.drafted(draft, chosen, ())[0])
+        sequence.commit(Branch(draft.branch.base, tuple(ids[-1])))
     return ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
 from tests.support.fake_lane import FakeLane, scripted
 
@@ -18,7 +18,7 @@ class FakeEngine(EnsembleEngine):
         super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))  # type: ignore[arg-type]
         self.lanes = lanes
 
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+    def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         return Assembly(tuple(member for lane in self.lanes for member in lane.parties()), None, self.lanes)
 
 

@@ -45,25 +45,25 @@ def fault_in(
     def marked(session: Any, op: Op) -> Any:
         chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
         if chosen and isinstance(op, Commit) and stage == "commit":
-            session.context.commit = lambda branch: broken_commit(session.context, branch)
+            session.sequence.commit = lambda branch: broken_commit(session.sequence, branch)
         inner, result = plain_stage(session, op), None
         try:
             while True:
                 request = inner.send(result)
-                marks[request.context] = op.stage if chosen else ""
+                marks[request.sequence] = op.stage if chosen else ""
                 result = yield request
         except StopIteration as stop:
             return stop.value
 
-    def broken_commit(context: Any, branch: Any) -> None:
+    def broken_commit(sequence: Any, branch: Any) -> None:
         """A commit forwards nothing where the winner was verified, so the fault is in keeping its rows."""
         if fault is not FAULTS["NaN"]:
             fault(torch.empty(0))
-        type(context).commit(context, branch)
-        context._end = fault(context._end)
+        type(sequence).commit(sequence, branch)
+        sequence._end = fault(sequence._end)
 
     def step(segments: Any) -> Any:
-        poisoned = [context._row for context, at in marks.items() if at == stage]  # taken at the first forward
+        poisoned = [sequence._row for sequence, at in marks.items() if at == stage]  # taken at the first forward
         if any(s.row in poisoned for s in segments) and fault is not FAULTS["NaN"]:
             fault(torch.empty(0))
         found = plain_step(segments)

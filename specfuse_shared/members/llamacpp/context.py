@@ -116,10 +116,10 @@ class LlamaContext:
 
     # ── forwards ─────────────────────────────────────────────────────────────────────────────────
 
-    def plain(self, ids: Sequence[int], wanted: int) -> torch.Tensor:
+    def plain(self, ids: Sequence[int], count: int) -> torch.Tensor:
         """Logits (wanted, V) behind the last tokens of a text that is read by itself."""
         with self.borrowed() as sequence:
-            behind = len(ids) - wanted
+            behind = len(ids) - count
             rows = self.decode([FedToken(t, n, (sequence,), n >= behind) for n, t in enumerate(ids)])
         return torch.stack(rows)
 
@@ -154,10 +154,10 @@ class LlamaContext:
         return list(torch.frombuffer(rows, dtype=torch.float32).clone().view(count, size))
 
     def _use_adapters(self) -> None:
-        if found := self.model.adapters:
-            pointers = (self._lib.llama_adapter_lora_p_ctypes * len(found))(*found)
-            scales = (ctypes.c_float * len(found))(*[1.0] * len(found))
-            self._lib.llama_set_adapters_lora(self._pointer, pointers, len(found), scales)
+        if adapters := self.model.adapters:
+            pointers = (self._lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*[1.0] * len(adapters))
+            self._lib.llama_set_adapters_lora(self._pointer, pointers, len(adapters), scales)
 
 
 def _free(lib: Any, pointer: Any, model: LlamaModel) -> None:

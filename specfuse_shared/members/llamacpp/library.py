@@ -142,9 +142,9 @@ class LlamaModel:
         return list(ids[:count])
 
     def _adapter(self, path: Path) -> Any:
-        found = self.lib.llama_adapter_lora_init(self.pointer, str(path).encode())
-        if not found:
+        adapter = self.lib.llama_adapter_lora_init(self.pointer, str(path).encode())
+        if not adapter:
             raise MemberLoadError(
                 f"member {self._name!r}: {path} is no LoRA in GGUF form that fits this model: {last_errors()}"
             )
-        return found
+        return adapter

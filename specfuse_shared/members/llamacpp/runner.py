@@ -60,8 +60,8 @@ class LlamaRunner:
 
     def start(self, prompt: Sequence[int]) -> tuple[int, int]:
         """A sequence for an answer to `prompt`, and how many of its tokens, never the last one, it holds already."""
-        wanted = tuple(prompt[:-1])
-        sizes = [common_length(prefix.ids, wanted) for prefix in self._prefixes]  # none of a state that cannot be cut
+        reusable = tuple(prompt[:-1])
+        sizes = [common_length(prefix.ids, reusable) for prefix in self._prefixes]  # none of a state that cannot be cut
         size = max(sizes, default=0)
         if size < SHORTEST_PREFIX:
             return self.context.new_sequence(), 0

@@ -25,7 +25,7 @@ from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
 
 
-class Stream(Protocol):
+class MemberStream(Protocol):
     """Where the work of a member is queued."""
 
     def entered(self) -> AbstractContextManager[Any]: ...
@@ -42,7 +42,7 @@ class RunsHere(Reclaimable, Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def stream(self) -> Stream: ...
+    def stream(self) -> MemberStream: ...
 
     @property
     def reserve_bytes(self) -> int: ...
@@ -120,7 +120,7 @@ class MemberHere(ABC):
 
     @abstractmethod
     def new_sequence(self, keeps_spare: bool) -> SequenceState:
-        """A context for one answer; `keeps_spare` where a cache can."""
+        """A sequence for one answer; `keeps_spare` where a cache can."""
 
     @abstractmethod
     def cache_use(self) -> CacheUse:

@@ -254,7 +254,7 @@ class LocalLane:
         """Prompt tokens of the next step: few where an answer that has begun would wait for them."""
         sessions = self._sessions[name].values()
         begun = any(session.counts.computed for session in sessions)
-        if begun and len(sessions) > 1 and not any(session.context.drafts_ahead for session in sessions):
+        if begun and len(sessions) > 1 and not any(session.sequence.drafts_ahead for session in sessions):
             return SHARED_PREFILL_CHUNK
         return PREFILL_CHUNK
 
@@ -281,5 +281,5 @@ class LocalLane:
         replies: dict[Reply, list[StageResult]] = {}
         for reply, result in results:
             replies.setdefault(reply, []).append(result)
-        for reply, own in replies.items():
-            reply(own)
+        for reply, answered in replies.items():
+            reply(answered)

@@ -170,7 +170,7 @@ class PipedLane:
         return True
 
     def _give(self, results: Sequence[StageResult]) -> None:
-        own: dict[Reply, list[StageResult]] = {}
+        replies: dict[Reply, list[StageResult]] = {}
         with self._lock:
             for result in results:
                 key = result.answer, result.member
@@ -178,9 +178,9 @@ class PipedLane:
                 if asked is None:
                     logger.warning("the lane of %s answers what it was not asked", self._name)
                 else:
-                    own.setdefault(asked[1], []).append(result)
-        for reply, some in own.items():
-            reply(some)
+                    replies.setdefault(asked[1], []).append(result)
+        for reply, answered in replies.items():
+            reply(answered)
 
     def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
         """Those of the requests that nobody has answered meanwhile; from now on nobody will."""

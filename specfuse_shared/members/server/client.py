@@ -62,9 +62,9 @@ class ServerClient:
         """The JSON that answers `body`. Raises `ServerError`."""
         began = time.monotonic()
         response = await self._sent(lambda: self._http.post(path, json=dict(body)), self._timeout)
-        found = self.read(response)
+        answer = self.read(response)
         self.on_request(time.monotonic() - began)
-        return found
+        return answer
 
     async def tokenized(self, model: str, text: str) -> list[int]:
         """Ids of a text as the server's tokenizer has them, without special tokens."""
@@ -118,11 +118,11 @@ class ServerClient:
 def _message(response: httpx.Response) -> str:
     """What a server says went wrong, in its own words."""
     try:
-        told = response.json()
+        body = response.json()
     except ValueError:
-        told = response.text
-    if isinstance(told, Mapping):
-        told = told.get("error", told)
-    if isinstance(told, Mapping):
-        told = told.get("message", told)
-    return " ".join(str(told).split())[:_MOST_SHOWN]
+        body = response.text
+    if isinstance(body, Mapping):
+        body = body.get("error", body)
+    if isinstance(body, Mapping):
+        body = body.get("message", body)
+    return " ".join(str(body).split())[:_MOST_SHOWN]

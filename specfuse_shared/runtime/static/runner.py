@@ -18,7 +18,7 @@ from specfuse_shared.runtime.attention import ForwardInput, running
 from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.masks import MaskPlan
-from specfuse_shared.runtime.sampler import NOT_FINITE, Choice, Sampler
+from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Sampler
 from specfuse_shared.runtime.static.batch import StaticStep, most_tokens, shapes_of
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.transfer import Download
@@ -114,7 +114,7 @@ class StaticRunner:
         """
         longest = max(draft.count for draft in drafts)
         rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
-        choose = Choice([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
+        choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
         chosen, behind = [choose(logits, 0)], list[torch.Tensor]()
         if longest > 1:
             for row in rows:
