@@ -52,7 +52,9 @@ class ChunkBuilder:
     def __init__(
         self, model_name: Callable[[], str], detail: Detail, *, reads_calls: bool, whole: Whole = "none"
     ) -> None:
-        self._model_name, self._detail, self._whole = model_name, detail, whole
+        self._model_name = model_name
+        self._detail = detail
+        self._whole = whole
         self._reader = CallReader() if reads_calls else None
         self._thoughts = Thoughts()
 

@@ -95,12 +95,16 @@ class AnswerFold:
         whole: bool = False,
         model_name: Callable[[], str] = lambda: "",
     ) -> None:
-        self._observe, self._detail, self._whole, self._model_name = observe, detail, whole, model_name
+        self._observe = observe
+        self._detail = detail
+        self._whole = whole
+        self._model_name = model_name
         self._text = ""
         self._reader = CallReader() if reads_calls else None
         self._begun: list[BegunCall] = []
         self._thoughts: dict[str, str] = {}
-        self._span, self._tags = active_span_id.get(), dict(active_instrument_tags.get())
+        self._span = active_span_id.get()
+        self._tags = dict(active_instrument_tags.get())
 
     def piece(self, event: Event) -> AnswerStep | None:
         """What an event adds to the answer; None if it adds nothing."""

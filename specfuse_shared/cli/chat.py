@@ -70,7 +70,10 @@ class ChatSession:
     def __init__(
         self, engine: EnsembleEngine, params: SamplingParams, system: str | None, out: Console, notes: Console
     ) -> None:
-        self._engine, self._params, self._out, self._notes = engine, params, out, notes
+        self._engine = engine
+        self._params = params
+        self._out = out
+        self._notes = notes
         self._system = [Message("system", system)] if system else []
         self.messages: list[Message] = list(self._system)
         self._last: EnsembleResult | None = None

@@ -27,7 +27,9 @@ class RemoteStream(Iterator[Event]):
     """
 
     def __init__(self, response: Response, kept: object = None) -> None:
-        self._response, self._kept, self._read = response, kept, _EventReader()
+        self._response = response
+        self._kept = kept
+        self._read = _EventReader()
         self._lines = response.iter_lines()
 
     def __next__(self) -> Event:
@@ -95,7 +97,8 @@ class _EventReader:
     """Reads lines of server-sent events, and knows the text so far."""
 
     def __init__(self) -> None:
-        self.text, self.over = "", False
+        self.text = ""
+        self.over = False
 
     def event(self, line: str) -> Event | None:
         """The event of a line; None for lines that tell of none. Raises the error that a line holds."""

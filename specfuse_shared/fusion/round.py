@@ -31,9 +31,11 @@ class Round:
     """One round; `run` is the whole of it. `committing`: seconds in which members committed the segment before."""
 
     def __init__(self, state: RoundState, committing: float = 0.0) -> None:
-        self._state, self._constraint = state, state.policies.constraint
+        self._state = state
+        self._constraint = state.policies.constraint
         self._committing = committing
-        self._before, self._exits = tuple(state.active), state.participants.take_exits()
+        self._before = tuple(state.active)
+        self._exits = state.participants.take_exits()
         self._drafting = Drafting(state)
         self._clock = [time.monotonic()]
 

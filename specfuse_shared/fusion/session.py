@@ -86,7 +86,8 @@ class AnswerSession:
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
         self._closing = ""
-        self._began, self._prefilled = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._prefilled = 0.0
         self.events: deque[Event] = deque()
         self.finished = False
 

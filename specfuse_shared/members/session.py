@@ -70,14 +70,20 @@ class Session(ABC, Generic[C]):
         self, text: MemberText, stop_ids: Sequence[int], sequence: C, prompt: Sequence[int], params: SamplingParams
     ) -> None:
         self.sequence = sequence
-        self.encoding, self._encodings = Encoding(), dict[str, Encoding]()
-        self._prompts, self._codec, self._turn_ends = text.prompts, text.codec, text.turn_ends
-        self._stop_ids, self._prompt, self._text = tuple(stop_ids), tuple(prompt), ""
+        self.encoding = Encoding()
+        self._encodings = dict[str, Encoding]()
+        self._prompts = text.prompts
+        self._codec = text.codec
+        self._turn_ends = text.turn_ends
+        self._stop_ids = tuple(stop_ids)
+        self._prompt = tuple(prompt)
+        self._text = ""
         self._thinking, grammar = False, params.grammar
         self._grammar = MemberConstraint(grammar, text.vocabulary, stop_ids) if grammar else None
         # thinking: how much of the thoughts is given out
         # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
-        self._ids_held, self._shown = 0, 0
+        self._ids_held = 0
+        self._shown = 0
 
     # ── of the model ─────────────────────────────────────────────────────────────────────────────
 

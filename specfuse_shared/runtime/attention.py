@@ -98,7 +98,9 @@ class Batch(Cache):
         self, segments: Sequence[ForwardInput], plan: MaskPlan, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(layers=[])
-        self._plan, self._device, self._dtype = plan, device, dtype
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
         long = _LONG.get(device.type, _DEFAULT_LONG)
         self._knows_lower_right = device.type not in _WITHOUT_LOWER_RIGHT
         self._written: list[tuple[CacheBlock, Any, slice]] = []

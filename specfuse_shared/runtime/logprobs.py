@@ -39,7 +39,8 @@ class _Numbers:
     """What is sent for many judgements at once; the first to ask waits for the device."""
 
     def __init__(self, found: Sequence[torch.Tensor]) -> None:
-        self._sent, self._read = Download(torch.cat(list(found))), list[float]()
+        self._sent = Download(torch.cat(list(found)))
+        self._read = list[float]()
 
     def part(self, places: Sequence[slice]) -> list[float]:
         self._read = self._read or self._sent.read()
@@ -53,7 +54,9 @@ class PendingLogprobs:
     """
 
     def __init__(self, lines: Sequence[TokenRow], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
-        self._lines, self._logits, self._top = lines, logits, top
+        self._lines = lines
+        self._logits = logits
+        self._top = top
         self.tops: list[list[TopTokens]] = [[] for _ in lines]
         """Of each line's tokens, once it was read."""
         self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))

@@ -80,8 +80,11 @@ class ModelRunner:
         graphs: Graphs | None = None,
         stream: ModelStream | None = None,
     ) -> None:
-        self.model, self.plan, self._one_by_one = model, plan, one_by_one
-        self.device, self.dtype = model_home(model), model.dtype
+        self.model = model
+        self.plan = plan
+        self._one_by_one = one_by_one
+        self.device = model_home(model)
+        self.dtype = model.dtype
         self.stream = stream or ModelStream(self.device)
         self.pool: CachePool = CachePool(self.device, slots)
         self.prefixes = PrefixCache()

@@ -39,12 +39,15 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, seed: int, member: str, device: torch.device) -> None:
-        self.greedy, self.device = params.greedy, device
+        self.greedy = params.greedy
+        self.device = device
         chance = () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
         self.rule = (*chance, params.repetition_penalty)
         self.needs_history = params.repetition_penalty != 1.0
         self.drawn = 0
-        self._seed, self._member, self._round = seed, member, 0
+        self._seed = seed
+        self._member = member
+        self._round = 0
         self._processors = _processors(params)
 
     @property

@@ -38,17 +38,22 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, assembly: Assembly, budget: Budget, places: Places, metrics: Metrics) -> None:
-        self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
+        self._assembly = assembly
+        self._own = assembly.own
+        self._budget = budget
+        self._metrics = metrics
         self.places = places
         self.traffic = traffic_of(assembly, metrics, lambda: len(self._running))
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
-        self._queue, self._arrived = deque[Request](), deque[StageResult]()
+        self._queue = deque[Request]()
+        self._arrived = deque[StageResult]()
         self._wanted: list[StageRequest] = []
         self._closed: EngineClosedError | None = None
         self._failure: EngineClosedError | None = None
         self._trim = IdleTrim()
-        self._process, self._numbers = os.getpid(), itertools.count(1)
+        self._process = os.getpid()
+        self._numbers = itertools.count(1)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
 

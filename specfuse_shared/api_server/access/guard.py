@@ -63,7 +63,11 @@ class Guard:
     def __init__(
         self, app: ASGIApp, clients: Clients, paths: frozenset[str], counters: HttpCounters, loopback: bool
     ) -> None:
-        self._app, self._clients, self._paths, self._counters, self._loopback = app, clients, paths, counters, loopback
+        self._app = app
+        self._clients = clients
+        self._paths = paths
+        self._counters = counters
+        self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

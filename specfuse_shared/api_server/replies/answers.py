@@ -50,7 +50,8 @@ class ChoiceReader:
     def __init__(self, index: int, call: Call, extension: Extension) -> None:
         self.index = index
         self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        self._call, self._extension = call, extension
+        self._call = call
+        self._extension = extension
         self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()
         asked = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
@@ -137,7 +138,8 @@ class Folded:
     """A whole choice, from its pieces."""
 
     def __init__(self) -> None:
-        self.text, self.thoughts = "", ""
+        self.text = ""
+        self.thoughts = ""
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.logprobs: dict[str, Any] | None = None

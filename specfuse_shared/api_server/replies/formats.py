@@ -46,8 +46,10 @@ class ChoicesFormat(Format):
     prefix, whole_object, chunk_object = "", "", ""
 
     def __init__(self, asked: Asked, call: Call) -> None:
-        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._model, self._wants_usage = call.model.id, asked.wants_usage
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._model = call.model.id
+        self._wants_usage = asked.wants_usage
 
     def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
         choices = [self._choice(answer.index, each) for answer, each in zip(answers, folded, strict=True)]

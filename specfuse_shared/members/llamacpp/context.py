@@ -50,7 +50,8 @@ class LlamaContext:
 
     def __init__(self, name: str, model: LlamaModel, tokens: int, threads: int, cache_type: str) -> None:
         lib = self._lib = model.lib
-        self.model, self.tokens = model, tokens
+        self.model = model
+        self.tokens = tokens
         self.make_room: Callable[[], bool] = lambda: False
         params = lib.llama_context_default_params()
         params.n_ctx = tokens + SPARE_CELLS
@@ -68,10 +69,12 @@ class LlamaContext:
                 f"member {name!r}: llama.cpp has no memory for a cache of {tokens} tokens, or cannot run this model "
                 f"({last_errors() or 'no reason given'}): lower MemberConfig(cache_tokens=…)"
             )
-        self._pointer, self._memory = pointer, lib.llama_get_memory(pointer)
+        self._pointer = pointer
+        self._memory = lib.llama_get_memory(pointer)
         self.close = weakref.finalize(self, _free, lib, pointer, model)
         self.close.atexit = False
-        self.sequences, self._free = sequences, list(range(sequences - 1, -1, -1))
+        self.sequences = sequences
+        self._free = list(range(sequences - 1, -1, -1))
         self._use_adapters()
 
     def use_threads(self, count: int) -> None:

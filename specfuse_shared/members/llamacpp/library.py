@@ -73,7 +73,8 @@ class LlamaModel:
         adapters: Sequence[Path] = (),
         card: int | None = None,
     ) -> None:
-        self.lib, self._name = library(), name
+        self.lib = library()
+        self._name = name
         _errors.clear()
         params = self.lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers

@@ -38,8 +38,10 @@ class LlamaRunner:
     reserve_bytes = 0
 
     def __init__(self, context: LlamaContext, bytes_per_token: int) -> None:
-        self.context, self.bytes_per_token = context, bytes_per_token
-        self.pool, self.stream = CacheRoom(), ModelStream(self.device)
+        self.context = context
+        self.bytes_per_token = bytes_per_token
+        self.pool = CacheRoom()
+        self.stream = ModelStream(self.device)
         self.held: dict[int, int] = {}
         self.limit = 0
         self.reused_tokens = 0

@@ -61,7 +61,8 @@ class MemberHere(ABC):
     """What a token more in a forward costs, as a share of a forward of one."""
 
     def __init__(self, config: MemberConfig, tokenizer: Any) -> None:
-        self._config, self.name = config, config.label
+        self._config = config
+        self.name = config.label
         template, options = config.chat_template, config.template_options
         self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
         self.codec = self.prompts.codec

@@ -73,12 +73,15 @@ class LocalLane:
     ) -> None:
         self.local = {member.name: member for member in members}
         share_room([member.runner for member in members])
-        self._cores, self._on_forward = cores, on_forward
+        self._cores = cores
+        self._on_forward = on_forward
         self._asked: deque[tuple[Sequence[StageRequest], Reply]] = deque()
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
         self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
         self._results: list[tuple[Reply, StageResult]] = []
-        self._held, self._stepped, self._step_seconds = 0, 0.0, 0.0
+        self._held = 0
+        self._stepped = 0.0
+        self._step_seconds = 0.0
         self._timed: list[tuple[str, int, Stopwatch]] = []
 
     # ── the lane ─────────────────────────────────────────────────────────────────────────────────

@@ -36,7 +36,8 @@ class SequenceState(ABC):
     """
 
     def __init__(self, runner: Reclaimable, keeps_spare: bool = False) -> None:
-        self.runner, self.keeps_spare = runner, keeps_spare
+        self.runner = runner
+        self.keeps_spare = keeps_spare
         self.prompt: tuple[int, ...] = ()
         self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()

@@ -40,8 +40,10 @@ class ServerClient:
         timeout: float = 60.0,
         on_request: OnRequest = lambda seconds: None,
     ) -> None:
-        self.address, self.on_request = address, on_request
-        self._key_name, self._timeout = key_name, timeout
+        self.address = address
+        self.on_request = on_request
+        self._key_name = key_name
+        self._timeout = timeout
         self._http = httpx.AsyncClient(
             base_url=address,
             headers={**bounded_http.HEADERS, **({"Authorization": f"Bearer {key}"} if key else {})},

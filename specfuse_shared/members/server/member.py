@@ -46,7 +46,9 @@ class ServerMember:
     """
 
     def __init__(self, config: MemberConfig, cache_dir: str | None = None) -> None:
-        self._config, self.name, self._began = config, config.label, time.monotonic()
+        self._config = config
+        self.name = config.label
+        self._began = time.monotonic()
         tokenizer = load_tokenizer(config, cache_dir)
         settings, generation = load_settings(config, cache_dir)
         self._architecture = (getattr(settings, "architectures", None) or ["unknown"])[0]
@@ -55,8 +57,10 @@ class ServerMember:
         prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name, config.thinking)
         self.stop_ids = stop_ids_of((generation, settings, tokenizer), prompts, config)
         self.special_ids = ids_without_text(tokenizer, size, self.stop_ids)
-        self.text, self.vocabulary_size = MemberText(prompts, self.stop_ids, size), size
-        self._is_doubtful, self._checking = False, asyncio.Lock()
+        self.text = MemberText(prompts, self.stop_ids, size)
+        self.vocabulary_size = size
+        self._is_doubtful = False
+        self._checking = asyncio.Lock()
         self._client: ServerClient | None = None
         self.dialect: VllmDialect
         self._facts: ServerFacts

@@ -44,7 +44,9 @@ class ServerSession(Session[SentIds]):
 
     def __init__(self, member: ServerMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
         super().__init__(member.text, member.stop_ids, SentIds(), prompt, params)
-        self._member, self._params, self._seed = member, params, seed
+        self._member = member
+        self._params = params
+        self._seed = seed
         self._round = self._drawn = 0
 
     def prefill(self) -> Stage[None]:

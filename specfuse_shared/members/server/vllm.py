@@ -48,7 +48,9 @@ class VllmDialect:
     """
 
     def __init__(self, client: ServerClient, model: str) -> None:
-        self._client, self.model, self.verification = client, model, "prefixes"
+        self._client = client
+        self.model = model
+        self.verification = "prefixes"
 
     async def facts(self) -> ServerFacts:
         """What the server says of itself."""

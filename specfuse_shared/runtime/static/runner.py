@@ -56,7 +56,8 @@ class DraftRun:
     """Tokens of many drafts (those `chosen` at a time: B) and the logits `behind` them (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], behind: Sequence[torch.Tensor]) -> None:
-        self._behind, self._sent = behind, Download(torch.stack(list(chosen)))
+        self._behind = behind
+        self._sent = Download(torch.stack(list(chosen)))
         self._rows: list[list[int]] | None = None
 
     def tokens(self, column: int, count: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
@@ -86,7 +87,11 @@ class StaticRunner:
     def __init__(
         self, forward: Forward, plan: MaskPlan, device: torch.device, dtype: torch.dtype, graphs: Graphs
     ) -> None:
-        self._forward, self._plan, self._device, self._dtype, self.graphs = forward, plan, device, dtype, graphs
+        self._forward = forward
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
+        self.graphs = graphs
         self._markers = plan.markers(device, dtype)
         self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
         self._most = most_tokens(device)
