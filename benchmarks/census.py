@@ -188,15 +188,15 @@ def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
     """A token of a draft, a verification of five candidates, and the second piece of a long prompt."""
     model = model_on(device, shape_of(name).config(False))
     runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, name))
-    context = TreeSequence(runner)
-    context.begin([5] * CONTEXT)
-    feed_together([ForwardRequest(context, prompt=CONTEXT)])
+    sequence = TreeSequence(runner)
+    sequence.begin([5] * CONTEXT)
+    feed_together([ForwardRequest(sequence, prompt=CONTEXT)])
 
     def drafted(count: int) -> Counts:
         draft = DraftRequest(Branch(0, ()), count, Noiseless(SamplingParams(), 0, name, device))
         with counted() as found:
-            feed_together([ForwardRequest(context, draft=draft)])
-        context._row.used = CONTEXT  # type: ignore[union-attr]
+            feed_together([ForwardRequest(sequence, draft=draft)])
+        sequence._row.used = CONTEXT  # type: ignore[union-attr]
         return found
 
     few, many = drafted(3), drafted(4)
@@ -212,9 +212,9 @@ def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
     branches = [Branch(0, tuple(range(100 * n, 100 * n + SEGMENT))) for n in range(1, CANDIDATES + 1)]
     asked = LogprobRequest([(branch, ()) for branch in branches])
     with counted() as found:
-        feed_together([ForwardRequest(context, tuple(branches), logprobs=asked)])
+        feed_together([ForwardRequest(sequence, tuple(branches), logprobs=asked)])
     yield "verify", found
-    context.release()
+    sequence.release()
     long = TreeSequence(runner)
     long.begin([5] * 3000)
     feed_together([ForwardRequest(long, prompt=1024)])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.local.member import LocalMember
 
@@ -33,7 +33,7 @@ class LoadedEngine(EnsembleEngine):
         super().__init__(EnsembleConfig(names, **{**usual, **settings}))
         self._loaded = members
 
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+    def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         return assemble(self._loaded, self._metrics.forward)
 
 

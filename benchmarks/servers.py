@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from specfuse_shared import MemberConfig, SamplingParams
-from specfuse_shared.members.server.dialect import Continuation, Line
+from specfuse_shared.members.server.dialect import Continuation, ScoredLine
 from specfuse_shared.members.server.member import ServerMember
 
 KEY_ENV = "SPECFUSE_SERVER_KEY"
@@ -36,7 +36,7 @@ async def measure(member: ServerMember, tokens: int, rounds: int) -> dict[str, l
         draft, _ = await dialect.continued(Continuation(ids, SEGMENT, SamplingParams(), 0, member.stop_ids))
         seconds["draft"].append(time.perf_counter() - began)
         start = 7 * number % (tokens - SEGMENT)
-        lines = [Line(ids, tuple(draft)), Line(ids, ids[start : start + SEGMENT], member.stop_ids)]
+        lines = [ScoredLine(ids, tuple(draft)), ScoredLine(ids, ids[start : start + SEGMENT], member.stop_ids)]
         for way in ("prefixes", "prompt_logprobs") if number % 2 else ("prompt_logprobs", "prefixes"):
             dialect.verification = "prefixes" if way == "prefixes" else "prompt"
             began = time.perf_counter()

@@ -42,7 +42,7 @@ class SegmentChunk(ChatGenerationChunk):
     """The segment's text and record."""
 
 
-class Answer:
+class ChunkBuilder:
     """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
     `detail`: how much of the record goes with it. `reads_calls`: tools were offered, so text that may be a call is
@@ -52,7 +52,9 @@ class Answer:
     def __init__(
         self, model_name: Callable[[], str], detail: Detail, *, reads_calls: bool, whole: Whole = "none"
     ) -> None:
-        self._model_name, self._detail, self._whole = model_name, detail, whole
+        self._model_name = model_name
+        self._detail = detail
+        self._whole = whole
         self._reader = CallReader() if reads_calls else None
         self._thoughts = Thoughts()
 

@@ -15,7 +15,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, model_validator
 
-from langchain_specfuse.answers import PROVIDER, Answer, Whole
+from langchain_specfuse.answers import PROVIDER, ChunkBuilder, Whole
 from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
@@ -42,7 +42,7 @@ class _Request:
     engine: Engine
     messages: list[Message]
     params: SamplingParams
-    answer: Answer
+    answer: ChunkBuilder
     options: CallOptions
 
 
@@ -247,7 +247,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             engine=self._resolve_engine(name, asked["extra_headers"]),
             messages=[*to_messages(messages), *told],
             params=params,
-            answer=Answer(lambda: name or self._model_name(), self.ledger, reads_calls=reads_calls, whole=whole),
+            answer=ChunkBuilder(lambda: name or self._model_name(), self.ledger, reads_calls=reads_calls, whole=whole),
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,

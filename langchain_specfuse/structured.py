@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Method = Literal["json_schema", "function_calling", "json_mode"]
 Schema = dict[str, Any] | type | None
 Parser = BaseOutputParser[Any] | BaseGenerationOutputParser[Any]
-Asking = tuple[Runnable[LanguageModelInput, Any], Parser]
+ModelAndParser = tuple[Runnable[LanguageModelInput, Any], Parser]
 """A model that is bound to a schema, and the parser of what it says."""
 
 
@@ -53,7 +53,7 @@ def structured_output(
     return with_raw(bound, parser) if include_raw else bound | parser
 
 
-def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> Asking:
+def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> ModelAndParser:
     tool = schema_tool(schema, strict)
     bound = model.bind_tools([tool], tool_choice=tool.name, whole=True, **kwargs)
     if (of_class := _pydantic(schema)) is not None:
@@ -61,7 +61,9 @@ def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool |
     return bound, JsonOutputKeyToolsParser(key_name=tool.name, first_tool_only=True)
 
 
-def _answering(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> Asking:
+def _answering(
+    model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any
+) -> ModelAndParser:
     wanted: dict[str, Any] = {"type": "json_object"}
     if schema is not None:
         spec = {"schema": json_schema_of(schema), "strict": bool(strict)}

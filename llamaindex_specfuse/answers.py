@@ -41,7 +41,7 @@ _dispatcher = get_dispatcher(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerStep:
     """One step of an answer: the new text, the text so far, and what stands behind it."""
 
     delta: str
@@ -80,7 +80,7 @@ class Piece:
         )
 
 
-class Answer:
+class AnswerFold:
     """Folds the events of one answer into pieces, and tells everyone who listens about each segment.
 
     Made in the body of an endpoint: there the call's span is still open, whose id every segment carries. `whole`: what
@@ -95,14 +95,18 @@ class Answer:
         whole: bool = False,
         model_name: Callable[[], str] = lambda: "",
     ) -> None:
-        self._observe, self._detail, self._whole, self._model_name = observe, detail, whole, model_name
+        self._observe = observe
+        self._detail = detail
+        self._whole = whole
+        self._model_name = model_name
         self._text = ""
         self._reader = CallReader() if reads_calls else None
         self._begun: list[BegunCall] = []
         self._thoughts: dict[str, str] = {}
-        self._span, self._tags = active_span_id.get(), dict(active_instrument_tags.get())
+        self._span = active_span_id.get()
+        self._tags = dict(active_instrument_tags.get())
 
-    def piece(self, event: Event) -> Piece | None:
+    def piece(self, event: Event) -> AnswerStep | None:
         """What an event adds to the answer; None if it adds nothing."""
         self._observe(event)
         if isinstance(event, ThinkingEvent):
@@ -113,18 +117,18 @@ class Answer:
             return self._last(event.result)
         return None
 
-    def _thought(self, event: ThinkingEvent) -> Piece:
+    def _thought(self, event: ThinkingEvent) -> AnswerStep:
         self._thoughts[event.member] = self._thoughts.get(event.member, "") + event.text
         record = {"specfuse": {"member": event.member, "thinking": event.text}}
         return replace(self._grown([], record), thinking_delta=event.text)
 
-    def _segment(self, event: SegmentEvent) -> Piece:
+    def _segment(self, event: SegmentEvent) -> AnswerStep:
         record = {**segment_record(event), "candidates": candidate_records(event)}
         _dispatcher.event(SpecFuseSegmentEvent(text=event.text, record=record, span_id=self._span, tags=self._tags))
         parts = self._reader.feed(event.text) if self._reader else [TextDelta(event.text)]
         return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
 
-    def _last(self, result: EnsembleResult) -> Piece:
+    def _last(self, result: EnsembleResult) -> AnswerStep:
         if self._whole:
             check_whole(result)
         parts = last_parts(self._reader, result)
@@ -134,14 +138,14 @@ class Answer:
         last = self._grown(parts, raw)
         return replace(last, counted={**usage, "finish_reason": reason}, logprobs=_logprobs(result))
 
-    def _grown(self, parts: Sequence[TextDelta | CallDelta], raw: dict[str, Any]) -> Piece:
+    def _grown(self, parts: Sequence[TextDelta | CallDelta], raw: dict[str, Any]) -> AnswerStep:
         delta = "".join(part.text for part in parts if isinstance(part, TextDelta))
         self._text += delta
         for part in parts:
             if isinstance(part, CallDelta):
                 self._write(part)
         calls = tuple(self._reader.calls) if self._reader else ()
-        return Piece(delta, self._text, raw, calls, tuple(self._begun), tuple(map(_block, self._thoughts.items())))
+        return AnswerStep(delta, self._text, raw, calls, tuple(self._begun), tuple(map(_block, self._thoughts.items())))
 
     def _write(self, part: CallDelta) -> None:
         if part.index == len(self._begun):

@@ -22,7 +22,7 @@ from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from pydantic import ConfigDict, Field, model_validator
 
-from llamaindex_specfuse.answers import Answer, Piece
+from llamaindex_specfuse.answers import AnswerFold, AnswerStep
 from llamaindex_specfuse.calling import ToolCalling, to_tools
 from llamaindex_specfuse.folds import afold, alast_of, fold, last_of, seen
 from llamaindex_specfuse.messages import react_stops, to_messages
@@ -268,17 +268,17 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
             )
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
-    def _answer(self, call: _Call) -> Answer:
-        return Answer(bool(call.use.offered), self.ledger, self._observe, call.whole, self._model_name)
+    def _answer(self, call: _Call) -> AnswerFold:
+        return AnswerFold(bool(call.use.offered), self.ledger, self._observe, call.whole, self._model_name)
 
-    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[Piece, None, None]:
+    def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""
         call = self._call_for(messages, overrides)
         with seen():
             events = self._resolve_engine(headers=call.headers).stream(messages, call.params, **call.options)
         return source(fold(self._answer(call), events))
 
-    def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+    def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[AnswerStep, None]:
         """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
         call = self._call_for(messages, overrides)
         events = self._resolve_engine(headers=call.headers).astream(messages, call.params, **call.options)

@@ -20,7 +20,7 @@ from specfuse_shared.errors import RequestError
 from specfuse_shared.frameworks import choice_of
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
-Choice = str | bool | Mapping[str, Any] | None
+ToolChoice = str | bool | Mapping[str, Any] | None
 CUT_NOTE = "(cut by max_tokens and not run: call it again with shorter arguments)"
 """Stands behind the name of a tool whose call was cut; agents tell the ensemble that they found no such tool."""
 
@@ -40,7 +40,7 @@ class ToolCalling(FunctionCallingLLM):
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
-        tool_choice: Choice = None,
+        tool_choice: ToolChoice = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Arguments of a chat that may call `tools`; `tool_choice` wins over `tool_required`."""

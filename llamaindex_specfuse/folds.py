@@ -8,19 +8,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from typing import cast
 
-from llamaindex_specfuse.answers import Answer, Piece
+from llamaindex_specfuse.answers import AnswerFold, AnswerStep
 from specfuse_shared.errors import UnfinishedValueError, ValueTooLongError
 from specfuse_shared.events import Event
 
 logger = logging.getLogger(__name__)
 
 
-def fold(answer: Answer, events: Iterator[Event]) -> Generator[Piece, None, None]:
+def fold(answer: AnswerFold, events: Iterator[Event]) -> Generator[AnswerStep, None, None]:
     with seen(), closing(cast(Generator[Event], events)):
         yield from filter(None, map(answer.piece, events))
 
 
-async def afold(answer: Answer, events: AsyncIterator[Event]) -> AsyncGenerator[Piece, None]:
+async def afold(answer: AnswerFold, events: AsyncIterator[Event]) -> AsyncGenerator[AnswerStep, None]:
     with seen():
         async with aclosing(cast(AsyncGenerator[Event], events)):
             async for event in events:
@@ -38,10 +38,10 @@ def seen() -> Iterator[None]:
         raise
 
 
-def last_of(pieces: Iterator[Piece]) -> Piece:
+def last_of(pieces: Iterator[AnswerStep]) -> AnswerStep:
     return deque(pieces, maxlen=1).pop()
 
 
-async def alast_of(pieces: AsyncGenerator[Piece, None]) -> Piece:
+async def alast_of(pieces: AsyncGenerator[AnswerStep, None]) -> AnswerStep:
     async with aclosing(pieces):
         return [piece async for piece in pieces][-1]

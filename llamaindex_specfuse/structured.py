@@ -142,7 +142,8 @@ class _Growing:
     """Reads a value from the beginning of its JSON."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
-        self._output_cls, self._partial_cls = output_cls, create_flexible_model(output_cls)
+        self._output_cls = output_cls
+        self._partial_cls = create_flexible_model(output_cls)
 
     def take(self, response: ChatResponse) -> Any:
         """An instance of the class if the value is one already, else of a class whose fields are all optional."""

@@ -33,7 +33,8 @@ class _Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
     """The stream of a response, up to its bounds."""
 
     def __init__(self, response: httpx.Response) -> None:
-        self._stream, self._request = response.stream, response.request
+        self._stream = response.stream
+        self._request = response.request
         seconds = self._request.extensions.get(SECONDS)
         self._ends = None if seconds is None else time.monotonic() + float(seconds)
         self._bytes = 0

@@ -129,7 +129,9 @@ class PromptTooLongError(RequestError):
             f"holds {limit} and needs {room} of them for the first segment: shorten the prompt by "
             f"{count + room - limit} tokens or leave this member out"
         )
-        self.member, self.limit, self.count = member, limit, count
+        self.member = member
+        self.limit = limit
+        self.count = count
 
 
 class ValueTooLongError(RequestError, ValueError):
@@ -146,7 +148,9 @@ class GenerationError(SpecFuseError):
 
     def __init__(self, message: str, *, member: str | None, text: str, public: str | None = None) -> None:
         super().__init__(message)
-        self.member, self.text, self._public = member, text, message if public is None else public
+        self.member = member
+        self.text = text
+        self._public = message if public is None else public
 
     @property
     def public(self) -> str:
@@ -182,7 +186,8 @@ class EngineClosedError(SpecFuseError):
         self, message: str = "this engine was closed: make a new one", *, text: str = "", public: str | None = None
     ) -> None:
         super().__init__(message)
-        self.text, self._public = text, message if public is None else public
+        self.text = text
+        self._public = message if public is None else public
 
     @property
     def public(self) -> str:

@@ -19,13 +19,19 @@ from starlette.types import ASGIApp
 
 from specfuse_shared.api_server import page
 from specfuse_shared.api_server.access.clients import Clients
-from specfuse_shared.api_server.access.guard import GONE, Guard, Traffic
+from specfuse_shared.api_server.access.guard import GONE, Guard, HttpCounters
 from specfuse_shared.api_server.failures import HttpError, error_body, error_headers, status_of
 from specfuse_shared.api_server.models import Models
-from specfuse_shared.api_server.replies.answers import Answer
+from specfuse_shared.api_server.replies.answers import ChoiceReader
 from specfuse_shared.api_server.replies.formats import ChatFormat, CompletionFormat, Format, usage_of
 from specfuse_shared.api_server.replies.responses_api import ResponsesFormat
-from specfuse_shared.api_server.replies.streaming import EventStreamResponse, Stream, fold, run_choices, unless_gone
+from specfuse_shared.api_server.replies.streaming import (
+    ChoiceStream,
+    EventStreamResponse,
+    fold,
+    run_choices,
+    unless_gone,
+)
 from specfuse_shared.api_server.requests.bodies import (
     Asked,
     BodyError,
@@ -92,7 +98,7 @@ class Service:
 
         try:
             asked, call = await self._read(request, called)
-            answers = [Answer(i, call, asked.extension) for i in range(len(call.choices))]
+            answers = [ChoiceReader(i, call, asked.extension) for i in range(len(call.choices))]
             request.state.told = {"model": call.model.id}
             pieces, form = run_choices(call, answers, request.state.client), write(asked, call)
             if not asked.stream:
@@ -101,7 +107,7 @@ class Service:
                 return JSONResponse(form.whole(answers, folded))
             # the first piece comes once the request is accepted, so that a refusal has a status of its own
             first = await unless_gone(request, anext(pieces))
-            return EventStreamResponse(Stream(pieces, answers, form, request.state.told).lines(first))
+            return EventStreamResponse(ChoiceStream(pieces, answers, form, request.state.told).lines(first))
         except ClientDisconnect:
             return Response(status_code=GONE)
 
@@ -198,4 +204,4 @@ def build_app(service: Service, clients: Clients | None = None) -> ASGIApp:
     paths = frozenset(route.path for route in routes if "{" not in route.path)
     app = Starlette(routes=routes, exception_handlers=handlers)
     clients = clients or Clients(service.settings, None)
-    return Guard(app, clients, paths, Traffic(service.registry), service.settings.is_loopback)
+    return Guard(app, clients, paths, HttpCounters(service.registry), service.settings.is_loopback)

@@ -46,7 +46,9 @@ class HttpError(SpecFuseError):
 
     def __init__(self, status: int, message: str, code: str | None = None, retry_seconds: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.retry_seconds = status, code, retry_seconds
+        self.status = status
+        self.code = code
+        self.retry_seconds = retry_seconds
 
 
 def status_of(error: SpecFuseError) -> int:

@@ -20,7 +20,7 @@ from specfuse_shared.cli.loading import consoles, loaded
 from specfuse_shared.cli.options import (
     MEMBER,
     SAMPLING,
-    Backend,
+    BackendOption,
     MaxTokens,
     Preset,
     Quantization,
@@ -29,7 +29,7 @@ from specfuse_shared.cli.options import (
     Temperature,
     Verbose,
 )
-from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble
+from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent
 from specfuse_shared.messages import Message
@@ -44,14 +44,14 @@ WELCOME = "Ask; /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves."
 
 
 def chat(
-    member: Members = None,
-    config: ConfigFile = None,
+    member: MembersOption = None,
+    config: EnsembleFileOption = None,
     system: System = None,
     max_tokens: MaxTokens = SAMPLING.max_tokens,
     temperature: Temperature = SAMPLING.temperature,
     seed: Seed = None,
     preset: Preset = "default",
-    backend: Backend = MEMBER["backend"],
+    backend: BackendOption = MEMBER["backend"],
     quantization: Quantization = None,
     verbose: Verbose = False,
 ) -> int:
@@ -60,17 +60,20 @@ def chat(
     ensemble = chosen_ensemble(member, config, preset, {"backend": backend, "quantization": quantization})
     out, notes = consoles()
     with loaded(ensemble, verbose) as engine:
-        Conversation(engine, params, system, out, notes).run(sys.stdin.isatty())
+        ChatSession(engine, params, system, out, notes).run(sys.stdin.isatty())
     return 0
 
 
-class Conversation:
+class ChatSession:
     """What was said so far, and what a person may do with it."""
 
     def __init__(
         self, engine: EnsembleEngine, params: SamplingParams, system: str | None, out: Console, notes: Console
     ) -> None:
-        self._engine, self._params, self._out, self._notes = engine, params, out, notes
+        self._engine = engine
+        self._params = params
+        self._out = out
+        self._notes = notes
         self._system = [Message("system", system)] if system else []
         self.messages: list[Message] = list(self._system)
         self._last: EnsembleResult | None = None

@@ -27,7 +27,7 @@ from specfuse_shared.cli.options import (
     SAMPLING,
     Answers,
     AsJson,
-    Backend,
+    BackendOption,
     Context,
     Devices,
     Dtype,
@@ -38,7 +38,7 @@ from specfuse_shared.cli.options import (
     Planned,
     Preset,
     Quantization,
-    Question,
+    QuestionArgument,
     Report,
     Score,
     Seed,
@@ -49,7 +49,7 @@ from specfuse_shared.cli.options import (
     Verbose,
 )
 from specfuse_shared.cli.serve import serve
-from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging, ensemble_of
+from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble, configure_logging, ensemble_of
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.messages import Message
@@ -100,9 +100,9 @@ def _program(
 
 @app.command()
 def ask(
-    question: Question,
-    member: Members = None,
-    config: ConfigFile = None,
+    question: QuestionArgument,
+    member: MembersOption = None,
+    config: EnsembleFileOption = None,
     system: System = None,
     max_tokens: MaxTokens = SAMPLING.max_tokens,
     temperature: Temperature = SAMPLING.temperature,
@@ -113,7 +113,7 @@ def ask(
     score: Score = None,
     feedback: Feedback = None,
     exit: Exit = None,
-    backend: Backend = MEMBER["backend"],
+    backend: BackendOption = MEMBER["backend"],
     dtype: Dtype = MEMBER["dtype"],
     quantization: Quantization = None,
     as_json: AsJson = False,
@@ -146,12 +146,12 @@ def ask(
 
 @app.command()
 def doctor(
-    member: Members = None,
+    member: MembersOption = None,
     plan: Planned = False,
     devices: Devices = None,
     answers: Answers = ANSWERS,
     context: Context = CONTEXT,
-    backend: Backend = MEMBER["backend"],
+    backend: BackendOption = MEMBER["backend"],
     dtype: Dtype = MEMBER["dtype"],
     quantization: Quantization = None,
     as_json: AsJson = False,

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
-from specfuse_shared.cli.options import AsJson, Preset
-from specfuse_shared.cli.setup import ConfigFile, Members, chosen_ensemble, configure_logging
+from specfuse_shared.cli.options import AsJson, LibrariesVerbose, Preset
+from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble, configure_logging
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.validation import check_choice
@@ -39,7 +39,7 @@ Questions = Annotated[
     ),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the report to an HTML file.")]
-Run = Annotated[
+RunOption = Annotated[
     Path, typer.Option("--run", metavar="FILE", help="Where answers are kept: run it again, and none is asked twice.")
 ]
 LeaveOneOut = Annotated[bool, typer.Option("--leave-one-out", help="Ask the ensemble without each member, too.")]
@@ -48,7 +48,7 @@ Against = Annotated[
     str | None, typer.Option("--against", metavar="NAME", help="Member to vote against.  [default: the best one]")
 ]
 Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes of a saved voting page.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
+AnswerTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
 Timed = Annotated[int, typer.Option("--timed", metavar="N", help="Questions to ask one at a time, to time them.")]
 Tune = Annotated[
     str | None,
@@ -62,15 +62,14 @@ Tune = Annotated[
 Judge = Annotated[
     str | None, typer.Option("--judge", metavar="WHO", help='"members" rate each other\'s answers, nobody its own.')
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
 
 
 def compare(
-    member: Members = None,
-    config: ConfigFile = None,
+    member: MembersOption = None,
+    config: EnsembleFileOption = None,
     questions: Questions = None,
     out: Out = None,
-    run: Run = Path("compare.jsonl"),
+    run: RunOption = Path("compare.jsonl"),
     leave_one_out: LeaveOneOut = False,
     vote: Vote = None,
     against: Against = None,
@@ -78,10 +77,10 @@ def compare(
     tune: Tune = None,
     judge: Judge = None,
     preset: Preset = "default",
-    max_tokens: MaxTokens = None,
+    max_tokens: AnswerTokens = None,
     timed: Timed = 3,
     as_json: AsJson = False,
-    verbose: Verbose = False,
+    verbose: LibrariesVerbose = False,
 ) -> int:
     """Ask everybody the same questions, and say whether the ensemble is worth it."""
     from specfuse_shared import comparing

@@ -15,7 +15,7 @@ from specfuse_shared.errors import MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.ollama import ollama_models
 from specfuse_shared.loading.planning import plan_ensemble
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan
 from specfuse_shared.serving.engine import EnsembleEngine
@@ -38,7 +38,7 @@ class Checkup:
     """Models in Ollama's store, and bytes of their files."""
 
 
-def examine(config: EnsembleConfig, on_progress: OnProgress | None = None) -> Checkup:
+def examine(config: EnsembleConfig, on_progress: OnLoadProgress | None = None) -> Checkup:
     """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
     try:
         return Checkup(_versions(), find_devices(), *_load(config, on_progress), _ollama())
@@ -54,7 +54,7 @@ def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: 
 
 
 def _one_by_one(
-    config: EnsembleConfig, on_progress: OnProgress | None
+    config: EnsembleConfig, on_progress: OnLoadProgress | None
 ) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
     good: list[MemberReport] = []
     bad: list[str] = []
@@ -68,7 +68,9 @@ def _one_by_one(
     return tuple(good), tuple(bad)
 
 
-def _load(config: EnsembleConfig, on_progress: OnProgress | None) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
+def _load(
+    config: EnsembleConfig, on_progress: OnLoadProgress | None
+) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
     """The members as they loaded, and what was wrong with a short answer of those whose steps are captured: only an
     answer shows which of its forwards were replayed."""
     problems: tuple[str, ...] = ()

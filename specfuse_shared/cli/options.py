@@ -15,7 +15,7 @@ from specfuse_shared.settings.sampling_params import SamplingParams
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
 SAMPLING = SamplingParams()
 
-Question = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
+QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to answer with.")]
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
@@ -30,7 +30,7 @@ Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help
 Exit = Annotated[str | None, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
 Quantization = Annotated[str | None, typer.Option("--quantization", metavar="NAME", help=" | ".join(QUANTIZATIONS))]
-Backend = Annotated[str, typer.Option("--backend", metavar="NAME", help=" | ".join(BACKENDS))]
+BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=" | ".join(BACKENDS))]
 Planned = Annotated[bool, typer.Option("--plan", help="Show where the members would go, without loading them.")]
 Devices = Annotated[
     str | None,
@@ -46,3 +46,4 @@ Report = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Write the answer, explained, to an HTML file.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
+LibrariesVerbose = Annotated[bool, typer.Option("--verbose", help="Show messages of the libraries on stderr.")]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specfuse_shared.cli.setup import Members, configure_logging, ensemble_of
+from specfuse_shared.cli.options import LibrariesVerbose
+from specfuse_shared.cli.setup import MembersOption, configure_logging, ensemble_of
 from specfuse_shared.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
 
-ConfigFile = Annotated[
+ServerFileOption = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="TOML file of ensembles and settings; not with --member."),
 ]
-Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help="Settings of the members' ensemble.")]
+ServerPreset = Annotated[str, typer.Option("--preset", metavar="NAME", help="Settings of the members' ensemble.")]
 Host = Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Where to listen.  [default: 127.0.0.1]")]
 Port = Annotated[int | None, typer.Option("--port", metavar="N", help="0 is a free one.  [default: 8000]")]
 ApiKeyEnv = Annotated[
@@ -31,17 +32,16 @@ ApiKeyEnv = Annotated[
         "--api-key-env", metavar="NAME", help="Environment variable that holds the key.  [default: SPECFUSE_API_KEY]"
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show what the libraries say.")]
 
 
 def serve(
-    member: Members = None,
-    config: ConfigFile = None,
-    preset: Preset = "default",
+    member: MembersOption = None,
+    config: ServerFileOption = None,
+    preset: ServerPreset = "default",
     host: Host = None,
     port: Port = None,
     api_key_env: ApiKeyEnv = None,
-    verbose: Verbose = False,
+    verbose: LibrariesVerbose = False,
 ) -> int:
     """Serve the ensemble to OpenAI's clients, and a page to people."""
     given: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}

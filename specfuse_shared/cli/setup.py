@@ -17,7 +17,7 @@ from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 
-Members = Annotated[
+MembersOption = Annotated[
     list[str] | None,
     typer.Option(
         "--member",
@@ -26,7 +26,7 @@ Members = Annotated[
         help="Hub id, folder, GGUF file, ollama:NAME, or MODEL@URL of a vLLM server; repeatable. Unset: the demo.",
     ),
 ]
-ConfigFile = Annotated[
+EnsembleFileOption = Annotated[
     str | None,
     typer.Option(
         "--config", metavar="FILE", help="TOML file of an ensemble (FILE#NAME of several); not with --member."

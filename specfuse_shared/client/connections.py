@@ -45,7 +45,8 @@ class Connections:
     """What is kept between requests to one server. Any number of threads and event loops may ask at once."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        self._base_url, self._headers = base_url, headers
+        self._base_url = base_url
+        self._headers = headers
         self._lock = threading.Lock()
         self._client: httpx.Client | None = None
         self._loops: Loops = WeakKeyDictionary()

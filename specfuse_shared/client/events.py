@@ -27,7 +27,9 @@ class RemoteStream(Iterator[Event]):
     """
 
     def __init__(self, response: Response, kept: object = None) -> None:
-        self._response, self._kept, self._read = response, kept, _Reading()
+        self._response = response
+        self._kept = kept
+        self._read = _EventReader()
         self._lines = response.iter_lines()
 
     def __next__(self) -> Event:
@@ -60,7 +62,7 @@ class RemoteStream(Iterator[Event]):
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
     """The same on an event loop."""
-    read, lines = _Reading(), response.aiter_lines()
+    read, lines = _EventReader(), response.aiter_lines()
     try:
         async for line in lines:
             if (event := read.event(line)) is not None:
@@ -91,11 +93,12 @@ def understood(server: str) -> Iterator[None]:
         ) from error
 
 
-class _Reading:
+class _EventReader:
     """Reads lines of server-sent events, and knows the text so far."""
 
     def __init__(self) -> None:
-        self.text, self.over = "", False
+        self.text = ""
+        self.over = False
 
     def event(self, line: str) -> Event | None:
         """The event of a line; None for lines that tell of none. Raises the error that a line holds."""

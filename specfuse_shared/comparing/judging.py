@@ -77,7 +77,7 @@ class Ratings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _Marking:
     """A judge reads a question and the answers to it in one order; `texts` are different ones."""
 
     judge: EnsembleConfig
@@ -109,7 +109,7 @@ class _Judging:
     make_engine: MakeEngine
     failures: dict[str, str] = field(default_factory=dict)
 
-    def read(self, readings: Sequence[_Reading]) -> None:
+    def read(self, readings: Sequence[_Marking]) -> None:
         todo = [reading for reading in readings if reading.key not in self.run]
         done, total = len(readings) - len(todo), len(readings)
         self.on_progress(Progress("members rate answers", done, total))
@@ -118,7 +118,7 @@ class _Judging:
         with self.make_engine(self.config) as engine:
             engine.load()
 
-            def ask(reading: _Reading) -> tuple[float, ...]:
+            def ask(reading: _Marking) -> tuple[float, ...]:
                 judge = reading.judge.names[0]
                 return engine.log_probabilities(reading.prompt, MARKS, members=[judge])[judge]
 
@@ -127,7 +127,7 @@ class _Judging:
                 done += 1
                 self.on_progress(Progress("members rate answers", done, total))
 
-    def _keep(self, reading: _Reading, found: Callable[[], Sequence[float]]) -> None:
+    def _keep(self, reading: _Marking, found: Callable[[], Sequence[float]]) -> None:
         judge = reading.judge.names[0]
         try:
             logprobs = found()
@@ -175,14 +175,14 @@ def _texts(comparison: Comparison, question: Question) -> list[str]:
     return list(dict.fromkeys(comparison.answers[name][question.id].text for name in names))
 
 
-def _readings(comparison: Comparison, question: Question, judge: EnsembleConfig) -> Iterator[_Reading]:
+def _readings(comparison: Comparison, question: Question, judge: EnsembleConfig) -> Iterator[_Marking]:
     """Of every answer that is not the judge's own, in both orders."""
     texts = _texts(comparison, question)
     own = comparison.answers.get(judge.names[0], {}).get(question.id)
     for text in texts if len(texts) > 1 else ():
         if own is None or text != own.text:
             for order in (tuple(texts), tuple(reversed(texts))):
-                yield _Reading(judge, question, order, order.index(text))
+                yield _Marking(judge, question, order, order.index(text))
 
 
 def _marks(comparison: Comparison, judges: Mapping[str, EnsembleConfig], run: RunFile) -> Iterator[Rating]:

@@ -25,7 +25,7 @@ from specfuse_shared.frameworks.ensembles import SOURCES, Config, Members, confi
 from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS, known_here
 from specfuse_shared.frameworks.records import Detail
 from specfuse_shared.loading.planning import stated_context
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.serving.engine import EnsembleEngine
 from specfuse_shared.serving.leases import EngineLease, lease_engine
 from specfuse_shared.settings.config import EnsembleConfig
@@ -168,7 +168,7 @@ class EnsembleSettings(BaseModel):
     def _held(self, config: EnsembleConfig) -> EngineLease | None:
         return next((held for held in self._leases if held.engine.config == config and not held.engine.closed), None)
 
-    def load(self, on_progress: OnProgress | None = None) -> Self:
+    def load(self, on_progress: OnLoadProgress | None = None) -> Self:
         """Load the members now rather than with the first answer; again, it does nothing. Raises `MemberLoadError`."""
         self._resolve_engine().load(on_progress)
         return self

@@ -29,10 +29,15 @@ class AnswerText:
     """
 
     def __init__(self, params: SamplingParams, codec: Codec, may_end: Callable[[str], bool] | None = None) -> None:
-        self.text, self.tokens = "", 0
+        self.text = ""
+        self.tokens = 0
         self.first_seconds: float | None = None
-        self._limit, self._stops, self._codec, self._may_end = params.max_tokens, params.stops, codec, may_end
-        self._counted, self._hold = Encoding(), StopHold(params.stops)
+        self._limit = params.max_tokens
+        self._stops = params.stops
+        self._codec = codec
+        self._may_end = may_end
+        self._counted = Encoding()
+        self._hold = StopHold(params.stops)
         self._began = time.monotonic()
 
     def fit(self, segment: str, reason: FinishReason | None, own_count: int | None = None) -> TrimmedSegment:

@@ -78,9 +78,13 @@ class AnswerPolicies:
         constraint: AnswerConstraint | None,
         traffic: Traffic | None = None,
     ) -> None:
-        self.config, self.params, self.constraint = config, params, constraint
-        self.score, self.aggregate = config.score_policy(), config.aggregate_policy()
-        self.feedback, self.exit = config.feedback_policy(), config.exit_policy()
+        self.config = config
+        self.params = params
+        self.constraint = constraint
+        self.score = config.score_policy()
+        self.aggregate = config.aggregate_policy()
+        self.feedback = config.feedback_policy()
+        self.exit = config.exit_policy()
         self.verified_rounds = 0
         self.lead = Lead(traffic)
 
@@ -105,7 +109,8 @@ class Drafting:
 
     def __init__(self, state: RoundState) -> None:
         self._state = state
-        self._config, self._constraint = state.policies.config, state.policies.constraint
+        self._config = state.policies.config
+        self._constraint = state.policies.constraint
         self.alone = len(state.active) == 1 and self._constraint is None
         self.leader: str | None = None
 

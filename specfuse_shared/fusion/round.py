@@ -10,7 +10,7 @@ from typing import Any
 from specfuse_shared.fusion.answer_text import TrimmedSegment
 from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.stages import ScoringQuery, Value, Verdict, Verdicts, Verify
+from specfuse_shared.members.stages import CandidateVerdict, ScoringQuery, Value, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Electorate
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
 
@@ -31,9 +31,11 @@ class Round:
     """One round; `run` is the whole of it. `committing`: seconds in which members committed the segment before."""
 
     def __init__(self, state: RoundState, committing: float = 0.0) -> None:
-        self._state, self._constraint = state, state.policies.constraint
+        self._state = state
+        self._constraint = state.policies.constraint
         self._committing = committing
-        self._before, self._exits = tuple(state.active), state.participants.take_exits()
+        self._before = tuple(state.active)
+        self._exits = state.participants.take_exits()
         self._drafting = Drafting(state)
         self._clock = [time.monotonic()]
 
@@ -139,11 +141,11 @@ class Round:
         """Update the verifiers' weights, then let members go; everyone's retention."""
         policies, participants = self._state.policies, self._state.participants
         policies.verified_rounds += 1
-        own: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in self._state.active}
-        matrix = [[c.scores[j] if (c := own[i]) else 0.0 for i in self._state.active] for j in self._state.active]
+        drafted: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in self._state.active}
+        matrix = [[c.scores[j] if (c := drafted[i]) else 0.0 for i in self._state.active] for j in self._state.active]
         weights = policies.feedback(list(participants.weights.values()), matrix, policies.verified_rounds)
         for name, weight in zip(self._state.active, weights, strict=True):
-            choice = own[name]
+            choice = drafted[name]
             participants[name].weight = weight
             participants[name].total += (choice.score or 0.0) if choice else 0.0
         decision = policies.exit([participants[name].total for name in self._state.active], policies.verified_rounds)
@@ -155,11 +157,11 @@ class Round:
         return retention
 
 
-def _each(found: Value) -> tuple[Verdict, ...]:
-    assert isinstance(found, Verdicts)
-    return found.each
+def _each(verdicts: Value) -> tuple[CandidateVerdict, ...]:
+    assert isinstance(verdicts, Verdicts)
+    return verdicts.each
 
 
-def _seen(choice: DistinctCandidate, verdict: Verdict) -> CandidateLogprobs:
+def _seen(choice: DistinctCandidate, verdict: CandidateVerdict) -> CandidateLogprobs:
     """A candidate in the eyes of a verifier."""
     return CandidateLogprobs(choice.text, choice.ends, verdict.logprobs, verdict.token_bytes)

@@ -56,8 +56,8 @@ class ScoringSession:
         for name in ready:
             if (fault := judged[name].error) is not None:
                 faults[name] = fault
-            elif isinstance(found := judged[name].value, Verdicts):
-                self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in found.each)
+            elif isinstance(verdicts := judged[name].value, Verdicts):
+                self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in verdicts.each)
         yield {name: Close(remember=name in self.scores) for name in sides}
         self._finish(faults, time.monotonic() - began)
 

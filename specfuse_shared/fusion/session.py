@@ -86,7 +86,8 @@ class AnswerSession:
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
         self._closing = ""
-        self._began, self._prefilled = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._prefilled = 0.0
         self.events: deque[Event] = deque()
         self.finished = False
 
@@ -230,7 +231,7 @@ class AnswerSession:
         stayed to the end. None if the member fails.
         """
         side = self.participants.reference
-        name, found = side.member.name, None
+        name, verdicts = side.member.name, None
         asked = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
         for op in (Open(side.prompt, replace(self._params, grammar=None), 0), asked):
             result = (yield {name: op})[name]
@@ -238,11 +239,11 @@ class AnswerSession:
                 message = f"member {name!r} could not score the answer: {result.error.message}"
                 self._warn(name, "score", message, result.error.kind)
                 break
-            found = result.value
+            verdicts = result.value
         yield {name: Close()}
-        if not isinstance(found, Verdicts):
+        if not isinstance(verdicts, Verdicts):
             return None
-        return token_logprobs(side.member.codec, self.text, found.each[0])
+        return token_logprobs(side.member.codec, self.text, verdicts.each[0])
 
     def _result(self, last: TrimmedSegment, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
         assert last.reason is not None, "the answer goes on"

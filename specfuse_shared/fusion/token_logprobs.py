@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from specfuse_shared.members.stages import Verdict
+from specfuse_shared.members.stages import CandidateVerdict
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.types import TokenLogprob, TopLogprob
 
 
-def token_logprobs(codec: Codec, text: str, verdict: Verdict) -> tuple[TokenLogprob, ...]:
+def token_logprobs(codec: Codec, text: str, verdict: CandidateVerdict) -> tuple[TokenLogprob, ...]:
     """The member's `verdict` on a whole text, token by token."""
     pieces = codec.pieces(text)
     tops = verdict.tops or [()] * len(pieces)

@@ -33,7 +33,7 @@ class LoadProgress:
     stage: str
 
 
-OnProgress = Callable[[LoadProgress], None]
+OnLoadProgress = Callable[[LoadProgress], None]
 
 
 def load_pretrained(

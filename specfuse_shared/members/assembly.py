@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specfuse_shared.errors import MissingExtraError
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
-from specfuse_shared.loading.pretrained import LoadProgress, OnProgress, load_gguf_tokenizer, load_tokenizer
+from specfuse_shared.loading.pretrained import LoadProgress, OnLoadProgress, load_gguf_tokenizer, load_tokenizer
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.members.loading import load_here
 from specfuse_shared.members.local.base import MemberHere
@@ -57,8 +57,8 @@ class Assembly:
 
 def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None = None) -> Member:
     """A member whose model is elsewhere: its tokenizer and template are read here. Raises `MemberLoadError`."""
-    own = info.report.backend == "llama.cpp"
-    tokenizer = load_gguf_tokenizer(config, cache_dir) if own else load_tokenizer(config, cache_dir)
+    reads_gguf = info.report.backend == "llama.cpp"
+    tokenizer = load_gguf_tokenizer(config, cache_dir) if reads_gguf else load_tokenizer(config, cache_dir)
     prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, info.name, config.thinking)
     return Member(info, MemberText(prompts, info.report.stop_token_ids, info.vocabulary_size))
 
@@ -70,30 +70,30 @@ def assemble(members: Sequence[MemberHere], on_forward: OnForward) -> Assembly:
     return Assembly(tuple(member.member for member in members), own, tuple(map(LaneThread, lanes[1:])))
 
 
-def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress: OnProgress | None) -> Assembly:
+def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress: OnLoadProgress | None) -> Assembly:
     """The members wherever they are: those behind servers are reached first. Raises `MemberLoadError`."""
     stages = _stages(config, on_progress)
     served = [member for member in config.member_configs if member.server is not None]
-    own = [member for member in config.member_configs if member.server is None]
-    found: dict[str, Member] = {}
+    unserved = [member for member in config.member_configs if member.server is None]
+    member_named: dict[str, Member] = {}
     lanes: list[Lane] = []
     try:
         if served:
             lane = _server_lane(served, config, on_forward, stages)
             lanes.append(lane)
-            found |= {member.name: member.member for member in lane.served.values()}
-        if config.runtime == "ray" and own:
-            for config_of, actor in zip(own, _ray_lanes(own, config, on_forward, stages), strict=True):
+            member_named |= {member.name: member.member for member in lane.served.values()}
+        if config.runtime == "ray" and unserved:
+            for config_of, actor in zip(unserved, _ray_lanes(unserved, config, on_forward, stages), strict=True):
                 lanes.append(actor)
-                found[config_of.label] = distant_member(config_of, actor.members[0], config.cache_dir)
-            own = []
-        local = assemble(tuple(load_members(config, own, stages)), on_forward)
+                member_named[config_of.label] = distant_member(config_of, actor.members[0], config.cache_dir)
+            unserved = []
+        local = assemble(tuple(load_members(config, unserved, stages)), on_forward)
     except BaseException:
         for opened in lanes:
             opened.close()
         raise
-    found |= {member.name: member for member in local.members}
-    return Assembly(tuple(found[name] for name in config.names), local.own, (*local.others, *lanes))
+    member_named |= {member.name: member for member in local.members}
+    return Assembly(tuple(member_named[name] for name in config.names), local.own, (*local.others, *lanes))
 
 
 def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], stages: Stages) -> Iterator[MemberHere]:
@@ -107,7 +107,7 @@ def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], stages: S
         on_stage("ready")
 
 
-def _stages(config: EnsembleConfig, on_progress: OnProgress | None) -> Stages:
+def _stages(config: EnsembleConfig, on_progress: OnLoadProgress | None) -> Stages:
     """For each member, what is called with the stages of its loading."""
 
     def report(index: int, name: str, stage: str) -> None:

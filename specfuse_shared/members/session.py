@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from specfuse_shared.members.stages import (
+    CandidateVerdict,
     Commit,
     Draft,
     DraftAlone,
@@ -23,7 +24,6 @@ from specfuse_shared.members.stages import (
     Thought,
     TokenCounts,
     Top,
-    Verdict,
     Verdicts,
     Verify,
 )
@@ -42,7 +42,7 @@ T = TypeVar("T")
 Stage: TypeAlias = Generator[Any, Any, T]
 
 
-class ContextIds(Protocol):
+class SequenceIds(Protocol):
     """The ids of one answer: `prompt` is frozen, `answer` are the committed ids.
 
     `computed_tokens` went through the model after the prompt, in so many `forwards`.
@@ -60,24 +60,30 @@ class ContextIds(Protocol):
         """Free what is held for it. Safe to call twice."""
 
 
-C = TypeVar("C", bound=ContextIds)
+C = TypeVar("C", bound=SequenceIds)
 
 
 class Session(ABC, Generic[C]):
-    """One answer of a member. Invariant while fusing: the ids of `context` = prompt + canonical ids of the answer."""
+    """One answer of a member. Invariant while fusing: the ids of `sequence` = prompt + canonical ids of the answer."""
 
     def __init__(
-        self, text: MemberText, stop_ids: Sequence[int], context: C, prompt: Sequence[int], params: SamplingParams
+        self, text: MemberText, stop_ids: Sequence[int], sequence: C, prompt: Sequence[int], params: SamplingParams
     ) -> None:
-        self.context = context
-        self.encoding, self._encodings = Encoding(), dict[str, Encoding]()
-        self._prompts, self._codec, self._turn_ends = text.prompts, text.codec, text.turn_ends
-        self._stop_ids, self._prompt, self._text = tuple(stop_ids), tuple(prompt), ""
+        self.sequence = sequence
+        self.encoding = Encoding()
+        self._encodings = dict[str, Encoding]()
+        self._prompts = text.prompts
+        self._codec = text.codec
+        self._turn_ends = text.turn_ends
+        self._stop_ids = tuple(stop_ids)
+        self._prompt = tuple(prompt)
+        self._text = ""
         self._thinking, grammar = False, params.grammar
         self._grammar = MemberConstraint(grammar, text.vocabulary, stop_ids) if grammar else None
         # thinking: how much of the thoughts is given out
         # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
-        self._ids_held, self._shown = 0, 0
+        self._ids_held = 0
+        self._shown = 0
 
     # ── of the model ─────────────────────────────────────────────────────────────────────────────
 
@@ -118,9 +124,9 @@ class Session(ABC, Generic[C]):
 
     @property
     def counts(self) -> TokenCounts:
-        thinking = len(self.context.prompt) - len(self._prompt)
+        thinking = len(self.sequence.prompt) - len(self._prompt)
         return TokenCounts(
-            len(self.context.answer), max(0, thinking), self.context.computed_tokens, self.context.forwards
+            len(self.sequence.answer), max(0, thinking), self.sequence.computed_tokens, self.sequence.forwards
         )
 
     @property
@@ -147,17 +153,17 @@ class Session(ABC, Generic[C]):
 
     def think(self, limit: int, most: int) -> Stage[Thought]:
         """Plain decoding of thoughts, which then stand in front of the answer as if they were prompt."""
-        known, self._thinking = len(self.context.answer), True
+        known, self._thinking = len(self.sequence.answer), True
         self._start(-1 - known)
         more, ended = yield from self._decode([], min(limit, most - known), alone=True)
-        ids = [*self.context.answer, *more]
+        ids = [*self.sequence.answer, *more]
         text, end = self._prompts.thoughts(ids)
         ended = ended or end is not None or len(ids) >= most
         ids = ids[:end] + (self._prompts.thoughts_closing() if ended else [])
         base = known if end is None else min(end, known)
         yield from self._keep(Branch(base, tuple(ids[base:])))
         if ended:
-            self.context.begin_answer()
+            self.sequence.begin_answer()
             self._thinking = False
         fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
         return Thought(fresh, ended)
@@ -170,11 +176,11 @@ class Session(ABC, Generic[C]):
         if self._constraint is not None:
             self._constraint.start()
         ids, ended = yield from self._decode([], limit, min_tokens_left)
-        text = self._codec.text_after(self.context.answer, ids)
+        text = self._codec.text_after(self.sequence.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
             ids, ended = yield from self._decode(ids, len(ids) + 1, min_tokens_left)
-            text = self._codec.text_after(self.context.answer, ids)
-        self._expect_own(Branch(len(self.context.answer), tuple(ids)))
+            text = self._codec.text_after(self.sequence.answer, ids)
+        self._expect_own(Branch(len(self.sequence.answer), tuple(ids)))
         turn_ends = () if min_tokens_left else self._turn_ends
         text, turn_over = self._cut_turn(text, turn_ends)
         if ended or turn_over:
@@ -193,19 +199,22 @@ class Session(ABC, Generic[C]):
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)
-        each = tuple(Verdict(tuple(found), tuple(own)) for found, own in zip(judged, sizes, strict=True))
+        each = tuple(
+            CandidateVerdict(tuple(logprobs), tuple(token_bytes))
+            for logprobs, token_bytes in zip(judged, sizes, strict=True)
+        )
         if top:
             each = yield from self._with_tops(each, branches, top)
         return Verdicts(each)
 
     def _with_tops(
-        self, verdicts: Sequence[Verdict], branches: Sequence[Branch], count: int
-    ) -> Stage[tuple[Verdict, ...]]:
-        found = []
+        self, verdicts: Sequence[CandidateVerdict], branches: Sequence[Branch], count: int
+    ) -> Stage[tuple[CandidateVerdict, ...]]:
+        with_tops = []
         for verdict, branch in zip(verdicts, branches, strict=True):
             tops = (yield from self._find_tops(branch, count)) if branch.tokens else ()
-            found.append(replace(verdict, tops=tuple(tops)))
-        return tuple(found)
+            with_tops.append(replace(verdict, tops=tuple(tops)))
+        return tuple(with_tops)
 
     def commit(self, text: str) -> Stage[None]:
         """`text` is now part of the answer."""
@@ -219,13 +228,13 @@ class Session(ABC, Generic[C]):
         """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
         self._start(round_index)
         ids, ended = yield from self._decode([], limit, min_tokens_left, alone=True)
-        read = self.context.answer[: len(self.context.answer) - self._ids_held]
-        pending = [*self.context.answer[len(read) :], *ids]
+        read = self.sequence.answer[: len(self.sequence.answer) - self._ids_held]
+        pending = [*self.sequence.answer[len(read) :], *ids]
         text = self._codec.text_after(read, pending)
         turn_ends = () if min_tokens_left else self._turn_ends
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :], turn_ends)
         if not (ended or turn_over):
-            yield from self._keep(Branch(len(self.context.answer), tuple(ids)))
+            yield from self._keep(Branch(len(self.sequence.answer), tuple(ids)))
             fresh = fresh[: len(fresh) - partial_stop(fresh, turn_ends)]
             self._shown += len(fresh)
             self._ids_held = len(pending)
@@ -236,7 +245,7 @@ class Session(ABC, Generic[C]):
 
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""
-        self.context.release(remember)
+        self.sequence.release(remember)
 
     def _decode(
         self, ids: Sequence[int], limit: int, min_tokens_left: int = 0, alone: bool = False
@@ -255,13 +264,13 @@ class Session(ABC, Generic[C]):
 
     def _encoded(self, text: str) -> Encoding:
         """The answer and `text` behind it; what is drafted, judged and committed is often the same text."""
-        found = self._encodings.get(text)
-        if found is None:
-            found = self._encodings[text] = self._codec.extend(self.encoding, text)
-        return found
+        encoding = self._encodings.get(text)
+        if encoding is None:
+            encoding = self._encodings[text] = self._codec.extend(self.encoding, text)
+        return encoding
 
     def _branch(self, encoding: Encoding) -> Branch:
-        base = common_length(self.context.answer, encoding.ids)
+        base = common_length(self.sequence.answer, encoding.ids)
         return Branch(base, encoding.ids[base:])
 
     def _cut_turn(self, text: str, turn_ends: Sequence[str]) -> tuple[str, bool]:

@@ -11,13 +11,13 @@ from specfuse_shared.text.chat_template import PromptEncoder
 def stop_ids_of(holders: Iterable[object], prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:
     """Ids that end a turn: of the generation and model configuration and the tokenizer (`holders`), of the template,
     and of the user."""
-    found: set[int] = set(config.stop_token_ids)
+    stop_ids: set[int] = set(config.stop_token_ids)
     for holder in holders:
         value = getattr(holder, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or ())
+        stop_ids.update([value] if isinstance(value, int) else value or ())
     if (marker := prompts.turn_end()) is not None:
-        found.add(marker)
-    return tuple(sorted(found))
+        stop_ids.add(marker)
+    return tuple(sorted(stop_ids))
 
 
 def ids_without_text(tokenizer: object, vocabulary_size: int, stop_ids: Sequence[int]) -> tuple[int, ...]:

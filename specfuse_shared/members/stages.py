@@ -147,7 +147,7 @@ Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CandidateVerdict:
     """A verifier's log p of each of its own tokens of a candidate (and of the end of turn), and their bytes.
 
     `tops`: in the place of each token, ids and log p of the most probable ones, if they were asked for.
@@ -162,7 +162,7 @@ class Verdict:
 class Verdicts:
     """A verdict on each candidate, in their order."""
 
-    each: tuple[Verdict, ...]
+    each: tuple[CandidateVerdict, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ class TokenTree:
         """Nodes of `tokens` in a row behind the first `trunk` committed tokens."""
         node, path, known = ROOT, [], self._children
         for token in tokens:
-            found = known.get((node, trunk, token))
-            node = self.child(node, trunk, token) if found is None else found
+            next_node = known.get((node, trunk, token))
+            node = self.child(node, trunk, token) if next_node is None else next_node
             path.append(node)
         return path
 
@@ -60,26 +60,26 @@ class TokenTree:
         """As `path`, as far as there are nodes; makes none."""
         node, path = ROOT, []
         for token in tokens:
-            found = self._children.get((node, trunk, token))
-            if found is None:
+            next_node = self._children.get((node, trunk, token))
+            if next_node is None:
                 break
-            node = found
+            node = next_node
             path.append(node)
         return path
 
     def below(self, node: int, trunk: int, numbers: Iterable[int]) -> list[int]:
         """Those of `numbers`, parents first, that descend from `node` (of those at the root: behind `trunk` tokens)."""
-        found: set[int] = set()
+        descendants: set[int] = set()
         for number in numbers:
             parent = self.nodes[number].parent
-            if parent in found or (parent == node and (node != ROOT or self.nodes[number].trunk == trunk)):
-                found.add(number)
-        return sorted(found)
+            if parent in descendants or (parent == node and (node != ROOT or self.nodes[number].trunk == trunk)):
+                descendants.add(number)
+        return sorted(descendants)
 
     def lineage(self, node: int) -> list[int]:
         """`node` and its ancestors, nearest first."""
-        found = []
+        ancestors = []
         while node != ROOT:
-            found.append(node)
+            ancestors.append(node)
             node = self.nodes[node].parent
-        return found
+        return ancestors

@@ -54,7 +54,9 @@ class _Attempt:
 
 class _Planner:
     def __init__(self, specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload) -> None:
-        self.specs, self.devices, self.workload = tuple(specs), tuple(devices), workload
+        self.specs = tuple(specs)
+        self.devices = tuple(devices)
+        self.workload = workload
         self._choices = {r.name: candidates(r, self.devices) for r in self.specs}
         self._needs: dict[tuple[str, str, str | None], MemoryNeed] = {}
         self._depth = max((len(r.quantizations) for r in self.specs), default=0)

@@ -80,7 +80,8 @@ class ModelSizes:
         self.quantised = self._stored is not None
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
-        self.kv_values, self.tied = _kv_values(text), _tied(self._model)
+        self.kv_values = _kv_values(text)
+        self.tied = _tied(self._model)
         self.parameters: int = self._model.num_parameters()
 
     def weights(self, number_format: str, quantization: str | None) -> int:

@@ -78,7 +78,7 @@ def seconds(value: float | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberStyle:
     """A member as it is marked everywhere: its number, colour and line; and its part in the answer."""
 
     name: str
@@ -92,7 +92,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextSpan:
     """A stretch of the answer and the round that wrote it, the `number`th; None and 0 where no round is known."""
 
     text: str
@@ -114,7 +114,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class ColumnPart:
     """A part of a column; `start` and `size` are shares of the chart's height."""
 
     css: str
@@ -128,7 +128,7 @@ class Chart:
 
     title: str
     note: str
-    columns: Sequence[tuple[str, Sequence[Bar]]]
+    columns: Sequence[tuple[str, Sequence[ColumnPart]]]
     ticks: Sequence[int]
     top: str
     middle: str
@@ -153,23 +153,23 @@ def view(result: AnswerRecord) -> dict[str, Any]:
     }
 
 
-def pieces_of(text: str, rounds: Sequence[RoundRecord]) -> Iterator[Piece]:
+def pieces_of(text: str, rounds: Sequence[RoundRecord]) -> Iterator[TextSpan]:
     """The answer cut at the rounds' offsets; the pieces joined are exactly `text`, every round has one (maybe "")."""
     at = 0
     for i, record in enumerate(rounds, 1):
         start, end = (min(max(at, offset), len(text)) for offset in (record.start, record.end))
         if start > at:
-            yield Piece(text[at:start])
-        yield Piece(text[start:end], record, i)
+            yield TextSpan(text[at:start])
+        yield TextSpan(text[start:end], record, i)
         at = max(start, end)
     if at < len(text):
-        yield Piece(text[at:])
+        yield TextSpan(text[at:])
 
 
-def _members(result: AnswerRecord) -> dict[str, Member]:
+def _members(result: AnswerRecord) -> dict[str, MemberStyle]:
     members = {}
     for i, row in enumerate(result.summary()):
-        members[row.member] = Member(
+        members[row.member] = MemberStyle(
             name=row.member,
             number=i + 1,
             css=f"m{i % COLOURS} l{i % LINES}",
@@ -195,7 +195,7 @@ def _finish(result: AnswerRecord) -> str:
     return ENDS[result.finish_reason]
 
 
-def _card(piece: Piece, record: RoundRecord) -> Card:
+def _card(piece: TextSpan, record: RoundRecord) -> Card:
     ranked = sorted(record.candidates, key=lambda c: (record.winner not in c.drafters, -(c.score or 0.0)))
     return Card(
         number=piece.number,
@@ -224,8 +224,8 @@ def _verdict(record: RoundRecord) -> str:
 # ── charts ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _charts(result: AnswerRecord, members: Mapping[str, Member]) -> Iterator[Chart]:
-    def shares(of: Callable[[RoundRecord], Mapping[str, float]]) -> list[tuple[str, Sequence[Bar]]]:
+def _charts(result: AnswerRecord, members: Mapping[str, MemberStyle]) -> Iterator[Chart]:
+    def shares(of: Callable[[RoundRecord], Mapping[str, float]]) -> list[tuple[str, Sequence[ColumnPart]]]:
         css = {name: member.css for name, member in members.items()}
         return [_column(r.index, {n: of(r)[n] for n in members if n in of(r)}, css, 1.0, number) for r in result.rounds]
 
@@ -245,15 +245,18 @@ def _charts(result: AnswerRecord, members: Mapping[str, Member]) -> Iterator[Cha
 
 def _column(
     index: int, parts: Mapping[str, float], css: Mapping[str, str], top: float, shown: Callable[[float], str]
-) -> tuple[str, Sequence[Bar]]:
+) -> tuple[str, Sequence[ColumnPart]]:
     """What a round's column says, and its bars from the bottom up."""
     told = ", ".join(f"{name} {shown(part)}" for name, part in parts.items())
     return f"Round {index}: {told or UNKNOWN}", _bars(parts, css, top)
 
 
-def _bars(parts: Mapping[str, float], css: Mapping[str, str], top: float) -> list[Bar]:
+def _bars(parts: Mapping[str, float], css: Mapping[str, str], top: float) -> list[ColumnPart]:
     starts = itertools.accumulate(parts.values(), initial=0.0)
-    return [Bar(css[name], start / top, part / top) for (name, part), start in zip(parts.items(), starts, strict=False)]
+    return [
+        ColumnPart(css[name], start / top, part / top)
+        for (name, part), start in zip(parts.items(), starts, strict=False)
+    ]
 
 
 def _ticks(rounds: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from specfuse_shared.runtime.cache.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
 from specfuse_shared.runtime.kernels import eager_kernel, grouped_kernel
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
@@ -98,7 +98,9 @@ class Batch(Cache):
         self, segments: Sequence[ForwardInput], plan: MaskPlan, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(layers=[])
-        self._plan, self._device, self._dtype = plan, device, dtype
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
         long = _LONG.get(device.type, _DEFAULT_LONG)
         self._knows_lower_right = device.type not in _WITHOUT_LOWER_RIGHT
         self._written: list[tuple[CacheBlock, Any, slice]] = []

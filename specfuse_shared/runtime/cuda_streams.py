@@ -41,8 +41,10 @@ class Stopwatch:
     """
 
     def __init__(self, stream: Any) -> None:
-        self._began, self._seconds = time.monotonic(), 0.0
-        self._stream, self._events = stream, list[Any]()
+        self._began = time.monotonic()
+        self._seconds = 0.0
+        self._stream = stream
+        self._events = list[Any]()
         self._note()
 
     def stop(self) -> None:

@@ -27,7 +27,7 @@ class NotFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TokenRow:
     """Tokens in a row: `nodes` whose logits speak of each, and of any of `stops` next; one token more if there are."""
 
     nodes: Sequence[int]
@@ -39,7 +39,8 @@ class _Numbers:
     """What is sent for many judgements at once; the first to ask waits for the device."""
 
     def __init__(self, found: Sequence[torch.Tensor]) -> None:
-        self._sent, self._read = Download(torch.cat(list(found))), list[float]()
+        self._sent = Download(torch.cat(list(found)))
+        self._read = list[float]()
 
     def part(self, places: Sequence[slice]) -> list[float]:
         self._read = self._read or self._sent.read()
@@ -52,8 +53,10 @@ class PendingLogprobs:
     `top`: so many of the most probable tokens in the place of each are found, too.
     """
 
-    def __init__(self, lines: Sequence[Line], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
-        self._lines, self._logits, self._top = lines, logits, top
+    def __init__(self, lines: Sequence[TokenRow], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
+        self._lines = lines
+        self._logits = logits
+        self._top = top
         self.tops: list[list[TopTokens]] = [[] for _ in lines]
         """Of each line's tokens, once it was read."""
         self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specfuse_shared.runtime.attention import ForwardInput
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 
 _LIMIT = "original_max_position_embeddings"
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from specfuse_shared.runtime.attention import Batch, ForwardInput, running
-from specfuse_shared.runtime.cache.kv_cache import CachePool, Layer
+from specfuse_shared.runtime.cache.blocks import Layer
+from specfuse_shared.runtime.cache.kv_cache import CachePool
 from specfuse_shared.runtime.cache.prefix_cache import PrefixCache
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
@@ -79,8 +80,11 @@ class ModelRunner:
         graphs: Graphs | None = None,
         stream: ModelStream | None = None,
     ) -> None:
-        self.model, self.plan, self._one_by_one = model, plan, one_by_one
-        self.device, self.dtype = model_home(model), model.dtype
+        self.model = model
+        self.plan = plan
+        self._one_by_one = one_by_one
+        self.device = model_home(model)
+        self.dtype = model.dtype
         self.stream = stream or ModelStream(self.device)
         self.pool: CachePool = CachePool(self.device, slots)
         self.prefixes = PrefixCache()

@@ -43,7 +43,8 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.multiplied, self.otherwise = set[int](), set[int]()
+        self.multiplied = set[int]()
+        self.otherwise = set[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Parameter)}

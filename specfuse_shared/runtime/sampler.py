@@ -1,6 +1,6 @@
 """How members pick their next tokens: the library's own logit processors, in the order of its `generate`.
 
-B answers, V vocabulary. Choices stay on the device: `Sampler.pick` fetches its one, `Choice` leaves many there.
+B answers, V vocabulary. Choices stay on the device: `Sampler.pick` fetches its one, `BatchSampling` leaves many there.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, seed: int, member: str, device: torch.device) -> None:
-        self.greedy, self.device = params.greedy, device
+        self.greedy = params.greedy
+        self.device = device
         chance = () if params.greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
         self.rule = (*chance, params.repetition_penalty)
         self.needs_history = params.repetition_penalty != 1.0
         self.drawn = 0
-        self._seed, self._member, self._round = seed, member, 0
+        self._seed = seed
+        self._member = member
+        self._round = 0
         self._processors = _processors(params)
 
     @property
@@ -102,7 +105,7 @@ def number_of_draw(seed: int, member: str, round_index: int, place: int) -> int:
 
 
 @dataclass(slots=True)
-class Choice:
+class BatchSampling:
     """The next tokens of many drafts: answers that choose by the same rule share the kernels.
 
     `samplers`, what each must not say (`blocked`) and what stands before its draft (`histories`), for B answers.

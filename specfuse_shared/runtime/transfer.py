@@ -25,7 +25,8 @@ class Download:
     """Numbers that are sent to the host as soon as they are computed; what is queued later does not delay them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._sent = tensor, None
+        self._tensor = tensor
+        self._sent = None
         if tensor.device.type == "cuda":
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)

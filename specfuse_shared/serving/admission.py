@@ -47,7 +47,8 @@ class Budget:
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
-        self._config, self._members = config, tuple(members)
+        self._config = config
+        self._members = tuple(members)
         self._sharing = Counter(device for m in members for device in m.devices)
         self.limits = {d: config.cache_bytes or free[d] for d in self._sharing}
         self._of = {m.name: m for m in self._members}

@@ -15,7 +15,7 @@ from specfuse_shared.errors import EngineClosedError, RequestError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.loading.planning import stated_context
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
@@ -87,7 +87,7 @@ class EnsembleEngine:
             return stated_context(self.config)
         return min((limit for m in self._members if (limit := m.context_limit)), default=None)
 
-    def load(self, on_progress: OnProgress | None = None) -> Self:
+    def load(self, on_progress: OnLoadProgress | None = None) -> Self:
         """Plan where the members go, then load each into its place; again, it does nothing.
 
         Raises `MemberLoadError`; where the members do not fit, `PlacementError`, before any weight is read.
@@ -284,7 +284,7 @@ class EnsembleEngine:
     def _members(self) -> tuple[Member, ...]:
         return self._assembly.members
 
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+    def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         return assemble_ensemble(self.config, self._metrics.forward, on_progress)
 
     def _reference(self, members: Sequence[str] | None) -> Member:

@@ -42,8 +42,10 @@ class Opening:
         texts: Sequence[str] = (),
     ) -> None:
         check_options(options)
-        self.config, self.params = config.only(options.get("members")), params or SamplingParams()
-        self.messages, self.texts = conversation_of(messages), tuple(texts)
+        self.config = config.only(options.get("members"))
+        self.params = params or SamplingParams()
+        self.messages = conversation_of(messages)
+        self.texts = tuple(texts)
         choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", False)
         self.tools = ToolUse(tools_of(options.get("tools", ())), choice, parallel)
         self._timeout = options.get("timeout")
@@ -73,7 +75,8 @@ class Opener:
     """Opens requests of the loaded `members`. Every method may be called from any thread or event loop."""
 
     def __init__(self, members: Sequence[Member], scheduler: Scheduler) -> None:
-        self._members, self._scheduler = tuple(members), scheduler
+        self._members = tuple(members)
+        self._scheduler = scheduler
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="specfuse-opening")
 
     def open(self, opening: Opening, deliver: Deliver) -> Request:

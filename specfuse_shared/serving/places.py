@@ -18,7 +18,8 @@ class Places:
     """
 
     def __init__(self, config: EnsembleConfig) -> None:
-        self._config, self._lock = config, threading.Lock()
+        self._config = config
+        self._lock = threading.Lock()
         self._free = config.max_concurrent + config.max_queue
         self._asking = deque[Future[None]]()
         self._closed: Exception | None = None

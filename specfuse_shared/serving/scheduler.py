@@ -14,16 +14,10 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from specfuse_shared.errors import (
-    EngineClosedError,
-    GenerationError,
-    RequestTimeoutError,
-    SpecFuseError,
-)
+from specfuse_shared.errors import EngineClosedError, GenerationError, RequestTimeoutError, SpecFuseError
 from specfuse_shared.events import Event
-from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget
@@ -31,6 +25,7 @@ from specfuse_shared.serving.memory import IdleTrim
 from specfuse_shared.serving.places import Places
 from specfuse_shared.serving.request import Request
 from specfuse_shared.serving.telemetry.metrics import Metrics
+from specfuse_shared.serving.traffic import traffic_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +38,22 @@ class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
     def __init__(self, assembly: Assembly, budget: Budget, places: Places, metrics: Metrics) -> None:
-        self._assembly, self._own, self._budget, self._metrics = assembly, assembly.own, budget, metrics
+        self._assembly = assembly
+        self._own = assembly.own
+        self._budget = budget
+        self._metrics = metrics
         self.places = places
         self.traffic = traffic_of(assembly, metrics, lambda: len(self._running))
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
-        self._queue, self._arrived = deque[Request](), deque[StageResult]()
+        self._queue = deque[Request]()
+        self._arrived = deque[StageResult]()
         self._wanted: list[StageRequest] = []
         self._closed: EngineClosedError | None = None
         self._failure: EngineClosedError | None = None
         self._trim = IdleTrim()
-        self._process, self._numbers = os.getpid(), itertools.count(1)
+        self._process = os.getpid()
+        self._numbers = itertools.count(1)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
 
@@ -286,16 +286,6 @@ class Scheduler:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
-
-
-def traffic_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int]) -> Traffic:
-    """What answers may know of the engine's lanes when they choose who leads."""
-    lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
-    devices = [[d for info in lane.members for d in info.devices] for lane in assembly.lanes]
-    # a device elsewhere is named with its lane: "name/cuda:0"
-    slow = ("cpu", "disk")
-    fast = [n for n, own in enumerate(devices) if own and not any(d.rpartition("/")[2] in slow for d in own)]
-    return Traffic(lane_of, answers, metrics.step_seconds, frozenset(fast))
 
 
 def _broken(kind: str, message: str) -> EngineClosedError:

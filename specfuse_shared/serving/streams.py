@@ -16,7 +16,9 @@ class EventStream(Iterator[Event]):
     """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated."""
 
     def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None]) -> None:
-        self._items, self._cancel, self._over = items, cancel, False
+        self._items = items
+        self._cancel = cancel
+        self._over = False
 
     def __next__(self) -> Event:
         if self._over:

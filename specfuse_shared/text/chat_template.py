@@ -59,7 +59,9 @@ class PromptEncoder:
         member: str,
         thinking: bool | Sequence[str] = False,
     ) -> None:
-        self.tokenizer, self._options, self._member = tokenizer, dict(options), member
+        self.tokenizer = tokenizer
+        self._options = dict(options)
+        self._member = member
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):
             own = own.get("default")

@@ -18,9 +18,11 @@ class MemberText:
     """
 
     def __init__(self, prompts: PromptEncoder, stop_ids: Sequence[int], vocabulary_size: int) -> None:
-        self.prompts, self.codec = prompts, prompts.codec
+        self.prompts = prompts
+        self.codec = prompts.codec
         self.turn_ends = PLAIN_TURN_ENDS if prompts.kind == "plain" else ()
-        self._stop_ids, self._vocabulary_size = tuple(stop_ids), vocabulary_size
+        self._stop_ids = tuple(stop_ids)
+        self._vocabulary_size = vocabulary_size
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""

@@ -26,7 +26,10 @@ class TextGuard:
         self, has_control: Callable[[str], bool], control: re.Pattern[str] | None, marks: TurnMarks, clean: bool
     ) -> None:
         self._nonce = secrets.token_hex(4)
-        self._has_control, self._control, self._marks, self._clean = has_control, control, marks, clean
+        self._has_control = has_control
+        self._control = control
+        self._marks = marks
+        self._clean = clean
         self._texts: list[str] = []
 
     def turn(self, message: Message) -> Turn:

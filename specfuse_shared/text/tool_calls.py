@@ -128,7 +128,10 @@ class CallReader:
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
         self._state: Literal["text", "between", "head", "arguments"] = "text"
-        self._buffer, self._arguments, self._name, self._id = "", "", "", ""
+        self._buffer = ""
+        self._arguments = ""
+        self._name = ""
+        self._id = ""
 
     @property
     def calling(self) -> bool:

@@ -9,28 +9,9 @@ import httpx
 import pytest
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from tests.support.serving import QUESTION
+from tests.support.serving import ADD, DIGIT, QUESTION, chat
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
-            "required": ["a"],
-        },
-    },
-}
 NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {}}}}
-DIGIT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
-
-
-def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = client.post("/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, **body})
-    assert response.status_code == 200, response.text
-    told: dict[str, Any] = response.json()
-    return told
 
 
 def chunks(client: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import pickle
 import socket
 from typing import Any
@@ -37,11 +36,9 @@ from specfuse_shared import (
 from specfuse_shared.api_server.settings import ServerSettings
 from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
-from tests.support.serving import QUESTION, serving, until
+from tests.support.serving import QUESTION, serving, until, untimed
 
 TURNS = [Message("system", "Be brief. <|end|>"), Message("user", "Why is the sea salty?")]
-TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds", "leader")
-"""Seconds, and who leads, which hangs on them."""
 
 
 class Digit(BaseModel):
@@ -53,24 +50,6 @@ class Digit(BaseModel):
 @pytest.fixture(scope="module")
 def remote(client: httpx.Client) -> RemoteEngine:
     return RemoteEngine(str(client.base_url))
-
-
-class Near(float):
-    """A number that equals those that batches of other sizes make of it."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and math.isclose(self, other, rel_tol=5e-3)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def untimed(value: Any) -> Any:
-    """Without seconds, and with scores that are `Near`."""
-    if isinstance(value, dict):
-        return {k: untimed(v) for k, v in value.items() if k not in TIMES and not k.startswith(("lc_run", "id"))}
-    if isinstance(value, (list, tuple)):
-        return [untimed(v) for v in value]
-    return Near(value) if isinstance(value, float) else value
 
 
 def told(events: list[Event]) -> Any:

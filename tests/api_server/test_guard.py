@@ -17,7 +17,7 @@ from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
 from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.members.stages import Fault
-from tests.fusion.test_fake_lanes import FakeEngine, two
+from tests.support.fake_engine import FakeEngine, two
 from tests.support.serving import QUESTION, ready, serving, until
 
 KEY = "a key that nobody else knows"

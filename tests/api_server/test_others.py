@@ -22,8 +22,8 @@ from llama_index.llms.openai_like import OpenAILike
 
 from specfuse_shared import EnsembleEngine
 from tests.langchain.standard import ByTheDemo
-from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
-from tests.llamaindex.test_agents import QUESTION as ASKED
+from tests.support.agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
+from tests.support.agents import QUESTION as ASKED
 from tests.support.serving import QUESTION, Digit, serving, unkept
 
 TOOL: Any = {

@@ -11,14 +11,12 @@ import openai
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.api_server.replies.answers import Piece
+from specfuse_shared.api_server.replies.answers import ChoicePiece
 from specfuse_shared.api_server.replies.responses_api import THOUGHTS, Output
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Draft, Op
-from tests.api_server.test_chat import ADD, DIGIT, chat
-from tests.api_server.test_clients import untimed
-from tests.langchain.test_thinking import THINKING
-from tests.support.serving import QUESTION, serving
+from tests.support.serving import ADD, DIGIT, QUESTION, chat, serving, untimed
+from tests.support.tiny import THINKING
 
 ASKED: str = QUESTION[0]["content"]
 TOOL = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
@@ -190,8 +188,10 @@ def test_a_call_that_is_cut_is_incomplete_and_its_arguments_are_never_done() -> 
     """Clients call a tool with arguments that are done."""
     output = Output(THOUGHTS)
     begun = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a"'}}
-    told = [kind for piece in (Piece(text="I add."), Piece(calls=[begun])) for kind, _ in output.write(piece)]
-    told += [kind for kind, _ in output.write(Piece(finish_reason="length"))]
+    told = [
+        kind for piece in (ChoicePiece(text="I add."), ChoicePiece(calls=[begun])) for kind, _ in output.write(piece)
+    ]
+    told += [kind for kind, _ in output.write(ChoicePiece(finish_reason="length"))]
     assert told[-3:] == ["output_item.added", "function_call_arguments.delta", "output_item.done"]
     assert [item["status"] for item in output.items] == ["completed", "incomplete"]
     assert output.items[1]["arguments"] == '{"a"'

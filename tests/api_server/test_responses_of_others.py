@@ -20,8 +20,8 @@ from llama_index.llms.openai import OpenAIResponses
 
 from specfuse_shared import EnsembleEngine
 from tests.langchain.standard import ByTheDemo
-from tests.llamaindex.test_agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
-from tests.llamaindex.test_agents import QUESTION as ASKED
+from tests.support.agents import ANSWER, EXAMPLES, HOURS, PRICE, TASK, worked
+from tests.support.agents import QUESTION as ASKED
 from tests.support.serving import Digit, unkept
 
 QUESTION = "Why is the sea salty?"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared.cli.commands import main
-from tests.cli.test_pty import COMMAND, _hear_interrupts
+from tests.support.terminals import COMMAND, hear_interrupts
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
         stderr=slave,
         env={**os.environ, "TERM": "xterm"},
         start_new_session=True,
-        preexec_fn=_hear_interrupts,
+        preexec_fn=hear_interrupts,
     )
     os.close(slave)
     try:

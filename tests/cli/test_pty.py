@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "specfuse_shared"]
+from tests.support.terminals import COMMAND, hear_interrupts
+
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 HOSTILE = "Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok"
 
@@ -32,17 +33,12 @@ def in_terminal(arguments: list[str], until: bytes | None = None, **environment:
         stderr=slave,
         env=settings,
         start_new_session=True,
-        preexec_fn=_hear_interrupts,
+        preexec_fn=hear_interrupts,
     )
     os.close(slave)
     shown = read_terminal(master, process, until)
     os.close(master)
     return process.wait(30), shown.decode().replace("\r\n", "\n")
-
-
-def _hear_interrupts() -> None:
-    """A shell that runs the tests in the background makes them, and what they start, ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_terminal(master: int, process: subprocess.Popen[bytes], until: bytes | None) -> bytes:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.base import MemberInfo
-from specfuse_shared.members.stages import Fault, Open, StageRequest, Verdict
+from specfuse_shared.members.stages import CandidateVerdict, Fault, Open, StageRequest
 from tests.support.fake_lane import FakeLane, scripted
 
 Script = Mapping[str, Mapping[str, str]]
@@ -41,7 +41,7 @@ class ScriptedLane(FakeLane):
             return super()._verdict(member, text, ends)
         words = text.split() + ["."] * ends
         mine = self.says[member]("", len(words)).split()
-        return Verdict((-0.1 if words == mine else -3.0,) * len(words), tuple(map(len, words)))
+        return CandidateVerdict((-0.1 if words == mine else -3.0,) * len(words), tuple(map(len, words)))
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _FakeEngine(EnsembleEngine):
         super().__init__(config)
         self.fakes = fakes
 
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+    def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         lanes = [ScriptedLane(member, self.fakes) for member in self.config.member_configs]
         self.fakes.lanes += lanes
         return Assembly(tuple(member for lane in lanes for member in lane.parties()), None, tuple(lanes))

@@ -10,7 +10,7 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, GenerationError, Message, RequestError
 from specfuse_shared.comparing import ENSEMBLE, Comparison, rate
 from specfuse_shared.comparing.judging import MARKS, mark_of
-from specfuse_shared.members.stages import Close, Fault, Open, Verdict, Verdicts, Verify
+from specfuse_shared.members.stages import CandidateVerdict, Close, Fault, Open, Verdicts, Verify
 from tests.comparing.fakes import Fakes, ScriptedLane
 from tests.comparing.made import made
 
@@ -28,7 +28,7 @@ class JudgeLane(ScriptedLane):
         if isinstance(request.op, Verify):
             good = not self.blind and (hash("sea") in self.about[key])
             marks = [question.text for question in request.op.questions]
-            return Verdicts(tuple(Verdict((-abs(int(m) - (5 if good else 1)) - 0.5,), (1,)) for m in marks))
+            return Verdicts(tuple(CandidateVerdict((-abs(int(m) - (5 if good else 1)) - 0.5,), (1,)) for m in marks))
         if isinstance(request.op, Open):
             self.about = {**getattr(self, "about", {}), key: _rated(request.op.prompt)}
         return super()._value(key, request)

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from tests.support.against_naive import SCORES, assert_equals_naive, local_members, with_settings
-from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model
+from tests.support.tiny import (
+    ARCHITECTURES,
+    MESSAGES,
+    ROW_BY_ROW,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    save_model,
+)
 
-ROW_BY_ROW = {"lfm2", "mamba"}
 WAYS = [(kind, "dynamic") for kind in ARCHITECTURES] + [(k, "static") for k in ARCHITECTURES if k not in ROW_BY_ROW]
-MESSAGES = [Message("user", "The fox asks: how do the tides follow the moon? Explain with 3 reasons, ça va?")]
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_one_member_alone_equals_its_own_generate(exact_engine: EnsembleEngine, 
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=45, do_sample=False
         )[0, len(prompt) :].tolist()
     assert len(ids) == 45, "a longer answer is needed to compare"
-    assert list(session.context.answer) == ids
+    assert list(session.sequence.answer) == ids
     assert "".join(d.text for d in drafts) == member.codec.decode(ids)
 
 
@@ -152,13 +152,13 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     for member in members:
         own = session.participants[member.name].session
         run_stage(own.commit(session.rounds[-1].text))  # with which the next round would begin
-        context = own.context
-        assert list(context.prompt) == member.encode_prompt(messages)
-        assert list(context.answer) == member.codec.encode(session.text)
-        assert context._row.used == len(context.prompt) + len(context.answer)
+        sequence = own.sequence
+        assert list(sequence.prompt) == member.encode_prompt(messages)
+        assert list(sequence.answer) == member.codec.encode(session.text)
+        assert sequence._row.used == len(sequence.prompt) + len(sequence.answer)
         with torch.inference_mode():
-            fresh = member.runner.plain([*context.prompt, *context.answer])[-1]
-            kept = context.logits(Branch(len(context.answer), ()))
+            fresh = member.runner.plain([*sequence.prompt, *sequence.answer])[-1]
+            kept = sequence.logits(Branch(len(sequence.answer), ()))
         assert float((fresh.log_softmax(-1) - kept.log_softmax(-1)).abs().max()) < 1e-3
 
 

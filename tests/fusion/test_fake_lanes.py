@@ -11,28 +11,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
+from specfuse_shared import SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, RequestTimeoutError
 from specfuse_shared.events import FinishEvent, SegmentEvent, StartEvent, WarningEvent
-from specfuse_shared.loading.pretrained import OnProgress
-from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Commit, Draft, DraftAlone, Fault, Open, StageRequest, Verify
+from tests.support.fake_engine import OTHER, TALE, FakeEngine, two
 from tests.support.fake_lane import FakeLane, scripted
 
-TALE, OTHER = "the sea follows the moon and the moon follows the sun .", "the sea is wide and blue ."
 STAGES = ("prefill", "draft", "verify", "commit")
-
-
-class FakeEngine(EnsembleEngine):
-    """An engine over fake lanes: one for each group of members."""
-
-    def __init__(self, *lanes: FakeLane, **settings: object) -> None:
-        names = [info.name for lane in lanes for info in lane.members]
-        super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))  # type: ignore[arg-type]
-        self.lanes = lanes
-
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
-        return Assembly(tuple(member for lane in self.lanes for member in lane.parties()), None, self.lanes)
 
 
 @contextmanager
@@ -40,15 +26,6 @@ def fake(*lanes: FakeLane, **settings: object) -> Iterator[FakeEngine]:
     with FakeEngine(*lanes, **settings) as engine:
         yield engine
     assert all(lane.closed for lane in lanes)
-
-
-def two(**settings: object) -> tuple[FakeLane, FakeLane]:
-    """Two members in lanes of their own; all prefer the tale."""
-    likes = {(name, f" {' '.join(TALE.split()[n : n + 3])}"): -0.1 for name in "ab" for n in range(0, 12, 3)}
-    return (
-        FakeLane({"a": scripted(TALE)}, likes, **settings),  # type: ignore[arg-type]
-        FakeLane({"b": scripted(OTHER)}, likes, **settings),  # type: ignore[arg-type]
-    )
 
 
 def test_a_round_asks_every_member_to_draft_to_verify_and_to_commit() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from tests.cli.conftest import reciting_model, reciting_tokenizer
+from tests.support.reciting import reciting_model, reciting_tokenizer
 from tests.support.tiny import save_pair
 
 

@@ -16,7 +16,7 @@ from langchain_core.outputs import LLMResult
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.answers import Answer
+from langchain_specfuse.answers import ChunkBuilder
 from specfuse_shared import (
     EnsembleConfig,
     EnsembleEngine,
@@ -26,7 +26,7 @@ from specfuse_shared import (
     SamplingParams,
 )
 from specfuse_shared.errors import ConfigError
-from tests.serving.test_faults import FAULTS, fault_in
+from tests.support.faults import FAULTS, fault_in
 
 QUESTION = "What does the sea do?"
 CONVERSATION = [SystemMessage("Be brief. " * 8), HumanMessage("The sea. " * 30), AIMessage("A tide. " * 20)]
@@ -154,7 +154,7 @@ def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
 @pytest.mark.parametrize(("reason", "said"), [("stop", "stop"), ("length", "length"), ("repetition", "stop")])
 def test_a_reason_to_end_is_one_that_everybody_knows(tiny: EnsembleEngine, reason: str, said: str) -> None:
     ended = replace(tiny.generate(QUESTION, SamplingParams(max_tokens=4)), finish_reason=FinishReason(reason))
-    [last] = Answer(lambda: "tiny", "summary", reads_calls=False).chunks(FinishEvent(ended))
+    [last] = ChunkBuilder(lambda: "tiny", "summary", reads_calls=False).chunks(FinishEvent(ended))
     told = last.message.response_metadata
     assert told["finish_reason"] == said
     assert told["specfuse"]["finish_reason"] == reason

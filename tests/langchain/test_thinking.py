@@ -15,13 +15,10 @@ from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse.answers import Thoughts
 from langchain_specfuse.messages import to_messages
 from specfuse_shared import EnsembleConfig, EnsembleEngine, ThinkingEvent
-from tests.support.tiny import CHAT_TEMPLATE
+from tests.support.tiny import THINKING
 
 QUESTION = "How do the tides follow the moon?"
 SCHEMA = {"title": "Sea", "type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}
-THINKING = CHAT_TEMPLATE.replace(
-    "assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")

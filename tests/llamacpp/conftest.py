@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+from specfuse_shared import EnsembleConfig, EnsembleEngine
 from tests.llamacpp.tiny_gguf import write_gguf
-from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
+from tests.support.llamacpp import FILES, member_config
 
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
 """Its tests need the extra "llamacpp"."""
-FILES = {
-    "llama": ("llama", byte_level_tokenizer, 0),
-    "spoken": ("llama", metaspace_tokenizer, 1),
-    "qwen2": ("qwen2", byte_level_tokenizer, 2),
-    "window": ("gemma3", metaspace_tokenizer, 3),
-    "recurrent": ("mamba", byte_level_tokenizer, 4),
-}
-"""Architecture, tokenizer and seed; "window" has one of 64 tokens, "recurrent" a state in place of a cache."""
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +23,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         name: write_gguf(folder / f"{name}.gguf", architecture, tokenizer(), seed)
         for name, (architecture, tokenizer, seed) in FILES.items()
     }
-
-
-def member_config(file: Path, backend: str = "llama.cpp", **settings: object) -> MemberConfig:
-    """A member in float32."""
-    name = f"{file.stem}-there" if backend == "transformers" else file.stem
-    return MemberConfig.from_dict(
-        {"model": str(file), "name": name, "backend": backend, "dtype": "float32", **settings}
-    )
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,8 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, Message, SamplingParams
 from specfuse_shared.events import FinishEvent
-from specfuse_shared.members.local.base import MemberHere
-from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.local.lane_thread import LaneThread
-from tests.llamacpp.conftest import FILES, member_config
 from tests.support.against_naive import answer_of, assert_equals_naive, open_session, run_rounds
+from tests.support.llamacpp import FILES, member_config, members_of
 from tests.support.naive import NaiveMember
 
 pytest.importorskip("llama_cpp")
@@ -38,12 +35,6 @@ class NaiveLlama(NaiveMember):
     def logits(self, answer_ids: list[int]) -> torch.Tensor:
         rows: torch.Tensor = self.context.plain(self.prompt + answer_ids, len(answer_ids) + 1)
         return rows
-
-
-def members_of(engine: EnsembleEngine) -> list[MemberHere]:
-    lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
-    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
-    return [found[name] for name in engine.config.names]
 
 
 def ensemble(files: Mapping[str, Path], names: tuple[str, ...], cache_dir: str, **settings: Any) -> EnsembleConfig:
@@ -101,7 +92,7 @@ def test_the_cache_holds_prompt_and_answer_and_nothing_is_fed_twice(llama_engine
         session = open_session(config, members, QUESTION, SamplingParams(max_tokens=80))
         records = run_rounds(session, 6)
         for member in members:
-            state: Any = session.participants[member.name].session.context
+            state: Any = session.participants[member.name].session.sequence
             runner: Any = member.runner
             committed = session.text[: records[-1].start]  # the last segment is committed with the next round
             assert list(state.answer) == member.codec.encode(committed)

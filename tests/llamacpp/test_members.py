@@ -27,8 +27,7 @@ from specfuse_shared import (
 from specfuse_shared.events import SegmentEvent
 from specfuse_shared.loading.backends import Backend, backend_of
 from specfuse_shared.loading.planning import plan_ensemble
-from tests.llamacpp.conftest import member_config
-from tests.llamacpp.test_exactness import members_of
+from tests.support.llamacpp import member_config, members_of
 from tests.support.tiny import CHAT_TEMPLATE, byte_level_tokenizer
 
 pytest.importorskip("llama_cpp")

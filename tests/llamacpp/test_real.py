@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
-from tests.llamacpp.test_exactness import members_of
+from tests.support.llamacpp import members_of
 
 pytest.importorskip("llama_cpp")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -12,7 +12,7 @@ import torch
 
 from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
-from tests.llamacpp.conftest import FILES, member_config
+from tests.support.llamacpp import FILES, member_config
 
 pytest.importorskip("llama_cpp")
 
@@ -65,7 +65,7 @@ def test_branches_and_commits_equal_plain_reading(member: Any, keeps_spare: bool
             asked.append(ForwardRequest(context, tuple(branches), guesses=guesses))
         contexts[0].run_together(asked)
         for request in asked:
-            context = request.context
+            context = request.sequence
             assert max(off(member, context, branch) for branch in request.branches) < tolerance
             context.commit(choose.choice(request.branches))
             plain = member.runner.context.plain([*context.prompt, *context.answer], 1)[0]

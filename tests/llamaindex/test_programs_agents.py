@@ -14,7 +14,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.workflow import Context, HumanResponseEvent, InputRequiredEvent
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.test_agents import called, result
+from tests.support.agents import called, result
 
 pytestmark = [
     pytest.mark.slow,

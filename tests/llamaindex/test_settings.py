@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, RequestError, RequestTimeoutError
-from tests.serving.test_faults import FAULTS, fault_in
+from tests.support.faults import FAULTS, fault_in
 
 YES_OR_NO = Grammar.choice(["yes", "no"])
 

@@ -16,7 +16,7 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from llamaindex_specfuse.answers import Answer, Piece
+from llamaindex_specfuse.answers import AnswerFold, AnswerStep
 from specfuse_shared import EnsembleResult, FinishReason, SamplingParams
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import FinishEvent, SegmentEvent
@@ -90,9 +90,9 @@ def result(tiny_llm: SpecFuseLLM) -> EnsembleResult:
     return tiny_llm.engine.generate("Hello", SamplingParams(max_tokens=4))
 
 
-def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[Piece | None]:
+def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[AnswerStep | None]:
     """An answer of this text that may call a tool."""
-    answer = Answer(True, "summary", lambda event: None)
+    answer = AnswerFold(True, "summary", lambda event: None)
     return [
         answer.piece(SegmentEvent(text, 0, len(text), None)),
         answer.piece(FinishEvent(replace(result, finish_reason=reason))),

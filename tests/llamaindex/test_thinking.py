@@ -17,7 +17,7 @@ from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError
 from tests.llamaindex.listening import ENDPOINTS, Listener, ask
-from tests.members.test_thinking import THINKING
+from tests.support.tiny import THINKING
 
 QUESTION = "How do the tides follow the moon?"
 

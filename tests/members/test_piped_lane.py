@@ -8,24 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import pytest
 import torch
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Grammar, MemberConfig, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.loading.pretrained import OnProgress
+from specfuse_shared.loading.pretrained import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.remote.pipe import PipedLane, serve_members
+from tests.support.whole_answers import ASKED, everything
 
-ASKED: list[tuple[str, SamplingParams]] = [
-    ("How do the tides follow the moon?", SamplingParams(max_tokens=30)),
-    ("北京? Name 3 ships, ça va 🎉", SamplingParams(max_tokens=25, temperature=0.9, seed=4)),
-    ("Letters?", SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))),
-    ("Endless?", SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3)),
-]
 CORES = max(1, torch.get_num_threads() // 2)
 
 
@@ -37,7 +31,7 @@ class Elsewhere(EnsembleEngine):
         self.distant = distant
         self.processes: list[BaseProcess] = []
 
-    def _assemble(self, on_progress: OnProgress | None) -> Assembly:
+    def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         here = [LocalMember(m) for m in self.config.member_configs if m.name not in self.distant]
         local = assemble(here, self._metrics.forward) if here else Assembly(())
         pipes = {name: self._start(self._config_of(name)) for name in self.distant}
@@ -68,15 +62,6 @@ def elsewhere(config: EnsembleConfig, distant: Sequence[str]) -> Iterator[Elsewh
     for process in engine.processes:
         process.join(20)
         assert process.exitcode is not None, "a closed engine leaves no process behind"
-
-
-def everything(result: EnsembleResult | BaseException) -> dict[str, Any]:
-    """A result without its times."""
-    assert isinstance(result, EnsembleResult)
-    data = result.to_dict()
-    for record in data["rounds"]:
-        del record["timing"]
-    return {name: value for name, value in data.items() if not name.endswith("seconds")}
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,8 @@ from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.text.thinking import find_markers
 from tests.support.against_naive import local_members
-from tests.support.tiny import CHAT_TEMPLATE, save_pair
+from tests.support.tiny import CHAT_TEMPLATE, THINKING, save_pair
 
-THINKING = CHAT_TEMPLATE.replace(
-    "assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 ALWAYS = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 QUESTION = "How do the tides follow the moon?"
 

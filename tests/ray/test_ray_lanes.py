@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, SamplingParams
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks import plain_config
-from tests.members.test_piped_lane import ASKED, everything
+from tests.support.whole_answers import ASKED, everything
 
 ray = pytest.importorskip("ray", reason='needs the extra "ray"')
 pytestmark = [

@@ -12,23 +12,18 @@ import torch
 
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local import cores
-from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.members.local.tree_sequence import feed_together
-from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache import sizes as cache_sizes
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.batch import StaticStep
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.static.runner import StaticRunner
-from tests.serving.test_concurrency import requests
 from tests.support.against_naive import answer_of, local_members
+from tests.support.captured import drafted, opened
 from tests.support.graphs_without_gpu import Driver, Stream, driver
+from tests.support.many_requests import requests
 
 __all__ = ["driver"]
 
@@ -37,39 +32,6 @@ __all__ = ["driver"]
 def captured(driver: Driver, tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
     with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
         yield engine.load()
-
-
-@pytest.fixture
-def member(driver: Driver, tiny_engine: EnsembleEngine) -> LocalMember:
-    return local_members(tiny_engine)[0]
-
-
-@pytest.fixture
-def runner(driver: Driver, member: LocalMember) -> ModelRunner:
-    model, plan = member.runner.model, member.runner.plan
-    return ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
-
-
-def opened(runner: ModelRunner, seed: int, size: int = 40) -> SequenceState:
-    context = new_sequence(runner)
-    generator = torch.Generator().manual_seed(seed)
-    context.prefill(torch.randint(10, 250, (size,), generator=generator).tolist())
-    return context
-
-
-def drafted(contexts: list[SequenceState], count: int = 5) -> list[list[int]]:
-    """Greedy drafts of all, which become their trunks."""
-    drafts = [
-        DraftRequest(Branch(len(c.answer), ()), count, Sampler(SamplingParams(), 0, "", c.runner.device))
-        for c in contexts
-    ]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
-    ids = []
-    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
-        assert isinstance(chosen, ChosenTokens)
-        ids.append(context.drafted(draft, chosen, ())[0])
-        context.commit(Branch(draft.branch.base, tuple(ids[-1])))
-    return ids
 
 
 def test_many_captured_answers_equal_those_of_the_dynamic_execution(
@@ -129,18 +91,18 @@ def test_members_of_one_lane_work_in_streams_of_their_own(
 def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Driver, runner: ModelRunner) -> None:
     plain = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
     assert runner.static is not None
-    contexts: list[SequenceState] = []
+    sequences: list[SequenceState] = []
     expected: list[SequenceState] = []
     for number in range(3):
         for _ in range(3):
-            contexts.append(opened(runner, len(contexts)))
+            sequences.append(opened(runner, len(sequences)))
             expected.append(opened(plain, len(expected)))
             for _ in range(3):
-                assert drafted(contexts) == drafted(expected)
+                assert drafted(sequences) == drafted(expected)
         assert runner.static.graphs.report == "captured", number
-        for context in [*contexts, *expected]:
-            context.release()
-        contexts, expected = [], []
+        for sequence in [*sequences, *expected]:
+            sequence.release()
+        sequences, expected = [], []
         runner.free_spare()
         runner.drop_steps()
     assert driver.captures > 2
@@ -152,12 +114,12 @@ def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Dri
 def test_after_lack_of_memory_no_step_reads_what_was_freed(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.runtime.cache.kv_cache._LAYERS_A_STACK", 2)
+    monkeypatch.setattr("specfuse_shared.runtime.cache.blocks._LAYERS_A_STACK", 2)
     runner.pool.is_fixed = False  # else no block grows
-    contexts = [opened(runner, 0)]
+    sequences = [opened(runner, 0)]
     for _ in range(4):
-        drafted(contexts)
-    block = contexts[0]._row.block  # type: ignore[attr-defined]
+        drafted(sequences)
+    block = sequences[0]._row.block  # type: ignore[attr-defined]
     made, zeros = list[int](), type(block)._zeros
 
     def few(self: object, *args: object) -> torch.Tensor:
@@ -173,9 +135,9 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
     again = opened(ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off")), 0)
     for _ in range(4):
         drafted([again])
-    assert contexts[0].answer == again.answer
+    assert sequences[0].answer == again.answer
     for _ in range(3):
-        assert drafted(contexts[:1]) == drafted([again])
+        assert drafted(sequences[:1]) == drafted([again])
     assert not driver.freed
 
 
@@ -183,9 +145,9 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
 def test_one_lack_of_memory_in_a_capture_does_not_end_capturing(driver: Driver, runner: ModelRunner) -> None:
     assert runner.static is not None
     driver.failing.append(torch.OutOfMemoryError("injected: CUDA out of memory"))
-    contexts = [opened(runner, 0)]
+    sequences = [opened(runner, 0)]
     for _ in range(12):
-        drafted(contexts)
+        drafted(sequences)
     assert not driver.failing, "the capture was tried"
     assert runner.static.graphs.report == "captured"
     assert driver.replays > 10
@@ -205,9 +167,9 @@ def test_a_kernel_on_a_stream_of_its_own_is_found_out(driver: Driver, runner: Mo
     hook = layer.register_forward_hook(elsewhere)
     try:
         plain = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
-        contexts, expected = [opened(runner, 0)], [opened(plain, 0)]
+        sequences, expected = [opened(runner, 0)], [opened(plain, 0)]
         for _ in range(5):
-            assert drafted(contexts) == drafted(expected)
+            assert drafted(sequences) == drafted(expected)
     finally:
         hook.remove()
     assert runner.static is not None

@@ -21,11 +21,18 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.transfer import Download
-from tests.fusion.test_exactness_architectures import MESSAGES, ROW_BY_ROW
-from tests.serving.test_concurrency import requests
 from tests.support.against_naive import answer_of, assert_equals_naive, local_members, with_settings
 from tests.support.cuda import needs_cuda
-from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, metaspace_tokenizer, save_model, save_pair
+from tests.support.many_requests import requests
+from tests.support.tiny import (
+    ARCHITECTURES,
+    MESSAGES,
+    ROW_BY_ROW,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    save_model,
+    save_pair,
+)
 
 GREEDY, SAMPLED = SamplingParams(max_tokens=300), SamplingParams(max_tokens=300, temperature=1.2, top_p=0.95, seed=7)
 
@@ -79,18 +86,18 @@ def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: Ensem
 
 
 def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], list[float]]:
-    contexts = [new_sequence(runner) for _ in range(3)]
-    for n, context in enumerate(contexts):
-        context.prefill(list(range(20, 60 + 50 * n)))
+    sequences = [new_sequence(runner) for _ in range(3)]
+    for n, sequence in enumerate(sequences):
+        sequence.prefill(list(range(20, 60 + 50 * n)))
     drafts = [DraftRequest(Branch(0, ()), 8, Sampler(params, n, "m", runner.device)) for n in range(3)]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
     ids, logprobs = [], []
-    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+    for sequence, draft, chosen in zip(sequences, drafts, found, strict=True):
         assert isinstance(chosen, ChosenTokens)
-        own, _ = context.drafted(draft, chosen, ())
-        context.extend([Branch(0, tuple(own)), Branch(0, (30, 31, 32)), Branch(0, (own[0], 33))])
-        logprobs += context.logprobs(Branch(0, tuple(own))) + context.logprobs(Branch(0, (own[0], 33)))
-        context.release()
+        own, _ = sequence.drafted(draft, chosen, ())
+        sequence.extend([Branch(0, tuple(own)), Branch(0, (30, 31, 32)), Branch(0, (own[0], 33))])
+        logprobs += sequence.logprobs(Branch(0, tuple(own))) + sequence.logprobs(Branch(0, (own[0], 33)))
+        sequence.release()
         ids += own
     return ids, logprobs
 
@@ -126,22 +133,22 @@ def test_nothing_waits_for_the_device_until_the_tokens_are_read(
 
     def fed(watched: bool) -> int:
         """Waits of a draft and a verification of always the same shapes."""
-        context = new_sequence(runner)
-        context.prefill(prompt)
+        sequence = new_sequence(runner)
+        sequence.prefill(prompt)
         draft = DraftRequest(Branch(0, ()), 8, Sampler(SAMPLED, 1, "m", runner.device), blocked)
         branches = Branch(0, (30, 31, 32)), Branch(0, (30, 40))
         torch.cuda.set_sync_debug_mode("error" if watched else "default")
         try:
-            [chosen] = feed_together([ForwardRequest(context, draft=draft)])
+            [chosen] = feed_together([ForwardRequest(sequence, draft=draft)])
             assert isinstance(chosen, ChosenTokens)
             before = len(reads)
-            context.drafted(draft, chosen, ())
+            sequence.drafted(draft, chosen, ())
             assert len(reads) == before + 1, "the tokens are read once, and only then"
-            feed_together([ForwardRequest(context, branches)])
-            context.commit(branches[1])
+            feed_together([ForwardRequest(sequence, branches)])
+            sequence.commit(branches[1])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        context.release()
+        sequence.release()
         return len(reads)
 
     for _ in range(4):  # steps are captured at their third use, which waits

@@ -29,11 +29,11 @@ from specfuse_shared.runtime.static import batch as static_batch
 from specfuse_shared.runtime.static import cuda_graphs
 from specfuse_shared.runtime.static import runner as static_runner
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
-from tests.runtime.test_captured import drafted, member, opened, runner
 from tests.support.against_naive import answer_of, local_members, open_session
+from tests.support.captured import drafted, opened
 from tests.support.graphs_without_gpu import Driver, driver
 
-__all__ = ["driver", "member", "runner"]
+__all__ = ["driver"]
 CUDA = torch.device("cuda", 0)
 
 
@@ -99,9 +99,9 @@ def test_a_capture_that_gives_other_numbers_takes_no_workspace_along(
 
 @torch.inference_mode()
 def test_a_step_that_is_over_holds_no_masks(driver: Driver, runner: ModelRunner) -> None:
-    context = opened(runner, 0)
+    sequence = opened(runner, 0)
     for _ in range(4):
-        drafted([context])
+        drafted([sequence])
     assert runner.static is not None
     steps = list(runner.static._steps.values())
     assert any(step.replay for step in steps)
@@ -115,10 +115,10 @@ def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon
     other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
     share_room([runner, other])
     for each in (runner, other):
-        context = opened(each, 0)
+        sequence = opened(each, 0)
         for _ in range(4):
-            drafted([context])
-        context.release()  # its block stays, empty
+            drafted([sequence])
+        sequence.release()  # its block stays, empty
     assert runner.static is not None
     assert other.static is not None
     counts = []
@@ -174,9 +174,9 @@ def test_a_capture_that_another_thread_broke_is_tried_again(
     driver: Driver, runner: ModelRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver.waiting_elsewhere = 1
-    context, expected = opened(runner, 0), opened(plain_of(runner), 0)
+    sequence, expected = opened(runner, 0), opened(plain_of(runner), 0)
     for _ in range(12):
-        assert drafted([context]) == drafted([expected])
+        assert drafted([sequence]) == drafted([expected])
     assert runner.static is not None
     assert driver.waiting_elsewhere == 0, "it was broken"
     assert runner.static.graphs.report == "captured"
@@ -188,10 +188,10 @@ def test_a_capture_that_another_thread_broke_is_tried_again(
 @torch.inference_mode()
 def test_captures_that_always_fail_are_given_up(driver: Driver, runner: ModelRunner) -> None:
     driver.failing += [RuntimeError(f"a driver's error {n}") for n in range(40)]
-    context = opened(runner, 0)
+    sequence = opened(runner, 0)
     for _ in range(300):
-        drafted([context], 2)
-        context.runner.pool  # noqa: B018 the same row all along
+        drafted([sequence], 2)
+        sequence.runner.pool  # noqa: B018 the same row all along
         if driver.failing and runner.static and runner.static.graphs.reason:
             break
     assert runner.static is not None
@@ -203,9 +203,9 @@ def test_one_member_that_frees_its_steps_breaks_no_capture_of_another(
     driver: Driver, runner: ModelRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
-    context = opened(other, 1)
+    sequence = opened(other, 1)
     for _ in range(4):
-        drafted([context])
+        drafted([sequence])
     freed: list[int] = []
 
     def free(*_: Any) -> None:
@@ -235,9 +235,9 @@ def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(static_runner, "_FIRST_CHECK", 8)
-    context = opened(runner, 0)
+    sequence = opened(runner, 0)
     for _ in range(4):
-        drafted([context])
+        drafted([sequence])
     assert runner.static is not None
     assert runner.static.graphs.report == "captured"
     assert driver.replays > 4
@@ -247,9 +247,9 @@ def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(8):
-                drafted([context])
+                drafted([sequence])
         replays = driver.replays
-        drafted([context])
+        drafted([sequence])
     finally:
         layer.weight = before
     assert runner.static.graphs.report.startswith("eager: ReplayError: a replay gave other numbers")
@@ -313,10 +313,10 @@ def test_one_guess_among_nine_answers_sends_nobody_to_a_forward_of_no_fixed_shap
     monkeypatch.setattr(static_batch, "_DEFAULT_MOST_TOKENS", static_batch.most_tokens(CUDA))
     model, plan = member.runner.model, member.runner.plan
     runner = ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
-    contexts = [opened(runner, n) for n in range(9)]
+    sequences = [opened(runner, n) for n in range(9)]
     before = runner.forwards["dynamic"]
     guess = Branch(0, tuple(range(30, 40)))
-    feed_together([ForwardRequest(c, (Branch(0, (20,)),), guesses=(guess,) * (c is contexts[0])) for c in contexts])
+    feed_together([ForwardRequest(c, (Branch(0, (20,)),), guesses=(guess,) * (c is sequences[0])) for c in sequences])
     assert runner.forwards["dynamic"] == before
 
 

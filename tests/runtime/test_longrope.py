@@ -36,41 +36,41 @@ def ids(count: int, seed: int) -> list[int]:
     return torch.randint(10, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
 
 
-def expected(member: LocalMember, context: SequenceState, branch: Branch) -> list[float]:
+def expected(member: LocalMember, sequence: SequenceState, branch: Branch) -> list[float]:
     """By the model's own forward over the whole text."""
-    start = context.length
-    whole = [*context.prompt, *context.answer, *branch.tokens]
+    start = sequence.length
+    whole = [*sequence.prompt, *sequence.answer, *branch.tokens]
     logprobs = member.runner.plain(whole).float().log_softmax(-1)
     return [float(logprobs[start - 1 + n, token]) for n, token in enumerate(branch.tokens)]
 
 
 @torch.inference_mode()
 def test_texts_on_both_sides_of_the_limit_share_no_frequencies(member: LocalMember) -> None:
-    contexts = [new_sequence(member.runner) for _ in range(3)]
-    for n, (context, size) in enumerate(zip(contexts, (40, 300, 90), strict=True)):
-        context.begin(ids(size, n))
+    sequences = [new_sequence(member.runner) for _ in range(3)]
+    for n, (sequence, size) in enumerate(zip(sequences, (40, 300, 90), strict=True)):
+        sequence.begin(ids(size, n))
     for pieces in (50, 1000):  # the long prompt's first piece lies below the limit
-        feed_together([ForwardRequest(c, prompt=pieces) for c in contexts if c.prompt_remaining])
+        feed_together([ForwardRequest(c, prompt=pieces) for c in sequences if c.prompt_remaining])
     branch = Branch(0, tuple(ids(6, 9)))
-    feed_together([ForwardRequest(context, (branch,)) for context in contexts])
-    for context in contexts:
-        assert context.logprobs(branch) == pytest.approx(expected(member, context, branch), abs=2e-3)
-        context.release()
+    feed_together([ForwardRequest(sequence, (branch,)) for sequence in sequences])
+    for sequence in sequences:
+        assert sequence.logprobs(branch) == pytest.approx(expected(member, sequence, branch), abs=2e-3)
+        sequence.release()
 
 
 @torch.inference_mode()
 def test_an_answer_that_outgrows_the_limit_is_read_again(member: LocalMember) -> None:
-    context, beside = new_sequence(member.runner), new_sequence(member.runner)
-    context.prefill(ids(LIMIT - 90, 3))
+    sequence, beside = new_sequence(member.runner), new_sequence(member.runner)
+    sequence.prefill(ids(LIMIT - 90, 3))
     beside.prefill(ids(30, 4))
     for number in range(12):
-        branch, other = Branch(len(context.answer), tuple(ids(10, number))), Branch(len(beside.answer), (11, 12))
-        feed_together([ForwardRequest(context, (branch,)), ForwardRequest(beside, (other,))])
+        branch, other = Branch(len(sequence.answer), tuple(ids(10, number))), Branch(len(beside.answer), (11, 12))
+        feed_together([ForwardRequest(sequence, (branch,)), ForwardRequest(beside, (other,))])
         assert beside.logprobs(other) == pytest.approx(expected(member, beside, other), abs=2e-3)
-        if not LIMIT - 64 < context.length + 10 <= LIMIT:  # there the long set is used ahead of time
-            assert context.logprobs(branch) == pytest.approx(expected(member, context, branch), abs=2e-3), number
-        context.commit(branch)
+        if not LIMIT - 64 < sequence.length + 10 <= LIMIT:  # there the long set is used ahead of time
+            assert sequence.logprobs(branch) == pytest.approx(expected(member, sequence, branch), abs=2e-3), number
+        sequence.commit(branch)
         beside.commit(other)
-    assert context.length > LIMIT + 10
-    context.release()
+    assert sequence.length > LIMIT + 10
+    sequence.release()
     beside.release()

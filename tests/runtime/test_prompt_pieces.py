@@ -39,12 +39,12 @@ def test_pieces_without_a_mask_equal_the_plain_forward(
 
     monkeypatch.setattr(attention.Batch, "attend", noted)
     prompt = torch.randint(10, 250, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-    context = new_sequence(runner)
-    context.begin(prompt)
-    while context.prompt_remaining:
-        feed_together([ForwardRequest(context, prompt=100)])
+    sequence = new_sequence(runner)
+    sequence.begin(prompt)
+    while sequence.prompt_remaining:
+        feed_together([ForwardRequest(sequence, prompt=100)])
     expected = runner.plain(prompt)[-1]
-    assert torch.allclose(context._logits_row(-1), expected, atol=2e-3)
+    assert torch.allclose(sequence._logits_row(-1), expected, atol=2e-3)
     windows = {"qwen3": 0, "gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}[kind]
     assert sum(masked) == 3 * windows, "only layers with a window need one"
 

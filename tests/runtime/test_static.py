@@ -27,8 +27,8 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.cuda_graphs import Graphs, NoWaiting
 from specfuse_shared.runtime.static.runner import DraftInput, DraftRun
-from tests.serving.test_concurrency import requests
 from tests.support.against_naive import answer_of, local_members
+from tests.support.many_requests import requests
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 RULES = (
@@ -61,31 +61,31 @@ def prompts(member: LocalMember) -> list[list[int]]:
 
 
 def opened(runner: ModelRunner, prompt: list[int]) -> SequenceState:
-    context = new_sequence(runner)
-    context.prefill(prompt)
-    return context
+    sequence = new_sequence(runner)
+    sequence.prefill(prompt)
+    return sequence
 
 
-def one_by_one(context: SequenceState, sampler: Sampler, count: int) -> list[int]:
+def one_by_one(sequence: SequenceState, sampler: Sampler, count: int) -> list[int]:
     """What the dynamic execution drafts."""
     ids: list[int] = []
     for _ in range(count):
         branch = Branch(0, tuple(ids))
-        context.extend([branch])
-        ids.append(sampler.pick(context.logits(branch), (*context.prompt, *ids)))
+        sequence.extend([branch])
+        ids.append(sampler.pick(sequence.logits(branch), (*sequence.prompt, *ids)))
     return ids
 
 
-def drafted_by(contexts: list[SequenceState], drafts: list[DraftRequest]) -> list[ChosenTokens]:
+def drafted_by(sequences: list[SequenceState], drafts: list[DraftRequest]) -> list[ChosenTokens]:
     """Runs drafts together."""
-    asked = [ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)]
+    asked = [ForwardRequest(sequence, draft=draft) for sequence, draft in zip(sequences, drafts, strict=True)]
     return [chosen for chosen in feed_together(asked) if isinstance(chosen, ChosenTokens)]
 
 
-def drafts_of(contexts: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
+def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
     found = []
-    for n, (context, count) in enumerate(zip(contexts, counts, strict=True)):
-        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", context.runner.device)
+    for n, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", sequence.runner.device)
         sampler.start(3)
         found.append(DraftRequest(Branch(0, ()), count, sampler))
     return found
@@ -94,26 +94,26 @@ def drafts_of(contexts: list[SequenceState], counts: list[int]) -> list[DraftReq
 @torch.inference_mode()
 def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMember, runner: ModelRunner) -> None:
     counts = [6, 9, 9, 1, 4, 9]
-    contexts = [opened(runner, prompt) for prompt in prompts(member)]
-    drafts, samplers = drafts_of(contexts, counts), [draft.sampler for draft in drafts_of(contexts, counts)]
-    found = drafted_by(contexts, drafts)
+    sequences = [opened(runner, prompt) for prompt in prompts(member)]
+    drafts, samplers = drafts_of(sequences, counts), [draft.sampler for draft in drafts_of(sequences, counts)]
+    found = drafted_by(sequences, drafts)
     plain = ModelRunner(runner.model, runner.plan)
-    for context, draft, chosen, prompt in zip(contexts, drafts, found, prompts(member), strict=True):
-        ids, ended = context.drafted(draft, chosen, ())
+    for sequence, draft, chosen, prompt in zip(sequences, drafts, found, prompts(member), strict=True):
+        ids, ended = sequence.drafted(draft, chosen, ())
         reference = opened(plain, prompt)
-        assert ids == one_by_one(reference, samplers[contexts.index(context)], draft.count)
+        assert ids == one_by_one(reference, samplers[sequences.index(sequence)], draft.count)
         assert not ended
-        assert context.computed_tokens == reference.computed_tokens == draft.count - 1
-        assert context._row.used == reference._row.used  # type: ignore[attr-defined]
+        assert sequence.computed_tokens == reference.computed_tokens == draft.count - 1
+        assert sequence._row.used == reference._row.used  # type: ignore[attr-defined]
         branch = Branch(0, tuple(ids))
-        assert context.logprobs(branch) == pytest.approx(reference.logprobs(branch), abs=1e-4)
-        context.commit(branch)
+        assert sequence.logprobs(branch) == pytest.approx(reference.logprobs(branch), abs=1e-4)
+        sequence.commit(branch)
         reference.commit(branch)
         later = (Branch(draft.count, (11, 12)), Branch(max(0, draft.count - 2), (13,)))
-        context.extend(later)
+        sequence.extend(later)
         reference.extend(later)
         for each in later:
-            assert context.logprobs(each) == pytest.approx(reference.logprobs(each), abs=1e-4)
+            assert sequence.logprobs(each) == pytest.approx(reference.logprobs(each), abs=1e-4)
 
 
 @pytest.mark.parametrize("place", [0, 2, 8])
@@ -125,30 +125,30 @@ def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
     reference = opened(ModelRunner(runner.model, runner.plan), prompt)
     whole = one_by_one(reference, drafts_of([reference], [9])[0].sampler, 9)
     stop = next(token for token in whole[place:] if token not in whole[:place])
-    context = opened(runner, prompt)
-    [draft] = drafts_of([context], [9])
-    ids, ended = context.drafted(draft, drafted_by([context], [draft])[0], (0, stop))
+    sequence = opened(runner, prompt)
+    [draft] = drafts_of([sequence], [9])
+    ids, ended = sequence.drafted(draft, drafted_by([sequence], [draft])[0], (0, stop))
     assert (ids, ended) == (whole[: whole.index(stop)], True)
-    assert context._row.used == len(prompt) + len(ids)  # type: ignore[attr-defined]
-    assert context.computed_tokens == len(ids)
+    assert sequence._row.used == len(prompt) + len(ids)  # type: ignore[attr-defined]
+    assert sequence.computed_tokens == len(ids)
 
 
 @torch.inference_mode()
 def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMember, runner: ModelRunner) -> None:
     def drafted(poisoned: int | None) -> tuple[list[SequenceState], list[tuple[DraftRequest, ChosenTokens]]]:
-        contexts = [opened(runner, prompt) for prompt in prompts(member)[:3]]
-        drafts = drafts_of(contexts, [5, 5, 5])
+        sequences = [opened(runner, prompt) for prompt in prompts(member)[:3]]
+        drafts = drafts_of(sequences, [5, 5, 5])
         if poisoned is not None:
-            row = contexts[poisoned]._row  # type: ignore[attr-defined]
+            row = sequences[poisoned]._row  # type: ignore[attr-defined]
             for stack in row.block.stacks:
                 stack[:, row.index, :, : row.used] = float("nan")
-        return contexts, list(zip(drafts, drafted_by(contexts, drafts), strict=True))
+        return sequences, list(zip(drafts, drafted_by(sequences, drafts), strict=True))
 
-    (contexts, drafts), (healthy, expected) = drafted(poisoned=1), drafted(None)
+    (sequences, drafts), (healthy, expected) = drafted(poisoned=1), drafted(None)
     with pytest.raises(NotFiniteError):
-        contexts[1].drafted(*drafts[1], ())
+        sequences[1].drafted(*drafts[1], ())
     for n in (0, 2):
-        assert contexts[n].drafted(*drafts[n], ()) == healthy[n].drafted(*expected[n], ())
+        assert sequences[n].drafted(*drafts[n], ()) == healthy[n].drafted(*expected[n], ())
 
 
 @torch.inference_mode()
@@ -156,12 +156,12 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
     prompt, texts = prompts(member)[0], []
     runner.pool.keeps_empty = True
     for _ in range(3):
-        contexts = [opened(runner, prompt) for _ in range(len(texts) + 1)]
-        drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in contexts]
-        found = zip(contexts, drafts, drafted_by(contexts, drafts), strict=True)
-        texts.append([context.drafted(draft, chosen, ())[0] for context, draft, chosen in found])
-        for context in contexts:
-            context.release()
+        sequences = [opened(runner, prompt) for _ in range(len(texts) + 1)]
+        drafts = [DraftRequest(Branch(0, ()), 5, Sampler(SamplingParams(), 0, "", runner.device)) for _ in sequences]
+        found = zip(sequences, drafts, drafted_by(sequences, drafts), strict=True)
+        texts.append([sequence.drafted(draft, chosen, ())[0] for sequence, draft, chosen in found])
+        for sequence in sequences:
+            sequence.release()
         assert runner.pool.memory_bytes > 0, "captured steps need their buffers"
         if len(texts) == 2:
             runner.free_spare()
@@ -279,11 +279,11 @@ def test_grammars_and_alone_decoding_work_in_either_execution(
 
 @torch.inference_mode()
 def test_what_a_capture_could_not_survive_is_refused_before(member: LocalMember, runner: ModelRunner) -> None:
-    contexts = [opened(runner, prompt) for prompt in prompts(member)]
-    drafts = drafts_of(contexts, [4] * len(contexts))
+    sequences = [opened(runner, prompt) for prompt in prompts(member)]
+    drafts = drafts_of(sequences, [4] * len(sequences))
     with NoWaiting(runner.device):
-        drafted_by(contexts, drafts)
-    row = contexts[0].logits(Branch(0, ()))
+        drafted_by(sequences, drafts)
+    row = sequences[0].logits(Branch(0, ()))
     waiting: list[Callable[[], object]] = [
         lambda: row.max().item(),
         lambda: bool(row[0] > 0),

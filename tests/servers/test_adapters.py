@@ -12,7 +12,7 @@ from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import MemberConfig
 from tests.servers.model_server import Ways, model_server
-from tests.servers.test_server_member import QUESTIONS
+from tests.support.served import QUESTIONS
 from tests.support.tiny import save_pair
 
 KEY = "a-key-that-nobody-may-see"

@@ -23,7 +23,7 @@ from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.errors import ConfigError, GenerationError, ServerError
 from specfuse_shared.members.server.client import ServerClient
 from tests.servers.model_server import Ways, model_server
-from tests.servers.test_server_member import QUESTIONS, served
+from tests.support.served import QUESTIONS, served
 
 Lie = Callable[[list[dict[str, Any]]], Any]
 

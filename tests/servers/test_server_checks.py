@@ -35,7 +35,7 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.frameworks import ledger, plain_config
 from tests.servers.model_server import Ways, model_server
-from tests.servers.test_server_member import QUESTIONS, WIDE, assert_same, served
+from tests.support.served import QUESTIONS, WIDE, assert_same, served
 
 KEY = "a-key-that-nobody-may-see"
 

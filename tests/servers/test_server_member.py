@@ -15,31 +15,15 @@ import httpx
 import pytest
 
 from specfuse_shared import (
-    EnsembleConfig,
     EnsembleEngine,
-    EnsembleResult,
     GenerationError,
     Grammar,
     SamplingParams,
-    Tool,
 )
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.members.server.lane import ServerLane
-from tests.members.test_piped_lane import everything
 from tests.servers.model_server import MOST_IDS, Ways, model_server
-
-QUESTIONS = ["How do the tides follow the moon?", "北京? Name 3 ships, ça va 🎉", "Letters?", "def f(x):"]
-WIDE = SamplingParams(max_tokens=30)
-TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {"type": "integer"}}})
-
-
-def served(engine: EnsembleEngine, url: str, *names: str, **settings: Any) -> EnsembleConfig:
-    """The same ensemble with these members behind the server of their own model."""
-    members = [
-        replace(member, server=url, **settings) if member.label in names else member
-        for member in engine.config.member_configs
-    ]
-    return replace(engine.config, members=members)
+from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +39,6 @@ def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterato
     ways.asked.clear()
     with EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
         yield engine.load(), ways
-
-
-def assert_same(found: EnsembleResult | BaseException, expected: EnsembleResult | BaseException) -> None:
-    """Drafts, winners, text, reasons and counts are equal; scores and log-probabilities to rounding."""
-    one, other = everything(found), everything(expected)
-    for data in (one, other):
-        for member in data["usage"]["members"].values():
-            for kept in ("fed", "forwards", "guessed", "accepted"):
-                del member[kept]  # a server's cache and batches are its own affair, and it makes no guesses
-        for record in data["rounds"]:
-            del record["leader"]
-    assert one == _about(other)
-
-
-def _about(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _about(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_about(each) for each in value)
-    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize(

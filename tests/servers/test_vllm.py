@@ -18,7 +18,7 @@ from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.loading.gguf import converted, gguf_file
 from tests.langchain.standard import ByTheDemo
 from tests.servers import vllm_server
-from tests.servers.test_server_member import TOOL
+from tests.support.served import TOOL
 
 pytestmark = [
     pytest.mark.slow,

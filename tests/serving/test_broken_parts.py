@@ -23,7 +23,7 @@ from specfuse_shared.members.stages import Closed, Fault, StageRequest, StageRes
 from specfuse_shared.policies import CandidateLogprobs, Stretch, weighted_mean
 from specfuse_shared.policies.election import Electorate
 from specfuse_shared.serving import leases
-from tests.fusion.test_fake_lanes import TALE, FakeEngine, two
+from tests.support.fake_engine import TALE, FakeEngine, two
 from tests.support.fake_lane import FakeLane, scripted
 
 # ── engines ──────────────────────────────────────────────────────────────────────────────────────

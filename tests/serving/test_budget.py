@@ -10,7 +10,8 @@ import torch
 
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.members.base import MemberInfo
-from specfuse_shared.runtime.cache.kv_cache import CacheBlock, CachePool, CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
+from specfuse_shared.runtime.cache.kv_cache import CachePool
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.static.runner import StaticRunner

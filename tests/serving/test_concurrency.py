@@ -23,8 +23,7 @@ from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.leases import lease_engine
 from specfuse_shared.text.chat_template import PromptEncoder
 from tests.support.against_naive import answer_of, local_members, stalls_of_the_loop
-
-WORDS = ["the", "sea", "moon", "tide", "star", "ship", "wind", "night", "glass", "lens", "map", "door"]
+from tests.support.many_requests import requests
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +46,6 @@ def either(request: pytest.FixtureRequest, engine: EnsembleEngine) -> EnsembleEn
     chosen = engine if request.param == "dynamic" else request.getfixturevalue("static")
     assert isinstance(chosen, EnsembleEngine)
     return chosen
-
-
-def requests(count: int) -> list[tuple[str, SamplingParams]]:
-    """Questions of mixed length; half greedy, half sampled with a seed."""
-    chance = random.Random(3)
-    found = []
-    for n in range(count):
-        words = " ".join(chance.choice(WORDS) for _ in range(chance.randint(2, 80)))
-        params = SamplingParams(max_tokens=chance.randint(5, 60), temperature=n % 2 * 0.9, seed=n)
-        found.append((f"Tell me about {words}.", params))
-    return found
 
 
 def caches_in_use(engine: EnsembleEngine) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,30 +13,14 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Sampli
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.members.local.batching import is_out_of_memory
-from specfuse_shared.members.local.session import LocalSession
-from specfuse_shared.members.stages import Commit, Op
 from specfuse_shared.results import EnsembleResult
 from tests.support.against_naive import FAULT_ROW, local_members
+from tests.support.faults import FAULTS, fault_in
 
 POISONED, NEIGHBOUR = "Tell me about the poisoned well.", "How do the tides follow the moon?"
 PARAMS = SamplingParams(max_tokens=40)
 STAGES = ("prefill", "draft", "verify", "commit")
 TABLE: list[tuple[str, str, str, str]] = []
-
-
-def _raise(_: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("injected")
-
-
-def _out_of_memory(_: torch.Tensor) -> torch.Tensor:
-    raise torch.OutOfMemoryError("injected: out of memory")
-
-
-FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exception": _raise,
-    "NaN": lambda logits: torch.full_like(logits, float("nan")),
-    "out of memory": _out_of_memory,
-}
 
 
 @dataclass
@@ -61,55 +44,6 @@ def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
     yield
     for row in TABLE[before:]:
         record_property(FAULT_ROW, row)
-
-
-@contextmanager
-def fault_in(
-    engine: EnsembleEngine, stage: str, fault: Callable[[torch.Tensor], torch.Tensor], only: str | None
-) -> Iterator[None]:
-    """Break the second member's logits in one stage: of every request, or of the one whose prompt holds `only`.
-
-    The stage is where the feed comes from, so the fault sits between the real forward and what reads its logits.
-    """
-    target = local_members(engine)[1]
-    runner, plain_step = target.runner, target.runner.step
-    marks: dict[Any, str] = {}
-    plain_stage = LocalSession.stage
-
-    def marked(session: Any, op: Op) -> Any:
-        chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
-        if chosen and isinstance(op, Commit) and stage == "commit":
-            session.context.commit = lambda branch: broken_commit(session.context, branch)
-        inner, result = plain_stage(session, op), None
-        try:
-            while True:
-                request = inner.send(result)
-                marks[request.context] = op.stage if chosen else ""
-                result = yield request
-        except StopIteration as stop:
-            return stop.value
-
-    def broken_commit(context: Any, branch: Any) -> None:
-        """A commit forwards nothing where the winner was verified, so the fault is in keeping its rows."""
-        if fault is not FAULTS["NaN"]:
-            fault(torch.empty(0))
-        type(context).commit(context, branch)
-        context._end = fault(context._end)
-
-    def step(segments: Any) -> Any:
-        poisoned = [context._row for context, at in marks.items() if at == stage]  # taken at the first forward
-        if any(s.row in poisoned for s in segments) and fault is not FAULTS["NaN"]:
-            fault(torch.empty(0))
-        found = plain_step(segments)
-        return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, found, strict=True)]
-
-    LocalSession.stage = marked  # type: ignore[method-assign]
-    runner.step = step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        LocalSession.stage = plain_stage  # type: ignore[method-assign]
-        del runner.step
 
 
 def outcome_of(events: Any) -> Outcome:

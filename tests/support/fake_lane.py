@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.stages import (
+    CandidateVerdict,
     Close,
     Closed,
     Commit,
@@ -21,7 +22,6 @@ from specfuse_shared.members.stages import (
     StageResult,
     TokenCounts,
     Value,
-    Verdict,
     Verdicts,
     Verify,
 )
@@ -158,9 +158,9 @@ class FakeLane:
                 return Closed()
         return None
 
-    def _verdict(self, member: str, text: str, ends: bool) -> Verdict:
+    def _verdict(self, member: str, text: str, ends: bool) -> CandidateVerdict:
         words = text.split() + ["."] * ends
-        return Verdict((self.likes.get((member, text), -1.0),) * len(words), tuple(map(len, words)))
+        return CandidateVerdict((self.likes.get((member, text), -1.0),) * len(words), tuple(map(len, words)))
 
     def _info(self, name: str) -> MemberInfo:
         report = MemberReport(

@@ -48,28 +48,28 @@ def config_of(kind: str) -> Any:
 def run(kind: str, device: torch.device) -> None:
     model = model_on(device, config_of(kind))
     runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
-    contexts = [TreeSequence(runner) for _ in RULES]
-    for n, context in enumerate(contexts):
-        context.begin(list(range(20 + n)))
-    feed_together([ForwardRequest(context, prompt=99) for context in contexts])
+    sequences = [TreeSequence(runner) for _ in RULES]
+    for n, sequence in enumerate(sequences):
+        sequence.begin(list(range(20 + n)))
+    feed_together([ForwardRequest(sequence, prompt=99) for sequence in sequences])
     blocked = torch.zeros(3, dtype=torch.long, device=device)
     drafts = [DraftRequest(Branch(0, ()), 4, Noiseless(params, 1, kind, device), blocked) for params in RULES]
-    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(contexts, drafts, strict=True)])
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
     chosen = [each for each in found if isinstance(each, ChosenTokens)]
-    must_wait(lambda: contexts[0].drafted(drafts[0], chosen[0], ()))
-    for context, draft, each in zip(contexts, drafts, chosen, strict=True):
+    must_wait(lambda: sequences[0].drafted(drafts[0], chosen[0], ()))
+    for sequence, draft, each in zip(sequences, drafts, chosen, strict=True):
         each.run._rows = [[5] * len(RULES)] * 4  # as if it had been read
-        context.drafted(draft, each, ())
-    asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in contexts]
+        sequence.drafted(draft, each, ())
+    asking = [LogprobRequest([(Branch(0, (5, 5, 5, 5)), ()), (Branch(0, (1, 2)), (3, 4))]) for _ in sequences]
     branches = Branch(0, (5, 5, 5, 5, 7)), Branch(0, (1, 2, 3))
     judged = feed_together(
-        [ForwardRequest(c, branches, logprobs=asked) for c, asked in zip(contexts, asking, strict=True)]
+        [ForwardRequest(c, branches, logprobs=asked) for c, asked in zip(sequences, asking, strict=True)]
     )
-    for context, judgement in zip(contexts, judged, strict=True):
+    for sequence, judgement in zip(sequences, judged, strict=True):
         assert isinstance(judgement, PendingLogprobs)
         must_wait(judgement.read)
-        context.commit(Branch(0, (1, 2, 3)))
-        assert context.logits(Branch(3, ())).device.type == device.type
+        sequence.commit(Branch(0, (1, 2, 3)))
+        assert sequence.logits(Branch(3, ())).device.type == device.type
 
 
 def must_wait(read: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import select
@@ -26,7 +27,7 @@ from specfuse_shared.api_server.app import Service, build_app
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.run import http_server
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
-from tests.cli.conftest import reciting_model, reciting_tokenizer
+from tests.support.reciting import reciting_model, reciting_tokenizer
 
 SPEECH = "the tide comes in and goes out again while people sleep near harbours"
 QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
@@ -112,3 +113,46 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 def ready(address: str) -> bool:
     return httpx.get(f"{address}/health").status_code == 200
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["a"],
+        },
+    },
+}
+DIGIT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"]}
+
+
+def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, **body})
+    assert response.status_code == 200, response.text
+    told: dict[str, Any] = response.json()
+    return told
+
+
+TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds", "leader")
+"""Seconds, and who leads, which hangs on them."""
+
+
+class Near(float):
+    """A number that equals those that batches of other sizes make of it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and math.isclose(self, other, rel_tol=5e-3)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def untimed(value: Any) -> Any:
+    """Without seconds, and with scores that are `Near`."""
+    if isinstance(value, dict):
+        return {k: untimed(v) for k, v in value.items() if k not in TIMES and not k.startswith(("lc_run", "id"))}
+    if isinstance(value, (list, tuple)):
+        return [untimed(v) for v in value]
+    return Near(value) if isinstance(value, float) else value

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specfuse_shared import EnsembleConfig, MemberConfig
+from specfuse_shared import EnsembleConfig, MemberConfig, Message
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs of liquor, he said.",
@@ -143,3 +143,10 @@ def _bytes_are_plain(data: str) -> str:
     parsed = json.loads(data)
     parsed["added_tokens"] = [t for t in parsed["added_tokens"] if not t["content"].startswith("<0x")]
     return json.dumps(parsed)
+
+
+ROW_BY_ROW = {"lfm2", "mamba"}
+MESSAGES = [Message("user", "The fox asks: how do the tides follow the moon? Explain with 3 reasons, ça va?")]
+THINKING = CHAT_TEMPLATE.replace(
+    "assistant\n{% endif %}", "assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)

@@ -110,10 +110,10 @@ def test_another_members_end_of_turn_does_not_end_the_answer(exact_engine: Ensem
     segment = " It writes <eos> and <|im_end|> and <end_of_turn>."
     for member in members:
         side = session.participants[member.name].session
-        before = len(side.context.answer)
+        before = len(side.sequence.answer)
         run_stage(side.commit(segment))
-        assert not set(side.context.answer[before:]) & (member.prompts.control_ids | set(member.stop_ids))
-        assert member.codec.decode(side.context.answer).endswith(segment)
+        assert not set(side.sequence.answer[before:]) & (member.prompts.control_ids | set(member.stop_ids))
+        assert member.codec.decode(side.sequence.answer).endswith(segment)
     assert not session.finished
 
 

@@ -34,7 +34,7 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.A
 
 
 @dataclass(slots=True)
-class Traffic:
+class HttpCounters:
     """Counters of requests, for Prometheus."""
 
     registry: CollectorRegistry
@@ -60,8 +60,14 @@ class _Seen:
 class Guard:
     """Wraps an application. `paths`: those that it knows; `loopback`: only this machine's own pages may ask."""
 
-    def __init__(self, app: ASGIApp, clients: Clients, paths: frozenset[str], traffic: Traffic, loopback: bool) -> None:
-        self._app, self._clients, self._paths, self._traffic, self._loopback = app, clients, paths, traffic, loopback
+    def __init__(
+        self, app: ASGIApp, clients: Clients, paths: frozenset[str], counters: HttpCounters, loopback: bool
+    ) -> None:
+        self._app = app
+        self._clients = clients
+        self._paths = paths
+        self._counters = counters
+        self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,7 +84,7 @@ class Guard:
                 MutableHeaders(scope=message).setdefault("X-Content-Type-Options", "nosniff")
             await send(message)
 
-        with self._traffic.open.track_inprogress():
+        with self._counters.open.track_inprogress():
             try:
                 client = self._client(scope, headers)
                 with client.request() if scope["method"] == "POST" and client is not None else nullcontext():
@@ -112,7 +118,7 @@ class Guard:
     def _log(self, scope: Scope, seen: _Seen) -> None:
         status = GONE if seen.status is None else seen.status
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-        self._traffic.requests.labels(seen.path, str(status)).inc()
+        self._counters.requests.labels(seen.path, str(status)).inc()
         told = " ".join(f"{name}={value}" for name, value in scope["state"].get("told", {}).items())
         spent = time.monotonic() - seen.began
         logger.info("%s %s %d %.3fs id=%s %s", method, seen.path, status, spent, seen.id, told)

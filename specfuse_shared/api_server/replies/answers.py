@@ -29,7 +29,7 @@ from specfuse_shared.frameworks import (
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoicePiece:
     """What one event adds to a choice. `calls`: pieces of tool calls as OpenAI's deltas have them."""
 
     text: str = ""
@@ -41,7 +41,7 @@ class Piece:
     specfuse: dict[str, Any] = field(default_factory=dict)
 
 
-class Answer:
+class ChoiceReader:
     """One choice of a request: reads its events, gives its pieces, and knows its usage once it has ended.
 
     A value or call that `max_tokens` cut ends the choice with the reason "length", as OpenAI's clients expect.
@@ -50,18 +50,19 @@ class Answer:
     def __init__(self, index: int, call: Call, extension: Extension) -> None:
         self.index = index
         self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        self._call, self._extension = call, extension
+        self._call = call
+        self._extension = extension
         self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()
         asked = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
         self._growing = GrowingAnswer(asked[-1] if asked else "")
 
-    async def pieces(self, events: AsyncIterator[Event]) -> AsyncIterator[Piece]:
+    async def pieces(self, events: AsyncIterator[Event]) -> AsyncIterator[ChoicePiece]:
         """A piece for every event that has something to tell."""
         try:
             async for event in events:
                 piece = self._piece(public(event))
-                if piece != Piece() or self._extension.report:
+                if piece != ChoicePiece() or self._extension.report:
                     yield piece
         except UnfinishedValueError as error:
             yield self._cut(error)
@@ -75,10 +76,10 @@ class Answer:
             return {}
         return await asyncio.to_thread(self._growing.report)
 
-    def _piece(self, event: Event) -> Piece:
+    def _piece(self, event: Event) -> ChoicePiece:
         if self._extension.report:
             self._growing.observe(event)
-        piece = Piece(begins=isinstance(event, StartEvent))
+        piece = ChoicePiece(begins=isinstance(event, StartEvent))
         if isinstance(event, StartEvent):
             self._count(event.prompt_tokens, 0)
         elif isinstance(event, ThinkingEvent):
@@ -93,7 +94,7 @@ class Answer:
             piece.specfuse = {"events": [event_to_json(event)]}
         return piece
 
-    def _finish(self, piece: Piece, event: FinishEvent) -> None:
+    def _finish(self, piece: ChoicePiece, event: FinishEvent) -> None:
         result = event.result
         self.usage = usage_record(result.usage)
         piece.thoughts = self._thoughts.rest()
@@ -103,18 +104,18 @@ class Answer:
         if told := ledger(result, self._extension.ledger):
             piece.specfuse["record"] = told
 
-    def _cut(self, error: UnfinishedValueError) -> Piece:
+    def _cut(self, error: UnfinishedValueError) -> ChoicePiece:
         if not self.usage["completion_tokens"]:
             model = self._call.model
             self._count(self.usage["prompt_tokens"], len(model.engine.tokenize(error.text, members=model.members)))
         told = {"error": error_to_json(error)} if self._extension.events else {}
-        return Piece(finish_reason="length", specfuse=told)
+        return ChoicePiece(finish_reason="length", specfuse=told)
 
     def _count(self, prompt: int, completion: int) -> None:
         told = {"prompt_tokens": prompt, "completion_tokens": completion}
         self.usage = {**told, "total_tokens": prompt + completion}
 
-    def _write(self, piece: Piece, parts: Iterable[TextDelta | CallDelta]) -> None:
+    def _write(self, piece: ChoicePiece, parts: Iterable[TextDelta | CallDelta]) -> None:
         """Text and calls; a delta holds one piece of each call, and only a call's first has its id and name."""
         by_index: dict[int, dict[str, Any]] = {}
         for part in parts:
@@ -137,13 +138,14 @@ class Folded:
     """A whole choice, from its pieces."""
 
     def __init__(self) -> None:
-        self.text, self.thoughts = "", ""
+        self.text = ""
+        self.thoughts = ""
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.logprobs: dict[str, Any] | None = None
         self.specfuse: dict[str, Any] = {}
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoicePiece) -> None:
         self.text += piece.text
         self.thoughts += piece.thoughts
         self.finish_reason = piece.finish_reason or self.finish_reason

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from specfuse_shared.api_server.failures import error_body
-from specfuse_shared.api_server.replies.answers import Answer, Folded, Piece
+from specfuse_shared.api_server.replies.answers import ChoicePiece, ChoiceReader, Folded
 from specfuse_shared.api_server.requests.bodies import Asked
 from specfuse_shared.api_server.requests.calls import Call
 from specfuse_shared.errors import SpecFuseError
@@ -24,15 +24,15 @@ class Format(ABC):
     """How one request is answered: with a whole object, or with server-sent events."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
         """The object that holds every choice."""
 
     @abstractmethod
-    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+    def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
         """The events that tell of a piece."""
 
     @abstractmethod
-    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+    def end(self, answers: Sequence[ChoiceReader]) -> Iterator[bytes]:
         """The last events, once every choice is over."""
 
     @abstractmethod
@@ -46,14 +46,16 @@ class ChoicesFormat(Format):
     prefix, whole_object, chunk_object = "", "", ""
 
     def __init__(self, asked: Asked, call: Call) -> None:
-        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._model, self._wants_usage = call.model.id, asked.wants_usage
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._model = call.model.id
+        self._wants_usage = asked.wants_usage
 
-    def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
         choices = [self._choice(answer.index, each) for answer, each in zip(answers, folded, strict=True)]
         return {**self._envelope(self.whole_object), "choices": choices, "usage": usage_of(answers)}
 
-    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+    def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
         """A chunk; where the stream ends with usage, all chunks before say that they have none."""
         choice: dict[str, Any] = {
             "index": answer.index,
@@ -65,7 +67,7 @@ class ChoicesFormat(Format):
         none = {"usage": None} if self._wants_usage else {}
         yield line({**self._envelope(self.chunk_object), "choices": [choice], **none})
 
-    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+    def end(self, answers: Sequence[ChoiceReader]) -> Iterator[bytes]:
         if self._wants_usage:
             yield line({**self._envelope(self.chunk_object), "choices": [], "usage": usage_of(answers)})
         yield b"data: [DONE]\n\n"
@@ -86,7 +88,7 @@ class ChoicesFormat(Format):
             **({"specfuse": folded.specfuse} if folded.specfuse else {}),
         }
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: ChoicePiece) -> dict[str, Any]:
         raise NotImplementedError
 
     def _message(self, folded: Folded) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class ChoicesFormat(Format):
 class ChatFormat(ChoicesFormat):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: ChoicePiece) -> dict[str, Any]:
         role = {"role": "assistant", "content": ""} if piece.begins else {}
         told = {"content": piece.text, "reasoning_content": piece.thoughts, "tool_calls": piece.calls}
         return {"delta": role | {key: value for key, value in told.items() if value}}
@@ -117,7 +119,7 @@ class ChatFormat(ChoicesFormat):
 class CompletionFormat(ChoicesFormat):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, piece: ChoicePiece) -> dict[str, Any]:
         return {"text": piece.text}
 
     def _message(self, folded: Folded) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+def usage_of(answers: Sequence[ChoiceReader]) -> dict[str, Any]:
     """Of all choices; the prompt of several is counted once for each."""
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
     told: dict[str, Any] = {key: sum(answer.usage[key] for answer in answers) for key in counts}

@@ -22,7 +22,8 @@ class GrowingAnswer:
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._began, self._drawn = time.monotonic(), -math.inf
+        self._began = time.monotonic()
+        self._drawn = -math.inf
         self._record: AnswerRecord | None = None
         self._over = self._told = False
 

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from specfuse_shared.api_server.failures import error_body
-from specfuse_shared.api_server.replies.answers import Answer, Folded, Piece
+from specfuse_shared.api_server.replies.answers import ChoicePiece, ChoiceReader, Folded
 from specfuse_shared.api_server.replies.formats import Format, line
 from specfuse_shared.api_server.requests.calls import Call
 from specfuse_shared.api_server.requests.responses_api import ResponsesBody
@@ -71,7 +71,7 @@ class Output:
     _open: TextKind | None = None
     """Of the last item; None for a call."""
 
-    def write(self, piece: Piece | Folded) -> Iterator[Told]:
+    def write(self, piece: ChoicePiece | Folded) -> Iterator[Told]:
         """Thoughts come before text, and text before calls, as answers have them."""
         if piece.thoughts:
             yield from self._text(self.thoughts, piece.thoughts)
@@ -103,7 +103,7 @@ class Output:
             self.items[-1]["arguments"] += function["arguments"]
             yield "function_call_arguments.delta", {**self._at, "delta": function["arguments"]}
 
-    def _finish(self, piece: Piece | Folded) -> Iterator[Told]:
+    def _finish(self, piece: ChoicePiece | Folded) -> Iterator[Told]:
         if all(item["type"] == "reasoning" for item in self.items):
             yield from self._text(MESSAGE, "")
         if piece.logprobs is not None:
@@ -148,13 +148,13 @@ class ResponsesFormat(Format):
         self._folded = Folded()
         self._begun = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time())} | _repeated(asked, call)
 
-    def whole(self, answers: Sequence[Answer], folded: Sequence[Folded]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
         self._folded = folded[0]
         for _ in self._output.write(self._folded):
             pass
         return self._response(answers[0])
 
-    def lines(self, answer: Answer, piece: Piece) -> Iterator[bytes]:
+    def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
         """What stands behind a piece comes with the first of its text."""
         if piece.begins:
             for kind in ("created", "in_progress"):
@@ -166,7 +166,7 @@ class ResponsesFormat(Format):
                 told, specfuse = {**told, "specfuse": specfuse}, {}
             yield self._line(f"response.{kind}", told)
 
-    def end(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+    def end(self, answers: Sequence[ChoiceReader]) -> Iterator[bytes]:
         response = self._response(answers[0])
         yield self._line(f"response.{response['status']}", {"response": response})
 
@@ -178,7 +178,7 @@ class ResponsesFormat(Format):
     def _line(self, kind: str, told: Mapping[str, Any]) -> bytes:
         return line({"type": kind, "sequence_number": next(self._numbers), **told}, kind)
 
-    def _response(self, answer: Answer | None = None) -> dict[str, Any]:
+    def _response(self, answer: ChoiceReader | None = None) -> dict[str, Any]:
         """The response as it is at the beginning, or once its `answer` is over."""
         if answer is None:
             return {**self._begun, "status": "in_progress", "output": [], "usage": None}
@@ -220,7 +220,7 @@ def _repeated(asked: ResponsesBody, call: Call) -> dict[str, Any]:
     }
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: ChoiceReader) -> dict[str, Any]:
     details: Any = answer.usage.get("completion_tokens_details", {})
     return {
         "input_tokens": answer.usage["prompt_tokens"],

@@ -13,22 +13,22 @@ from starlette.responses import StreamingResponse
 from starlette.types import Send
 
 from specfuse_shared.api_server.access.clients import Client
-from specfuse_shared.api_server.replies.answers import Answer, Folded, Piece
+from specfuse_shared.api_server.replies.answers import ChoicePiece, ChoiceReader, Folded
 from specfuse_shared.api_server.replies.formats import Format, usage_of
-from specfuse_shared.api_server.requests.calls import Call, Choice
+from specfuse_shared.api_server.requests.calls import Call, RequestedChoice
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event
 from specfuse_shared.serving.calls import CallOptions
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[Answer, Piece], None]
+Pieces = AsyncGenerator[tuple[ChoiceReader, ChoicePiece], None]
 
 
-async def run_choices(call: Call, answers: Sequence[Answer], client: Client) -> Pieces:
+async def run_choices(call: Call, answers: Sequence[ChoiceReader], client: Client) -> Pieces:
     """The pieces of all answers as they come. Closing it stops them all; the first error of one ends them all."""
-    queue: asyncio.Queue[tuple[Answer, Piece] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[ChoiceReader, ChoicePiece] | Exception | None] = asyncio.Queue()
 
-    async def run(answer: Answer, choice: Choice) -> None:
+    async def run(answer: ChoiceReader, choice: RequestedChoice) -> None:
         try:
             async with client.answer(call.options.get("timeout")) as left:
                 options = CallOptions(**{**call.options, "timeout": left})
@@ -58,7 +58,7 @@ async def run_choices(call: Call, answers: Sequence[Answer], client: Client) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def fold(pieces: Pieces, answers: Sequence[Answer]) -> list[Folded]:
+async def fold(pieces: Pieces, answers: Sequence[ChoiceReader]) -> list[Folded]:
     """Whole choices, in the answers' order."""
     folded = [Folded() for _ in answers]
     async with aclosing(pieces):
@@ -68,15 +68,15 @@ async def fold(pieces: Pieces, answers: Sequence[Answer]) -> list[Folded]:
 
 
 @dataclass(slots=True)
-class Stream:
+class ChoiceStream:
     """Choices as server-sent events. `told`: where the log looks for counts of tokens."""
 
     pieces: Pieces
-    answers: Sequence[Answer]
+    answers: Sequence[ChoiceReader]
     form: Format
     told: dict[str, Any]
 
-    async def lines(self, first: tuple[Answer, Piece]) -> AsyncGenerator[bytes, None]:
+    async def lines(self, first: tuple[ChoiceReader, ChoicePiece]) -> AsyncGenerator[bytes, None]:
         """What the form tells of every piece, and of the end; or the error that ends them."""
         async with aclosing(self.pieces):
             for line in self.form.lines(*first):

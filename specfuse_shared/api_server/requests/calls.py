@@ -29,7 +29,7 @@ _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("gram
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RequestedChoice:
     """One answer of a request: its conversation and sampling."""
 
     messages: Sequence[Message]
@@ -41,7 +41,7 @@ class Call:
     """What a request asks of the engine: the same `options` for each of its choices."""
 
     model: Model
-    choices: Sequence[Choice]
+    choices: Sequence[RequestedChoice]
     options: CallOptions
     reads_calls: bool = False
 
@@ -123,12 +123,14 @@ class Reader:
             said = {**said, "top_p": max(said["top_p"], SMALLEST_TOP_P)}  # OpenAI's 0 is the most probable token
         return SamplingParams.on_top(asdict(self.defaults), said)
 
-    def _choices(self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None) -> list[Choice]:
+    def _choices(
+        self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None
+    ) -> list[RequestedChoice]:
         most, count = self.settings.max_choices, len(prompts) * (n or 1)
         if count > most:
             raise BodyError(f"a request may ask for {most} answers, not {count}: ask several times", "n")
         seeds = [params.seed if params.seed is None else params.seed + i for i in range(n or 1)]
-        return [Choice(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
+        return [RequestedChoice(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
 
     def _check_size(self, characters: int) -> None:
         most = self.settings.max_prompt_characters

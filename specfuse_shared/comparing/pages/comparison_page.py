@@ -46,7 +46,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class DifferenceBar:
     """A difference in the picture; places are per cent of its width."""
 
     name: str
@@ -64,7 +64,7 @@ class Panel:
     best: str
     rows: int
     few: bool
-    bars: Sequence[Bar]
+    bars: Sequence[DifferenceBar]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _panel(column: Column, limit: int) -> Panel:
     for who, gap in column.differences.items():
         low, high = _ends(gap)
         place = [min(100.0, max(0.0, 50 + 50 * value / limit)) for value in (low, high, gap.mean)]
-        bars.append(Bar(who, str(gap), place[0], max(place[1] - place[0], 0.4), place[2]))
+        bars.append(DifferenceBar(who, str(gap), place[0], max(place[1] - place[0], 0.4), place[2]))
     return Panel(_title(column), column.best, len(column.rows), len(column.rows) < FEWEST_ROWS, bars)
 
 

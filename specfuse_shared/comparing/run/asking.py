@@ -91,8 +91,12 @@ class Asking:
         make_engine: MakeEngine | None = None,
         on_progress: OnProgress = lambda progress: None,
     ) -> None:
-        self.askers, self.questions, self.run = tuple(askers), tuple(questions), run
-        self._max_tokens, self._make_engine, self._on_progress = max_tokens, make_engine, on_progress
+        self.askers = tuple(askers)
+        self.questions = tuple(questions)
+        self.run = run
+        self._max_tokens = max_tokens
+        self._make_engine = make_engine
+        self._on_progress = on_progress
         self._timed = self.questions[:: max(1, len(self.questions) // max(1, timed))][:timed]
         self._keys = {(a.name, q.id): answer_key(a.config, q, max_tokens) for a in self.askers for q in self.questions}
         self._wanted = set(self._keys.values())

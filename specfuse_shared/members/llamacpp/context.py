@@ -50,7 +50,8 @@ class LlamaContext:
 
     def __init__(self, name: str, model: LlamaModel, tokens: int, threads: int, cache_type: str) -> None:
         lib = self._lib = model.lib
-        self.model, self.tokens = model, tokens
+        self.model = model
+        self.tokens = tokens
         self.make_room: Callable[[], bool] = lambda: False
         params = lib.llama_context_default_params()
         params.n_ctx = tokens + SPARE_CELLS
@@ -68,10 +69,12 @@ class LlamaContext:
                 f"member {name!r}: llama.cpp has no memory for a cache of {tokens} tokens, or cannot run this model "
                 f"({last_errors() or 'no reason given'}): lower MemberConfig(cache_tokens=…)"
             )
-        self._pointer, self._memory = pointer, lib.llama_get_memory(pointer)
+        self._pointer = pointer
+        self._memory = lib.llama_get_memory(pointer)
         self.close = weakref.finalize(self, _free, lib, pointer, model)
         self.close.atexit = False
-        self.sequences, self._free = sequences, list(range(sequences - 1, -1, -1))
+        self.sequences = sequences
+        self._free = list(range(sequences - 1, -1, -1))
         self._use_adapters()
 
     def use_threads(self, count: int) -> None:
@@ -116,10 +119,10 @@ class LlamaContext:
 
     # ── forwards ─────────────────────────────────────────────────────────────────────────────────
 
-    def plain(self, ids: Sequence[int], wanted: int) -> torch.Tensor:
+    def plain(self, ids: Sequence[int], count: int) -> torch.Tensor:
         """Logits (wanted, V) behind the last tokens of a text that is read by itself."""
         with self.borrowed() as sequence:
-            behind = len(ids) - wanted
+            behind = len(ids) - count
             rows = self.decode([FedToken(t, n, (sequence,), n >= behind) for n, t in enumerate(ids)])
         return torch.stack(rows)
 
@@ -154,10 +157,10 @@ class LlamaContext:
         return list(torch.frombuffer(rows, dtype=torch.float32).clone().view(count, size))
 
     def _use_adapters(self) -> None:
-        if found := self.model.adapters:
-            pointers = (self._lib.llama_adapter_lora_p_ctypes * len(found))(*found)
-            scales = (ctypes.c_float * len(found))(*[1.0] * len(found))
-            self._lib.llama_set_adapters_lora(self._pointer, pointers, len(found), scales)
+        if adapters := self.model.adapters:
+            pointers = (self._lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+            scales = (ctypes.c_float * len(adapters))(*[1.0] * len(adapters))
+            self._lib.llama_set_adapters_lora(self._pointer, pointers, len(adapters), scales)
 
 
 def _free(lib: Any, pointer: Any, model: LlamaModel) -> None:

@@ -73,7 +73,8 @@ class LlamaModel:
         adapters: Sequence[Path] = (),
         card: int | None = None,
     ) -> None:
-        self.lib, self._name = library(), name
+        self.lib = library()
+        self._name = name
         _errors.clear()
         params = self.lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
@@ -142,9 +143,9 @@ class LlamaModel:
         return list(ids[:count])
 
     def _adapter(self, path: Path) -> Any:
-        found = self.lib.llama_adapter_lora_init(self.pointer, str(path).encode())
-        if not found:
+        adapter = self.lib.llama_adapter_lora_init(self.pointer, str(path).encode())
+        if not adapter:
             raise MemberLoadError(
                 f"member {self._name!r}: {path} is no LoRA in GGUF form that fits this model: {last_errors()}"
             )
-        return found
+        return adapter

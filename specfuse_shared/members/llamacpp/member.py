@@ -74,8 +74,11 @@ class LlamaMember(MemberHere):
             raise
         limits = (config.max_context, model.context, self._runner.context.tokens)
         self.context_limit: int | None = min(limit for limit in limits if limit)
-        self._parameters, self._weights, self._description = model.parameters, model.weight_bytes, model.description
-        self._place, self._seconds = place, time.monotonic() - began
+        self._parameters = model.parameters
+        self._weights = model.weight_bytes
+        self._description = model.description
+        self._place = place
+        self._seconds = time.monotonic() - began
         if not (model.lib.llama_supports_gpu_offload() and self._layers):
             self.token_cost = _TOKEN_COST_ON_CPU
 

@@ -48,12 +48,12 @@ def _pieces(text: str) -> Iterator[str]:
 def check_tokenizer(member: str, codec: Codec, model: LlamaModel) -> None:
     """Raises `UnsupportedModelError` for a tokenizer that is not the file's: the ids of some texts differ."""
     compared = [(text, codec.encode(text), model.tokenize(text)) for text in texts()]
-    different = [found for found in compared if found[1] != found[2]]
+    different = [ids for ids in compared if ids[1] != ids[2]]
     if len(different) > _DIFFERENT * len(compared):
-        text, here, there = different[0] if different else ("", [], [])
+        text, own_ids, file_ids = different[0] if different else ("", [], [])
         raise UnsupportedModelError(
             f"member {member!r}: its tokenizer is not that of the file: ids of {len(different)} of {len(compared)} "
-            f"texts differ from llama.cpp's, such as {text!r} ({here[:8]} and {there[:8]}): leave "
+            f"texts differ from llama.cpp's, such as {text!r} ({own_ids[:8]} and {file_ids[:8]}): leave "
             "MemberConfig(tokenizer=…) out, or name the one of this very model"
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specfuse_shared.members.llamacpp.context import FedToken
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
-from specfuse_shared.members.llamacpp.sequence import Feed, LlamaSequence, LlamaTree, Run
+from specfuse_shared.members.llamacpp.sequence import CellRun, Feed, LlamaSequence, LlamaTree
 from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
 
@@ -25,7 +25,7 @@ class LlamaRows(LlamaSequence):
         start = len(self.prompt) - self.prompt_remaining
         if start == len(self.prompt) - 1 and start:
             copied = self.context.copy(self._runs[0].sequence, start)
-            self._made(Run(copied, start), planned)
+            self._made(CellRun(copied, start), planned)
         run, end = self._runs[-1], min(start + count, max(1, len(self.prompt) - 1))
         end = end if start < end else len(self.prompt)
         last = len(self.prompt) - 1
@@ -43,7 +43,7 @@ class LlamaRows(LlamaSequence):
             planned.nodes += path[first:]
             planned.grown[id(run)] = run, list(path[first:])
 
-    def _start(self, path: Sequence[int], planned: Feed) -> tuple[Run, int]:
+    def _start(self, path: Sequence[int], planned: Feed) -> tuple[CellRun, int]:
         """The run to go on with, and how many of the path's nodes it holds."""
         trunk = self._tree.nodes[path[0]].trunk
         for run in self._runs:
@@ -52,7 +52,7 @@ class LlamaRows(LlamaSequence):
                 return run, size
         kept = [run for run in self._runs if not run.nodes and run.trunk <= trunk and run not in planned.made]
         nearest = max(kept, key=lambda run: run.trunk)
-        run = self._made(Run(self.context.copy(nearest.sequence, nearest.trunk), trunk), planned)
+        run = self._made(CellRun(self.context.copy(nearest.sequence, nearest.trunk), trunk), planned)
         committed = (*self.prompt, *self.answer)
         lead = range(nearest.trunk, trunk)
         planned.tokens += [FedToken(committed[n], n, (run.sequence,), False) for n in lead]
@@ -82,18 +82,18 @@ class LlamaRows(LlamaSequence):
                 self.context.free(run.sequence)
         self._runs = states
 
-    def _state_behind(self, branch: Branch) -> Run:
+    def _state_behind(self, branch: Branch) -> CellRun:
         """The state behind the branch's last token; fed anew where a longer draft carried it on."""
         path = self._path(branch)
-        found = next((run for run in self._runs if run.nodes == path), None)
-        if found is None:
+        state = next((state for state in self._runs if state.nodes == path), None)
+        if state is None:
             for node in path:
                 self._rows.pop(node, None)
             self.run(ForwardRequest(self, (branch,)))
-            found = next(run for run in self._runs if run.nodes == path)
-        return found
+            state = next(state for state in self._runs if state.nodes == path)
+        return state
 
 
 def new_sequence(runner: LlamaRunner, keeps_spare: bool = False) -> LlamaSequence:
-    """A context for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
+    """A sequence for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
     return LlamaRows(runner) if runner.is_recurrent else LlamaTree(runner, keeps_spare)

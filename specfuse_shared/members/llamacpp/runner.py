@@ -38,8 +38,10 @@ class LlamaRunner:
     reserve_bytes = 0
 
     def __init__(self, context: LlamaContext, bytes_per_token: int) -> None:
-        self.context, self.bytes_per_token = context, bytes_per_token
-        self.pool, self.stream = CacheRoom(), ModelStream(self.device)
+        self.context = context
+        self.bytes_per_token = bytes_per_token
+        self.pool = CacheRoom()
+        self.stream = ModelStream(self.device)
         self.held: dict[int, int] = {}
         self.limit = 0
         self.reused_tokens = 0
@@ -60,8 +62,8 @@ class LlamaRunner:
 
     def start(self, prompt: Sequence[int]) -> tuple[int, int]:
         """A sequence for an answer to `prompt`, and how many of its tokens, never the last one, it holds already."""
-        wanted = tuple(prompt[:-1])
-        sizes = [common_length(prefix.ids, wanted) for prefix in self._prefixes]  # none of a state that cannot be cut
+        reusable = tuple(prompt[:-1])
+        sizes = [common_length(prefix.ids, reusable) for prefix in self._prefixes]  # none of a state that cannot be cut
         size = max(sizes, default=0)
         if size < SHORTEST_PREFIX:
             return self.context.new_sequence(), 0

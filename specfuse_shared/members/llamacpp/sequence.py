@@ -24,7 +24,7 @@ TREE_ROOM = 64
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class CellRun:
     """A sequence of the library: the first `trunk` committed tokens, then `nodes` of the tree, one below the other."""
 
     sequence: int
@@ -45,8 +45,8 @@ class Feed:
 
     tokens: list[FedToken] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
-    made: list[Run] = field(default_factory=list)
-    grown: dict[int, tuple[Run, list[int]]] = field(default_factory=dict)
+    made: list[CellRun] = field(default_factory=list)
+    grown: dict[int, tuple[CellRun, list[int]]] = field(default_factory=dict)
     prompt: int = 0
 
 
@@ -57,7 +57,7 @@ class LlamaSequence(SequenceState):
 
     def __init__(self, runner: LlamaRunner, keeps_spare: bool = False) -> None:
         super().__init__(runner, keeps_spare)
-        self._runs: list[Run] = []
+        self._runs: list[CellRun] = []
         self._anchors: tuple[int, ...] = ()
         self._is_open = False
 
@@ -95,8 +95,8 @@ class LlamaSequence(SequenceState):
         """Add what the request needs of the model to `planned`."""
         assert self._is_open, "the sequence was released"
         if not self._runs:
-            sequence, known = self.runner.start(self.prompt)
-            self._runs, self.prompt_remaining = [Run(sequence, known)], len(self.prompt) - known
+            sequence, reused = self.runner.start(self.prompt)
+            self._runs, self.prompt_remaining = [CellRun(sequence, reused)], len(self.prompt) - reused
         if request.prompt:
             self._plan_prompt(request.prompt, planned)
         elif self.needs(request):
@@ -111,7 +111,7 @@ class LlamaSequence(SequenceState):
     def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
         """Whatever is not known of these nodes."""
 
-    def _made(self, run: Run, planned: Feed) -> Run:
+    def _made(self, run: CellRun, planned: Feed) -> CellRun:
         """A run that is new with this feed."""
         self._runs.append(run)
         planned.made.append(run)
@@ -147,7 +147,7 @@ class LlamaSequence(SequenceState):
 
     # ── the trunk ────────────────────────────────────────────────────────────────────────────────
 
-    def _trunk_run(self) -> Run | None:
+    def _trunk_run(self) -> CellRun | None:
         """A run that holds all that is committed."""
         return next((run for run in self._runs if run.trunk >= self.length), None)
 
@@ -185,7 +185,7 @@ class LlamaTree(LlamaSequence):
         planned.tokens += [FedToken(nodes[n].token, nodes[n].position, owners[n], True) for n in new]
         planned.nodes += new
 
-    def _run_behind(self, parent: int, trunk: int, planned: Feed) -> Run:
+    def _run_behind(self, parent: int, trunk: int, planned: Feed) -> CellRun:
         """A run that ends with the node `parent`, or with so much of the trunk: one that is there, or a copy."""
         size = trunk if parent == ROOT else self._tree.nodes[parent].position + 1
         holding = [run for run in self._runs if self._reach(run, parent, trunk) is not None]
@@ -195,9 +195,9 @@ class LlamaTree(LlamaSequence):
         source = holding[0]
         reach = self._reach(source, parent, trunk) or 0
         copied = self.context.copy(source.sequence, size)
-        return self._made(Run(copied, size - reach, source.nodes[:reach]), planned)
+        return self._made(CellRun(copied, size - reach, source.nodes[:reach]), planned)
 
-    def _reach(self, run: Run, parent: int, trunk: int) -> int | None:
+    def _reach(self, run: CellRun, parent: int, trunk: int) -> int | None:
         """How many of the run's nodes stand in front of what comes behind `parent`; None if it does not hold that."""
         if parent == ROOT:
             return 0 if run.trunk >= trunk else None
@@ -258,16 +258,16 @@ def feed(requests: Sequence[ForwardRequest]) -> None:
     """Put what answers of one member want through its model in one batch, all of it or nothing."""
     planned: list[tuple[LlamaSequence, ForwardRequest, Feed]] = []
     for request in requests:
-        assert isinstance(request.context, LlamaSequence)
-        planned.append((request.context, request, Feed()))
+        assert isinstance(request.sequence, LlamaSequence)
+        planned.append((request.sequence, request, Feed()))
     try:
-        for context, request, own in planned:
-            context.plan(request, own)
-        tokens = [token for _, _, own in planned for token in own.tokens]
+        for sequence, request, fed in planned:
+            sequence.plan(request, fed)
+        tokens = [token for _, _, fed in planned for token in fed.tokens]
         rows = iter(planned[0][0].context.decode(tokens) if tokens else ())
     except BaseException:
-        for context, _, own in planned:
-            context.undo(own)
+        for sequence, _, fed in planned:
+            sequence.undo(fed)
         raise
-    for context, _, own in planned:
-        context.take(own, list(islice(rows, sum(token.wanted for token in own.tokens))))
+    for sequence, _, fed in planned:
+        sequence.take(fed, list(islice(rows, sum(token.wanted for token in fed.tokens))))

@@ -25,7 +25,7 @@ from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
 
 
-class Stream(Protocol):
+class MemberStream(Protocol):
     """Where the work of a member is queued."""
 
     def entered(self) -> AbstractContextManager[Any]: ...
@@ -42,7 +42,7 @@ class RunsHere(Reclaimable, Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def stream(self) -> Stream: ...
+    def stream(self) -> MemberStream: ...
 
     @property
     def reserve_bytes(self) -> int: ...
@@ -61,7 +61,8 @@ class MemberHere(ABC):
     """What a token more in a forward costs, as a share of a forward of one."""
 
     def __init__(self, config: MemberConfig, tokenizer: Any) -> None:
-        self._config, self.name = config, config.label
+        self._config = config
+        self.name = config.label
         template, options = config.chat_template, config.template_options
         self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
         self.codec = self.prompts.codec
@@ -120,7 +121,7 @@ class MemberHere(ABC):
 
     @abstractmethod
     def new_sequence(self, keeps_spare: bool) -> SequenceState:
-        """A context for one answer; `keeps_spare` where a cache can."""
+        """A sequence for one answer; `keeps_spare` where a cache can."""
 
     @abstractmethod
     def cache_use(self) -> CacheUse:

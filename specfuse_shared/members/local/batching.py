@@ -42,7 +42,7 @@ class Job:
         """Run the stage up to its next request that needs a forward, or to its end."""
         try:
             request = self.stage.send(self.result)
-            while not request.context.needs(request):
+            while not request.sequence.needs(request):
                 [known] = feed_together([request])
                 request = self.stage.send(known)
             self.request, self.result = request, None
@@ -90,7 +90,7 @@ def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:
 def _make_room(job: Job) -> bool:
     """Whether something could be given back for the job's forward."""
     assert job.request is not None
-    return job.request.context.runner.pool.make_room()
+    return job.request.sequence.runner.pool.make_room()
 
 
 @torch.inference_mode()

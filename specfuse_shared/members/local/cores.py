@@ -23,14 +23,14 @@ def lanes_of(members: Sequence[MemberHere]) -> list[tuple[list[MemberHere], int 
     lanes: dict[tuple[str, ...], list[MemberHere]] = defaultdict(list)
     for member in members:
         lanes[devices_of(member)].append(member)
-    beside = lanes.pop(("cpu",), [])
-    found: list[tuple[list[MemberHere], int | None]] = [(lane, None) for lane in lanes.values()]
-    most = cores()
-    count = min(len(beside), most)
+    on_cpu = lanes.pop(("cpu",), [])
+    on_devices: list[tuple[list[MemberHere], int | None]] = [(lane, None) for lane in lanes.values()]
+    core_count = cores()
+    count = min(len(on_cpu), core_count)
     shared: list[list[MemberHere]] = [[] for _ in range(count)]
-    for member in sorted(beside, key=_size, reverse=True):
+    for member in sorted(on_cpu, key=_size, reverse=True):
         min(shared, key=lambda lane: sum(map(_size, lane))).append(member)
-    return found + [(lane, most // count if count > 1 else None) for lane in shared]
+    return on_devices + [(lane, core_count // count if count > 1 else None) for lane in shared]
 
 
 def cores() -> int:

@@ -58,7 +58,7 @@ class ForwardRequest:
     branch, or None behind a piece of the prompt.
     """
 
-    context: SequenceState
+    sequence: SequenceState
     branches: tuple[Branch, ...] = ()
     prompt: int = 0
     draft: DraftRequest | None = None

@@ -73,12 +73,15 @@ class LocalLane:
     ) -> None:
         self.local = {member.name: member for member in members}
         share_room([member.runner for member in members])
-        self._cores, self._on_forward = cores, on_forward
+        self._cores = cores
+        self._on_forward = on_forward
         self._asked: deque[tuple[Sequence[StageRequest], Reply]] = deque()
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
         self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
         self._results: list[tuple[Reply, StageResult]] = []
-        self._held, self._stepped, self._step_seconds = 0, 0.0, 0.0
+        self._held = 0
+        self._stepped = 0.0
+        self._step_seconds = 0.0
         self._timed: list[tuple[str, int, Stopwatch]] = []
 
     # ── the lane ─────────────────────────────────────────────────────────────────────────────────
@@ -254,7 +257,7 @@ class LocalLane:
         """Prompt tokens of the next step: few where an answer that has begun would wait for them."""
         sessions = self._sessions[name].values()
         begun = any(session.counts.computed for session in sessions)
-        if begun and len(sessions) > 1 and not any(session.context.drafts_ahead for session in sessions):
+        if begun and len(sessions) > 1 and not any(session.sequence.drafts_ahead for session in sessions):
             return SHARED_PREFILL_CHUNK
         return PREFILL_CHUNK
 
@@ -281,5 +284,5 @@ class LocalLane:
         replies: dict[Reply, list[StageResult]] = {}
         for reply, result in results:
             replies.setdefault(reply, []).append(result)
-        for reply, own in replies.items():
-            reply(own)
+        for reply, answered in replies.items():
+            reply(answered)

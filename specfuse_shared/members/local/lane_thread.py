@@ -72,14 +72,14 @@ class LaneThread:
             return not self._closed
 
     def _give(self, results: Sequence[StageResult]) -> None:
-        own: dict[Reply, list[StageResult]] = {}
+        replies: dict[Reply, list[StageResult]] = {}
         with self._changed:
             for result in results:
                 key = result.answer, result.member
                 reply = self._replies.pop(key) if isinstance(result.value, Closed) else self._replies[key]
-                own.setdefault(reply, []).append(result)
-        for reply, some in own.items():
-            reply(some)
+                replies.setdefault(reply, []).append(result)
+        for reply, answered in replies.items():
+            reply(answered)
 
     def _die(self, error: BaseException) -> None:
         """Nobody may wait for a lane that is gone, whatever ended it."""

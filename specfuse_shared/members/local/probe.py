@@ -21,7 +21,7 @@ from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.local.tree_sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.cache.kv_cache import Layer, slot_bytes
+from specfuse_shared.runtime.cache.blocks import Layer, slot_bytes
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
@@ -160,51 +160,51 @@ def _measure(runner: ModelRunner) -> float:
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
     prompt, first = ids[:_PROMPT], tuple(ids[_PROMPT : _PROMPT + _FIRST])
     second, third = tuple(ids[-2 * _SECOND : -_SECOND]), tuple(ids[-_SECOND:])
-    neighbour, context = new_sequence(runner), new_sequence(runner)
+    neighbour, sequence = new_sequence(runner), new_sequence(runner)
     neighbour.prefill(third)
-    context.prefill(prompt)
+    sequence.prefill(prompt)
     for size in range(1, _FIRST):
-        context.extend([Branch(0, first[:size])])
+        sequence.extend([Branch(0, first[:size])])
     branches, beside = (Branch(0, first), Branch(0, second)), Branch(0, first)
-    feed_together([ForwardRequest(context, branches), ForwardRequest(neighbour, (beside,))])
-    deltas = [_deltas(runner, context, b) for b in branches]
+    feed_together([ForwardRequest(sequence, branches), ForwardRequest(neighbour, (beside,))])
+    deltas = [_deltas(runner, sequence, b) for b in branches]
     deltas.append(_deltas(runner, neighbour, beside))
-    context.commit(branches[1])
+    sequence.commit(branches[1])
     later = (Branch(len(second), third), Branch(len(second) - 2, third[:3]))
-    feed_together([ForwardRequest(neighbour, (Branch(0, second),)), ForwardRequest(context, later)])
-    deltas += [_deltas(runner, context, b) for b in later]
-    if context.drafts_ahead:
-        context.commit(later[0])
+    feed_together([ForwardRequest(neighbour, (Branch(0, second),)), ForwardRequest(sequence, later)])
+    deltas += [_deltas(runner, sequence, b) for b in later]
+    if sequence.drafts_ahead:
+        sequence.commit(later[0])
         neighbour.commit(Branch(0, second))
-        deltas += _draft_deltas(runner, [context, neighbour])
-    context.release()
+        deltas += _draft_deltas(runner, [sequence, neighbour])
+    sequence.release()
     neighbour.release()
     return float(torch.cat(deltas).mean())
 
 
-def _draft_deltas(runner: ModelRunner, contexts: Sequence[SequenceState]) -> list[torch.Tensor]:
+def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState]) -> list[torch.Tensor]:
     drafts = [
-        DraftRequest(Branch(len(context.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
-        for n, context in enumerate(contexts)
+        DraftRequest(Branch(len(sequence.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
+        for n, sequence in enumerate(sequences)
     ]
-    found = feed_together(
-        [ForwardRequest(context, draft=draft) for context, draft in zip(contexts, drafts, strict=True)]
+    drafted = feed_together(
+        [ForwardRequest(sequence, draft=draft) for sequence, draft in zip(sequences, drafts, strict=True)]
     )
     deltas = []
-    for context, draft, chosen in zip(contexts, drafts, found, strict=True):
+    for sequence, draft, chosen in zip(sequences, drafts, drafted, strict=True):
         assert isinstance(chosen, ChosenTokens)
-        ids, _ = context.drafted(draft, chosen, ())
-        deltas.append(_deltas(runner, context, Branch(draft.branch.base, tuple(ids))))
+        ids, _ = sequence.drafted(draft, chosen, ())
+        deltas.append(_deltas(runner, sequence, Branch(draft.branch.base, tuple(ids))))
     return deltas
 
 
-def _deltas(runner: ModelRunner, context: SequenceState, branch: Branch) -> torch.Tensor:
-    kept = [*context.prompt, *context.answer[: branch.base]]
+def _deltas(runner: ModelRunner, sequence: SequenceState, branch: Branch) -> torch.Tensor:
+    kept = [*sequence.prompt, *sequence.answer[: branch.base]]
     whole = torch.tensor([*kept, *branch.tokens])
     plain = runner.plain(whole.tolist()).float().log_softmax(-1).cpu()
     start = len(kept)
     expected = plain[start - 1 : -1].gather(1, whole[start:, None])[:, 0]
-    return (torch.tensor(context.logprobs(branch)) - expected).abs()
+    return (torch.tensor(sequence.logprobs(branch)) - expected).abs()
 
 
 def _random_ids(model: Any, count: int) -> list[int]:

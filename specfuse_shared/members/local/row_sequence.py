@@ -1,4 +1,4 @@
-"""Row-by-row contexts: the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones).
+"""Sequences that go row by row: the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones).
 
 Each branch is fed on its own copy of a snapshot of the model's cache, so the model sees plain continuations only.
 Costs one forward a branch and copies of the cache; exact for every model that can `generate`.
@@ -21,7 +21,7 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 
 
 def new_sequence(runner: ModelRunner, keeps_spare: bool = False) -> SequenceState:
-    """A context for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
+    """A sequence for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
     return TreeSequence(runner, keeps_spare) if runner.plan else BranchwiseSequence(runner)
 
 

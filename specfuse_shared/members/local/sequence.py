@@ -1,4 +1,4 @@
-"""A member's cached context of one answer: a committed trunk, and the tree of tokens tried in this round.
+"""A member's cached sequence of one answer: a committed trunk, and the tree of tokens tried in this round.
 
 `SequenceState` is what a member needs of a model: read the prompt, make the next-token logits known along branches,
 keep the winner. It knows ids, not text.
@@ -19,7 +19,7 @@ from specfuse_shared.members.local.forwards import (
     LogprobRequest,
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
-from specfuse_shared.runtime.logprobs import Line, PendingLogprobs
+from specfuse_shared.runtime.logprobs import PendingLogprobs, TokenRow
 from specfuse_shared.runtime.model_runner import Reclaimable
 from specfuse_shared.runtime.top_tokens import Likeliest
 
@@ -36,7 +36,8 @@ class SequenceState(ABC):
     """
 
     def __init__(self, runner: Reclaimable, keeps_spare: bool = False) -> None:
-        self.runner, self.keeps_spare = runner, keeps_spare
+        self.runner = runner
+        self.keeps_spare = keeps_spare
         self.prompt: tuple[int, ...] = ()
         self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()
@@ -108,13 +109,13 @@ class SequenceState(ABC):
 
     def judge(self, request: LogprobRequest) -> PendingLogprobs:
         """Let the device find the log p of branches that were extended, without waiting for it."""
-        found = self.judgement(request)
-        PendingLogprobs.together([found])
-        return found
+        pending = self.judgement(request)
+        PendingLogprobs.together([pending])
+        return pending
 
     def judgement(self, request: LogprobRequest) -> PendingLogprobs:
         """The same, but for `PendingLogprobs.together` to start."""
-        lines = [Line(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
+        lines = [TokenRow(self._line(branch, bool(stops)), branch.tokens, stops) for branch, stops in request.questions]
         return PendingLogprobs(lines, self._logits_row, request.top)
 
     @property
@@ -160,7 +161,7 @@ class SequenceState(ABC):
     def run_together(self, requests: Sequence[ForwardRequest]) -> None:
         """The same for many sequences of one model, where they are of this kind."""
         for request in requests:
-            request.context.run(request)
+            request.sequence.run(request)
 
     @abstractmethod
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
@@ -169,16 +170,16 @@ class SequenceState(ABC):
     def _path(self, branch: Branch) -> Sequence[int]:
         """The branch's nodes."""
         base, tokens = key = branch.base, branch.tokens
-        found = self._paths.get(key)
-        if found is None:
+        nodes = self._paths.get(key)
+        if nodes is None:
             trunk, behind = self._behind(branch)
             before = self._paths.get((base, tokens[:-1])) if len(behind) > 1 else None
             if before is None:
-                found = self._tree.path(trunk, behind)
+                nodes = self._tree.path(trunk, behind)
             else:  # drafts and guesses grow by one token after the other
-                found = [*before, self._tree.child(before[-1], trunk, tokens[-1])]
-            self._paths[key] = found
-        return found
+                nodes = [*before, self._tree.child(before[-1], trunk, tokens[-1])]
+            self._paths[key] = nodes
+        return nodes
 
     def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
         """The branch as tokens behind so much of the trunk; at an inner point, led by a copy of the token before it."""

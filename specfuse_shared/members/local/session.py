@@ -32,7 +32,7 @@ _BEFORE = 8
 
 
 class LocalSession(Session[SequenceState]):
-    """One answer of a member of this process: its context is in the cache.
+    """One answer of a member of this process: its sequence is in the cache.
 
     Where it `speculates`, guesses of what comes next go through the model along with what has to; see
     `specfuse_shared.members.local.speculation`.
@@ -46,7 +46,7 @@ class LocalSession(Session[SequenceState]):
         )
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
-        self._guesses = Guesses(member.never_guessed, member.token_cost) if self.context.keeps_spare else None
+        self._guesses = Guesses(member.never_guessed, member.token_cost) if self.sequence.keeps_spare else None
 
     @property
     def counts(self) -> TokenCounts:
@@ -54,15 +54,15 @@ class LocalSession(Session[SequenceState]):
         return replace(counts, guessed=guesses.guessed, accepted=guesses.accepted) if guesses else counts
 
     def prefill(self) -> Stage[None]:
-        if not self.context.prompt:
-            self.context.begin(self._prompt)
-        while self.context.prompt_remaining:
-            yield ForwardRequest(self.context, prompt=min(self.context.prompt_remaining, PREFILL_CHUNK))
+        if not self.sequence.prompt:
+            self.sequence.begin(self._prompt)
+        while self.sequence.prompt_remaining:
+            yield ForwardRequest(self.sequence, prompt=min(self.sequence.prompt_remaining, PREFILL_CHUNK))
 
     def _start(self, round_index: int) -> None:
         self._sampler.start(round_index)
         if self._guesses is not None and not self._guesses.has_read:
-            self._guesses.read((*self.context.prompt, *self.context.answer), 0)
+            self._guesses.read((*self.sequence.prompt, *self.sequence.answer), 0)
 
     def _expect_text(self, text: str) -> None:
         if self._guesses is not None:
@@ -73,36 +73,36 @@ class LocalSession(Session[SequenceState]):
             self._guesses.expect(branch, OWN)
 
     def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
-        wanted = self._wanted(ids, count, min_tokens_left, alone)
-        return self._chosen(wanted, (yield self._asked(wanted)))
+        draft = self._wanted(ids, count, min_tokens_left, alone)
+        return self._chosen(draft, (yield self._asked(draft)))
 
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
         asked = LogprobRequest(list(zip(branches, stops, strict=True)))
         going_on = [branch for branch, ends in zip(branches, stops, strict=True) if not ends]
-        request = ForwardRequest(self.context, tuple(branches), logprobs=asked)
+        request = ForwardRequest(self.sequence, tuple(branches), logprobs=asked)
         judgement = yield self._with_guesses(request, going_on)
         judged: list[list[float]] = judgement.read()
         return judged
 
     def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
         count = min(count, self._member.vocabulary_size)
-        judgement = yield ForwardRequest(self.context, (branch,), logprobs=LogprobRequest([(branch, ())], count))
+        judgement = yield ForwardRequest(self.sequence, (branch,), logprobs=LogprobRequest([(branch, ())], count))
         judgement.read()
         tops: list[Top] = judgement.tops[0]
         return tops
 
     def _keep(self, branch: Branch) -> Stage[None]:
-        yield self._with_guesses(ForwardRequest(self.context, (branch,)), [branch])
-        self.context.commit(branch)
+        yield self._with_guesses(ForwardRequest(self.sequence, (branch,)), [branch])
+        self.sequence.commit(branch)
         if self._guesses is not None:
-            self._guesses.commit(branch, self.context.answer)
-            self._guesses.read(branch.tokens, len(self.context.prompt) + branch.base)
+            self._guesses.commit(branch, self.sequence.answer)
+            self._guesses.read(branch.tokens, len(self.sequence.prompt) + branch.base)
 
     def _with_guesses(self, request: ForwardRequest, branches: Sequence[Branch]) -> ForwardRequest:
         """The request and what may follow these branches, one of which is likely to be what comes; if it is needed."""
-        if self._guesses is None or not branches or not self.context.needs(request):
+        if self._guesses is None or not branches or not self.sequence.needs(request):
             return request
-        room, fed = self.context.room - sum(len(branch.tokens) for branch in request.branches), []
+        room, fed = self.sequence.room - sum(len(branch.tokens) for branch in request.branches), []
         for branch in branches:
             guess = self._guess(branch, room, 1 / len(branches))
             if guess.tokens:
@@ -112,63 +112,63 @@ class LocalSession(Session[SequenceState]):
 
     def _guess(self, branch: Branch, room: int, share: float = 1.0) -> Guess:
         assert self._guesses is not None
-        before = (*self.context.prompt[-_BEFORE:], *self.context.answer[: branch.base][-_BEFORE:])
+        before = (*self.sequence.prompt[-_BEFORE:], *self.sequence.answer[: branch.base][-_BEFORE:])
         if (limit := self._member.context_limit) is not None:
-            room = min(room, limit - len(self.context.prompt) - branch.base - len(branch.tokens) - 1)
+            room = min(room, limit - len(self.sequence.prompt) - branch.base - len(branch.tokens) - 1)
         return self._guesses.behind(before, branch, room, share)
 
     def _fed_of(self, branch: Branch, guess: Guess) -> int:
         """How many tokens of a guess went through the model before."""
         whole = Branch(branch.base, branch.tokens + guess.tokens)
-        return max(0, self.context.knows(whole) - len(branch.tokens))
+        return max(0, self.sequence.knows(whole) - len(branch.tokens))
 
     def _wanted(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> DraftRequest:
         """The next tokens behind `ids`, at most `count` and all under one rule."""
         held = max(0, min_tokens_left - len(ids))
         blocked = self._member.blocked(alone=alone, held=held > 0)
-        branch = Branch(len(self.context.answer), tuple(ids))
+        branch = Branch(len(self.sequence.answer), tuple(ids))
         return DraftRequest(branch, min(count, held or count), self._sampler, blocked)
 
-    def _asked(self, wanted: DraftRequest) -> ForwardRequest:
+    def _asked(self, draft: DraftRequest) -> ForwardRequest:
         """What goes through the model for them: a guess where there is one, else all at once where that can be, else
         what decides the next one."""
-        branch = wanted.branch
-        plain = ForwardRequest(self.context, (branch,))
+        branch = draft.branch
+        plain = ForwardRequest(self.sequence, (branch,))
         if self._guesses is not None:
-            if self.context.knows(branch) == len(branch.tokens):
+            if self.sequence.knows(branch) == len(branch.tokens):
                 return plain
-            guess = self._guess(branch, self.context.room - 1)
+            guess = self._guess(branch, self.sequence.room - 1)
             if self._constraint is not None:
                 guess = guess.first(self._constraint.follows(guess.tokens))
             if guess.tokens:
                 return replace(plain, guesses=(self._guesses.feed(branch, guess, self._fed_of(branch, guess)),))
-        if self._constraint is None and self.context.may_draft_ahead(branch):
-            return ForwardRequest(self.context, draft=wanted)
+        if self._constraint is None and self.sequence.may_draft_ahead(branch):
+            return ForwardRequest(self.sequence, draft=draft)
         return plain
 
-    def _chosen(self, wanted: DraftRequest, found: Any) -> tuple[list[int], bool]:
+    def _chosen(self, draft: DraftRequest, result: Any) -> tuple[list[int], bool]:
         """Tokens by what came of that, and whether they end the turn."""
-        if isinstance(found, ChosenTokens):
-            return self.context.drafted(wanted, found, self._member.stop_ids)
-        token = self._picked(wanted, found)
+        if isinstance(result, ChosenTokens):
+            return self.sequence.drafted(draft, result, self._member.stop_ids)
+        token = self._picked(draft, result)
         if self._guesses is not None:
-            self._guesses.observe(self.context.answer, wanted.branch.tokens, token)
+            self._guesses.observe(self.sequence.answer, draft.branch.tokens, token)
         if token in self._member.stop_ids:
             return [], True
         if self._constraint is not None:
             self._constraint.advance(token)
         return [token], False
 
-    def _picked(self, wanted: DraftRequest, logits: torch.Tensor) -> int:
+    def _picked(self, draft: DraftRequest, logits: torch.Tensor) -> int:
         """The token behind the branch, by its logits (V), or as the forward told that fed it."""
         if self._constraint is not None:
             logits = masked(logits, self._constraint.allowed())
         elif self._sampler.is_plain:
-            likeliest = self.context.likeliest(wanted.branch)
-            if likeliest is not None and not self._member.is_blocked(likeliest, wanted.blocked):
+            likeliest = self.sequence.likeliest(draft.branch)
+            if likeliest is not None and not self._member.is_blocked(likeliest, draft.blocked):
                 return likeliest
-        history = self._history(wanted.branch) if self._sampler.needs_history else ()
-        return self._sampler.pick(logits, history, wanted.blocked)
+        history = self._history(draft.branch) if self._sampler.needs_history else ()
+        return self._sampler.pick(logits, history, draft.blocked)
 
     def _history(self, branch: Branch) -> tuple[int, ...]:
-        return (*self.context.prompt, *self.context.answer, *branch.tokens)
+        return (*self.sequence.prompt, *self.sequence.answer, *branch.tokens)

@@ -17,10 +17,10 @@ TOKEN_COST = 0.06
 """What a token more costs, as a share of a forward of one; a guess ends where its tokens come true less often."""
 _GRAMS = (4, 3, 2)
 """So many equal last tokens are looked for, the longest first."""
-Kind = int | str
+GuessKind = int | str
 OWN, TOLD = "own", "told"
 """Where tokens come from that are not looked up: the member's own earlier draft, and what another one said."""
-_PRIOR: dict[Kind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN: 0.9, TOLD: 0.5}
+_PRIOR: dict[GuessKind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN: 0.9, TOLD: 0.5}
 """How often a token comes true before anything was seen: behind so many equal tokens, or by where it comes from."""
 _PRIOR_WEIGHT, _MEMORY = 4.0, 0.95
 
@@ -76,7 +76,7 @@ class Guess:
     """Tokens that may come next, and the kind of each."""
 
     tokens: tuple[int, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[GuessKind, ...]
 
     def first(self, count: int) -> Guess:
         """The first `count` of them."""
@@ -88,7 +88,7 @@ class _Fed:
     """A guess that went through the model: the tokens from `first` on; those before `next` were looked at."""
 
     branch: Branch
-    kinds: Sequence[Kind]
+    kinds: Sequence[GuessKind]
     first: int
     next: int
 
@@ -103,11 +103,11 @@ class Guesses:
 
     barred: Container[int]
     token_cost: float = TOKEN_COST
-    records: dict[Kind, Record] = field(default_factory=lambda: {k: Record(r) for k, r in _PRIOR.items()})
+    records: dict[GuessKind, Record] = field(default_factory=lambda: {k: Record(r) for k, r in _PRIOR.items()})
     guessed: int = 0
     accepted: int = 0
     _lookup: PromptLookup = field(default_factory=PromptLookup)
-    _expected: dict[Branch, Kind] = field(default_factory=dict)
+    _expected: dict[Branch, GuessKind] = field(default_factory=dict)
     _fed: list[_Fed] = field(default_factory=list)
 
     def read(self, ids: Sequence[int], start: int) -> None:
@@ -118,7 +118,7 @@ class Guesses:
     def has_read(self) -> bool:
         return self._lookup.size > 0
 
-    def expect(self, branch: Branch, kind: Kind) -> None:
+    def expect(self, branch: Branch, kind: GuessKind) -> None:
         """The answer may go on like this."""
         if branch.tokens and self._expected.get(branch) != OWN:
             self._expected[branch] = kind
@@ -130,19 +130,21 @@ class Guesses:
         """
         most, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
         tokens: list[int] = []
-        kinds: list[Kind] = []
+        kinds: list[GuessKind] = []
         chance = share
         expected = [(e.tokens[size:], kind) for e, kind in self._expected.items() if _begins(e, branch)]
         if expected:
-            ids, kind = max(expected, key=lambda found: (found[1] == OWN, len(found[0])))
+            ids, kind = max(expected, key=lambda followers: (followers[1] == OWN, len(followers[0])))
             chance = self._extend(tokens, kinds, ids[:most], kind, chance)
         if not expected or len(tokens) == len(ids):
             last = [*before[-_GRAMS[0] :], *branch.tokens[-_GRAMS[0] :], *tokens[-_GRAMS[0] :]]
-            found, equal = self._lookup.find(last, most - len(tokens))
-            self._extend(tokens, kinds, found, equal, chance)
+            followers, equal = self._lookup.find(last, most - len(tokens))
+            self._extend(tokens, kinds, followers, equal, chance)
         return Guess(tuple(tokens), tuple(kinds))
 
-    def _extend(self, tokens: list[int], kinds: list[Kind], ids: Sequence[int], kind: Kind, chance: float) -> float:
+    def _extend(
+        self, tokens: list[int], kinds: list[GuessKind], ids: Sequence[int], kind: GuessKind, chance: float
+    ) -> float:
         """Take of `ids` what pays; how likely it is that all of that comes."""
         for token in ids:
             chance *= self.records[kind].rate

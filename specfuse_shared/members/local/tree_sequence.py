@@ -17,7 +17,7 @@ from specfuse_shared.members.local.forwards import (
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static.runner import DraftInput
@@ -91,21 +91,21 @@ class TreeSequence(SequenceState):
             [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
             self._end, self._end_place = rows[-1], None
 
-    def take(self, nodes: Sequence[int], rows: torch.Tensor, told: Likeliest | None, first: int) -> None:
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: Likeliest | None, first: int) -> None:
         """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
 
-        `told`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
+        `likeliest`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
         """
         if nodes:
             self._take(nodes, list(rows))
-            if told is not None:
-                self._places.update((node, (told, first + n)) for n, node in enumerate(nodes))
+            if likeliest is not None:
+                self._places.update((node, (likeliest, first + n)) for n, node in enumerate(nodes))
             return
         assert self._row is not None
         self.prompt_remaining = len(self.prompt) - self._row.used
         if not self.prompt_remaining:
             self._end = rows[-1]
-            self._end_place = None if told is None else (told, first + len(rows) - 1)
+            self._end_place = None if likeliest is None else (likeliest, first + len(rows) - 1)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -183,16 +183,16 @@ class TreeSequence(SequenceState):
         visible = np.zeros((len(nodes), slots), dtype=bool)
         row_of = dict(zip(nodes, range(len(nodes)), strict=True))
         for row, node in enumerate(nodes):
-            own = tree[node]
-            if (parent := row_of.get(own.parent)) is not None:  # parents come first
+            new = tree[node]
+            if (parent := row_of.get(new.parent)) is not None:  # parents come first
                 visible[row] = visible[parent]
             else:
-                visible[row, : own.trunk] = True
-                visible[row, [slot for a in self._tree.lineage(own.parent) if (slot := tree[a].slot) is not None]] = (
+                visible[row, : new.trunk] = True
+                visible[row, [slot for a in self._tree.lineage(new.parent) if (slot := tree[a].slot) is not None]] = (
                     True
                 )
-            assert own.slot is not None
-            visible[row, own.slot] = True
+            assert new.slot is not None
+            visible[row, new.slot] = True
         positions = np.arange(slots)
         positions[self.length :] = [tree[n].position for n in fed]
         return torch.from_numpy(visible), torch.from_numpy(positions)
@@ -212,22 +212,22 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     they do it themselves. What each wanted to know, in their order, as far as the device has got."""
     inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
     drafts: list[tuple[TreeSequence, DraftRequest]] = []
-    others = [request for request in requests if not isinstance(request.context, TreeSequence)]
+    others = [request for request in requests if not isinstance(request.sequence, TreeSequence)]
     if others:
-        others[0].context.run_together(others)
+        others[0].sequence.run_together(others)
     for request in requests:
-        if not isinstance(request.context, TreeSequence):
+        if not isinstance(request.sequence, TreeSequence):
             continue
         if request.draft is not None:
-            drafts.append((request.context, request.draft))
-        if (found := request.context.forward_input(request)) is not None:
-            inputs.append((request.context, *found))
+            drafts.append((request.sequence, request.draft))
+        if (found := request.sequence.forward_input(request)) is not None:
+            inputs.append((request.sequence, *found))
     if inputs:
         runner, first = inputs[0][0].runner, 0
         logits = runner.step([segment for _, segment, _ in inputs])
         told = Likeliest(logits) if runner.tells_likeliest and any(map(len, logits)) else None
-        for (context, _, nodes), rows in zip(inputs, logits, strict=True):
-            context.take(nodes, rows, told, first)
+        for (sequence, _, nodes), rows in zip(inputs, logits, strict=True):
+            sequence.take(nodes, rows, told, first)
             first += len(rows)
     columns = _run_drafts(drafts) if drafts else iter(())
     results = [next(columns) if request.draft is not None else _result(request) for request in requests]
@@ -238,11 +238,11 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
 def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
     static = drafts[0][0].runner.static
     assert static is not None, "only sequences of fixed-shape runners draft ahead"
-    run = static.draft([context.draft_input(draft) for context, draft in drafts])
+    run = static.draft([sequence.draft_input(draft) for sequence, draft in drafts])
     return (ChosenTokens(run, column) for column in range(len(drafts)))
 
 
 def _result(request: ForwardRequest) -> ForwardResult:
     if request.logprobs is not None:
-        return request.context.judgement(request.logprobs)
-    return request.context.logits(request.branches[-1]) if request.branches else None
+        return request.sequence.judgement(request.logprobs)
+    return request.sequence.logits(request.branches[-1]) if request.branches else None

@@ -78,14 +78,19 @@ class PipedLane:
         on_forward: OnForward = lambda member, answers, seconds: None,
         reopened: Callable[[], Ready] | None = None,
     ) -> None:
-        self._name, self._connection, self._on_forward = name, connection, on_forward
-        self._reopened, self._limits, self._closed = reopened, dict[str, int](), False
+        self._name = name
+        self._connection = connection
+        self._on_forward = on_forward
+        self._reopened = reopened
+        self._limits = dict[str, int]()
+        self._closed = False
         self._asked: dict[tuple[int, str], tuple[StageRequest, Reply]] = {}
         self._lock = threading.Lock()
         self._lost: Fault | None = None
         self._use = CacheUse()
         ready = connection.recv()
-        self._members, self._memory = tuple(map(self._named, ready.members)), ready.memory
+        self._members = tuple(map(self._named, ready.members))
+        self._memory = ready.memory
         self._reader = threading.Thread(target=self._read, name=f"specfuse pipe {name}", daemon=True)
         self._reader.start()
 
@@ -170,7 +175,7 @@ class PipedLane:
         return True
 
     def _give(self, results: Sequence[StageResult]) -> None:
-        own: dict[Reply, list[StageResult]] = {}
+        replies: dict[Reply, list[StageResult]] = {}
         with self._lock:
             for result in results:
                 key = result.answer, result.member
@@ -178,9 +183,9 @@ class PipedLane:
                 if asked is None:
                     logger.warning("the lane of %s answers what it was not asked", self._name)
                 else:
-                    own.setdefault(asked[1], []).append(result)
-        for reply, some in own.items():
-            reply(some)
+                    replies.setdefault(asked[1], []).append(result)
+        for reply, answered in replies.items():
+            reply(answered)
 
     def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
         """Those of the requests that nobody has answered meanwhile; from now on nobody will."""

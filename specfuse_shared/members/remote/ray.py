@@ -175,9 +175,9 @@ def ray_lanes(
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cards = any(node.get("GPU") for node in nodes)
     needs = [needs_of(member, memory_of, cards) for member in members]
-    for member, wanted in zip(members, needs, strict=True):
-        _check_room(member, wanted, nodes)
-    wires = [ActorWire(member, execution, wanted) for member, wanted in zip(members, needs, strict=True)]
+    for member, need in zip(members, needs, strict=True):
+        _check_room(member, need, nodes)
+    wires = [ActorWire(member, execution, need) for member, need in zip(members, needs, strict=True)]
     lanes: list[PipedLane] = []
     try:
         for member, wire in zip(members, wires, strict=True):
@@ -197,12 +197,12 @@ def needs_of(member: MemberConfig, memory_of: MemoryOf, cards: bool) -> dict[str
     """What a member asks of a node: its `resources`, and where they are silent a core and a card, if the cluster has
     `cards` and its device may be one, else main memory for its model."""
     card = member.resources.get("GPU", float(cards and member.device.split(":")[0] in ("auto", "cuda")))
-    own = {"CPU": 1.0}
+    defaults = {"CPU": 1.0}
     if card:
-        own["GPU"] = card
+        defaults["GPU"] = card
     elif "memory" not in member.resources and (memory := memory_of(member)):
-        own["memory"] = float(memory)
-    return {**own, **member.resources}
+        defaults["memory"] = float(memory)
+    return {**defaults, **member.resources}
 
 
 def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:

@@ -40,8 +40,10 @@ class ServerClient:
         timeout: float = 60.0,
         on_request: OnRequest = lambda seconds: None,
     ) -> None:
-        self.address, self.on_request = address, on_request
-        self._key_name, self._timeout = key_name, timeout
+        self.address = address
+        self.on_request = on_request
+        self._key_name = key_name
+        self._timeout = timeout
         self._http = httpx.AsyncClient(
             base_url=address,
             headers={**bounded_http.HEADERS, **({"Authorization": f"Bearer {key}"} if key else {})},
@@ -62,9 +64,9 @@ class ServerClient:
         """The JSON that answers `body`. Raises `ServerError`."""
         began = time.monotonic()
         response = await self._sent(lambda: self._http.post(path, json=dict(body)), self._timeout)
-        found = self.read(response)
+        answer = self.read(response)
         self.on_request(time.monotonic() - began)
-        return found
+        return answer
 
     async def tokenized(self, model: str, text: str) -> list[int]:
         """Ids of a text as the server's tokenizer has them, without special tokens."""
@@ -118,11 +120,11 @@ class ServerClient:
 def _message(response: httpx.Response) -> str:
     """What a server says went wrong, in its own words."""
     try:
-        told = response.json()
+        body = response.json()
     except ValueError:
-        told = response.text
-    if isinstance(told, Mapping):
-        told = told.get("error", told)
-    if isinstance(told, Mapping):
-        told = told.get("message", told)
-    return " ".join(str(told).split())[:_MOST_SHOWN]
+        body = response.text
+    if isinstance(body, Mapping):
+        body = body.get("error", body)
+    if isinstance(body, Mapping):
+        body = body.get("message", body)
+    return " ".join(str(body).split())[:_MOST_SHOWN]

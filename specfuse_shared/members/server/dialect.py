@@ -32,7 +32,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ScoredLine:
     """`tokens` behind `prefix`, which are to be judged, and where there are `stop_ids`, one of those behind them."""
 
     prefix: tuple[int, ...]
@@ -96,22 +96,22 @@ def ban_of(banned: Sequence[int]) -> dict[str, float]:
     return dict.fromkeys(map(str, banned), BAN)
 
 
-def whole_lines(lines: Sequence[Line]) -> list[tuple[int, tuple[int, ...]]]:
+def whole_lines(lines: Sequence[ScoredLine]) -> list[tuple[int, tuple[int, ...]]]:
     """Each line once for each of its stop ids, or once: how much of it is prefix, and all of it."""
     ends: list[list[tuple[int, ...]]] = [[(stop,) for stop in line.stop_ids] or [()] for line in lines]
     pairs = zip(lines, ends, strict=True)
-    return [(len(line.prefix), line.prefix + line.tokens + end) for line, own in pairs for end in own]
+    return [(len(line.prefix), line.prefix + line.tokens + end) for line, line_ends in pairs for end in line_ends]
 
 
-def of_whole_lines(lines: Sequence[Line], found: Sequence[Sequence[float]]) -> list[list[float]]:
+def of_whole_lines(lines: Sequence[ScoredLine], logprobs_of_lines: Sequence[Sequence[float]]) -> list[list[float]]:
     """Judgements of `lines` from log p of the tokens of their `whole_lines` behind the prefixes."""
-    left, judged = iter(found), list[list[float]]()
+    remaining, judged = iter(logprobs_of_lines), list[list[float]]()
     for line in lines:
-        own = [next(left) for _ in line.stop_ids or (None,)]
-        if any(len(logprobs) != len(line.tokens) + bool(line.stop_ids) for logprobs in own):
+        per_stop = [next(remaining) for _ in line.stop_ids or (None,)]
+        if any(len(logprobs) != len(line.tokens) + bool(line.stop_ids) for logprobs in per_stop):
             raise ServerError("the server judged other tokens than those that were asked for")
-        tokens = list(own[0][: len(line.tokens)])
-        judged.append([*tokens, any_of(logprobs[-1] for logprobs in own)] if line.stop_ids else tokens)
+        tokens = list(per_stop[0][: len(line.tokens)])
+        judged.append([*tokens, any_of(logprobs[-1] for logprobs in per_stop)] if line.stop_ids else tokens)
     return judged
 
 

@@ -20,7 +20,7 @@ from specfuse_shared.errors import (
 from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
 from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
-from specfuse_shared.members.server.dialect import Line, ServerFacts
+from specfuse_shared.members.server.dialect import ScoredLine, ServerFacts
 from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.vllm import VllmDialect
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
@@ -46,7 +46,9 @@ class ServerMember:
     """
 
     def __init__(self, config: MemberConfig, cache_dir: str | None = None) -> None:
-        self._config, self.name, self._began = config, config.label, time.monotonic()
+        self._config = config
+        self.name = config.label
+        self._began = time.monotonic()
         tokenizer = load_tokenizer(config, cache_dir)
         settings, generation = load_settings(config, cache_dir)
         self._architecture = (getattr(settings, "architectures", None) or ["unknown"])[0]
@@ -55,8 +57,10 @@ class ServerMember:
         prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name, config.thinking)
         self.stop_ids = stop_ids_of((generation, settings, tokenizer), prompts, config)
         self.special_ids = ids_without_text(tokenizer, size, self.stop_ids)
-        self.text, self.vocabulary_size = MemberText(prompts, self.stop_ids, size), size
-        self._is_doubtful, self._checking = False, asyncio.Lock()
+        self.text = MemberText(prompts, self.stop_ids, size)
+        self.vocabulary_size = size
+        self._is_doubtful = False
+        self._checking = asyncio.Lock()
         self._client: ServerClient | None = None
         self.dialect: VllmDialect
         self._facts: ServerFacts
@@ -177,8 +181,8 @@ class ServerMember:
         self.dialect.model = found
 
     async def _check_vocabulary(self) -> None:
-        here, there = self._sample, await self.dialect.tokenized(_SAMPLE)
-        if there is not None and here != there:
+        own_ids, server_ids = self._sample, await self.dialect.tokenized(_SAMPLE)
+        if server_ids is not None and own_ids != server_ids:
             raise ServerModelError(
                 f"member {self.name!r}: the server at {self._config.server} has another vocabulary than the tokenizer "
                 f"of {self._config.tokenizer or self._config.model!r}: name the model that it serves"
@@ -187,8 +191,8 @@ class ServerMember:
     async def _check_scores(self) -> None:
         """Both ways of scoring agree, on ids from all of the vocabulary."""
         ids, last = self._sample, self.vocabulary_size - 1
-        line = Line(tuple(ids[:-_JUDGED]), tuple(ids[-_JUDGED:]), (*self.stop_ids, last))
-        self._error = await self.dialect.settle([line, Line(tuple(ids[:3]), (last,))])
+        line = ScoredLine(tuple(ids[:-_JUDGED]), tuple(ids[-_JUDGED:]), (*self.stop_ids, last))
+        self._error = await self.dialect.settle([line, ScoredLine(tuple(ids[:3]), (last,))])
         if self._error > ROUNDING:
             raise UnsupportedModelError(
                 f"member {self.name!r}: the server at {self._config.server} scores the same tokens in two ways that "

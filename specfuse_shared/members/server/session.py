@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specfuse_shared.errors import ServerError, SpecFuseError
-from specfuse_shared.members.server.dialect import Continuation, Line
+from specfuse_shared.members.server.dialect import Continuation, ScoredLine
 from specfuse_shared.members.session import Session, Stage
 from specfuse_shared.members.stages import Top
 from specfuse_shared.members.token_tree import Branch
@@ -44,12 +44,14 @@ class ServerSession(Session[SentIds]):
 
     def __init__(self, member: ServerMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
         super().__init__(member.text, member.stop_ids, SentIds(), prompt, params)
-        self._member, self._params, self._seed = member, params, seed
+        self._member = member
+        self._params = params
+        self._seed = seed
         self._round = self._drawn = 0
 
     def prefill(self) -> Stage[None]:
         """Have the server read the prompt, so that its cache knows it when drafts and verdicts are asked for."""
-        self.context.prompt = self._prompt
+        self.sequence.prompt = self._prompt
         yield self._member.ready()
         yield self._member.dialect.continued(Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids))
 
@@ -61,14 +63,14 @@ class ServerSession(Session[SentIds]):
             return (yield from self._next_allowed(ids))
         held = max(0, min_tokens_left - len(ids))
         banned = self._stop_ids if held else ()
-        found, ended = yield self._continued(ids, min(count, held or count), banned)
-        sayable = found if alone else self._sayable(found)
-        if found and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
-            found, ended = yield self._continued(ids, min(count, held or count), banned + self._member.special_ids)
-            sayable = found
+        sampled, ended = yield self._continued(ids, min(count, held or count), banned)
+        sayable = sampled if alone else self._sayable(sampled)
+        if sampled and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
+            sampled, ended = yield self._continued(ids, min(count, held or count), banned + self._member.special_ids)
+            sayable = sampled
         self._drawn += len(sayable)
-        self.context.computed_tokens += len(sayable)
-        return sayable, ended and len(sayable) == len(found)
+        self.sequence.computed_tokens += len(sayable)
+        return sayable, ended and len(sayable) == len(sampled)
 
     def _next_allowed(self, ids: Sequence[int]) -> Stage[tuple[list[int], bool]]:
         """A token that the grammar allows; where it allows one alone, nobody is asked."""
@@ -80,36 +82,36 @@ class ServerSession(Session[SentIds]):
             if token in self._stop_ids:
                 return [], True
         else:
-            found, ended = yield self._continued(ids, 1, (), allowed)
+            sampled, ended = yield self._continued(ids, 1, (), allowed)
             if ended:
                 return [], True
-            [token] = found
+            [token] = sampled
         self._drawn += 1
-        self.context.computed_tokens += 1
+        self.sequence.computed_tokens += 1
         self._constraint.advance(token)
         return [token], False
 
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
-        known = self.context.prompt + self.context.answer
-        start = len(self.context.prompt)
+        known = self.sequence.prompt + self.sequence.answer
+        start = len(self.sequence.prompt)
         lines = [
-            Line(known[: start + branch.base], branch.tokens, tuple(own))
-            for branch, own in zip(branches, stops, strict=True)
+            ScoredLine(known[: start + branch.base], branch.tokens, tuple(stop_ids))
+            for branch, stop_ids in zip(branches, stops, strict=True)
         ]
         judged: list[list[float]] = yield self._member.dialect.judged(lines)
-        self.context.computed_tokens += sum(len(branch.tokens) for branch in branches)
+        self.sequence.computed_tokens += sum(len(branch.tokens) for branch in branches)
         return judged
 
     def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
-        known = self.context.prompt + self.context.answer
-        line = Line(known[: len(self.context.prompt) + branch.base], branch.tokens)
+        known = self.sequence.prompt + self.sequence.answer
+        line = ScoredLine(known[: len(self.sequence.prompt) + branch.base], branch.tokens)
         tops: list[Top] = yield self._member.dialect.tops(line, min(count, self._member.vocabulary_size))
         if any(not 0 <= token < self._member.vocabulary_size for top in tops for token, _ in top):
             raise ServerError("the server gave tokens that its model does not have")
         return tops
 
     def _keep(self, branch: Branch) -> Stage[None]:
-        self.context.keep(branch)
+        self.sequence.keep(branch)
         yield from ()
 
     def _sayable(self, ids: Sequence[int]) -> list[int]:
@@ -121,12 +123,12 @@ class ServerSession(Session[SentIds]):
     def _continued(
         self, ids: Sequence[int], count: int, banned: tuple[int, ...], allowed: tuple[int, ...] | None = None
     ) -> Awaitable[tuple[list[int], bool]]:
-        prompt = (*self.context.prompt, *self.context.answer, *ids)
+        prompt = (*self.sequence.prompt, *self.sequence.answer, *ids)
         seed = number_of_draw(self._seed, self._member.name, self._round, self._drawn)
         stop_ids = tuple(stop for stop in self._stop_ids if stop not in banned)
         size = self._member.vocabulary_size
-        wanted = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, size)
-        return self._member.dialect.continued(wanted)
+        request = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, size)
+        return self._member.dialect.continued(request)
 
 
 async def _understood(asked: Awaitable[T]) -> T:

@@ -16,7 +16,7 @@ from specfuse_shared.errors import ServerError, ServerSettingsError
 from specfuse_shared.members.server.client import ServerClient
 from specfuse_shared.members.server.dialect import (
     Continuation,
-    Line,
+    ScoredLine,
     ServerFacts,
     any_of,
     ban_of,
@@ -48,7 +48,9 @@ class VllmDialect:
     """
 
     def __init__(self, client: ServerClient, model: str) -> None:
-        self._client, self.model, self.verification = client, model, "prefixes"
+        self._client = client
+        self.model = model
+        self.verification = "prefixes"
 
     async def facts(self) -> ServerFacts:
         """What the server says of itself."""
@@ -101,11 +103,11 @@ class VllmDialect:
             raise ServerError(f"the server at {self._client.address} gives no token ids: use vLLM 0.11 or later")
         return cut_at_stop(ids, wanted, stopped=choice.get("finish_reason") == "stop")
 
-    async def judged(self, lines: Sequence[Line]) -> list[list[float]]:
+    async def judged(self, lines: Sequence[ScoredLine]) -> list[list[float]]:
         """Natural log p of each line's tokens given all before them; then that any of its stop ids comes."""
         return await (self._by_prefixes(lines) if self.verification == "prefixes" else self._by_prompts(lines))
 
-    async def settle(self, lines: Sequence[Line]) -> float:
+    async def settle(self, lines: Sequence[ScoredLine]) -> float:
         """Find out how to judge, on short `lines`; the mean |Δ log p| between its two ways of scoring.
 
         Raises `ServerSettingsError` for a server whose log-probabilities are not the model's own.
@@ -125,7 +127,9 @@ class VllmDialect:
             )
         return distance(prefixes, prompts)
 
-    async def _by_prefixes(self, lines: Sequence[Line], more: Mapping[str, Any] | None = None) -> list[list[float]]:
+    async def _by_prefixes(
+        self, lines: Sequence[ScoredLine], more: Mapping[str, Any] | None = None
+    ) -> list[list[float]]:
         """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
         wanted: Wanted = {}
         for line in lines:
@@ -139,8 +143,12 @@ class VllmDialect:
         judged = []
         for line in lines:
             ids, start = line.prefix + line.tokens, len(line.prefix)
-            own = [known[ids[: start + n], token] for n, token in enumerate(line.tokens)]
-            judged.append([*own, any_of(known[ids, stop] for stop in line.stop_ids)] if line.stop_ids else own)
+            tokens_logprobs = [known[ids[: start + n], token] for n, token in enumerate(line.tokens)]
+            judged.append(
+                [*tokens_logprobs, any_of(known[ids, stop] for stop in line.stop_ids)]
+                if line.stop_ids
+                else tokens_logprobs
+            )
         return judged
 
     async def _asked(self, wanted: Wanted, more: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], int], float]:
@@ -156,28 +164,28 @@ class VllmDialect:
             **more,
         }
         choices = await self._choices(body)
-        found: dict[tuple[tuple[int, ...], int], float] = {}
+        logprobs: dict[tuple[tuple[int, ...], int], float] = {}
         for (prefix, tokens), choice in zip(wanted.items(), choices, strict=True):
-            told = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
+            tops = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
             try:
-                found |= {(prefix, token): checked_logprob(told[0][f"token_id:{token}"]) for token in tokens}
+                logprobs |= {(prefix, token): checked_logprob(tops[0][f"token_id:{token}"]) for token in tokens}
             except KeyError:
                 raise _NotToldError(f"the server at {self._client.address} does not score named tokens") from None
-        return found
+        return logprobs
 
-    async def _by_prompts(self, lines: Sequence[Line]) -> list[list[float]]:
+    async def _by_prompts(self, lines: Sequence[ScoredLine]) -> list[list[float]]:
         whole = whole_lines(lines)
         body = {"prompt": [ids for _, ids in whole], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         choices = await self._choices(body)
-        found = []
+        logprobs = []
         for (start, ids), choice in zip(whole, choices, strict=True):
-            told = choice.get("prompt_logprobs")
-            if told is None:
+            places = choice.get("prompt_logprobs")
+            if places is None:
                 raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-            found.append([checked_logprob(told[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
-        return of_whole_lines(lines, found)
+            logprobs.append([checked_logprob(places[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
+        return of_whole_lines(lines, logprobs)
 
-    async def tops(self, line: Line, count: int) -> list[Top]:
+    async def tops(self, line: ScoredLine, count: int) -> list[Top]:
         """The most probable tokens in the place of each of the line's.
 
         In one request over the whole line: a prefix more for each token would take a decoded token each.
@@ -185,26 +193,26 @@ class VllmDialect:
         ids, start = line.prefix + line.tokens, len(line.prefix)
         body = {"prompt": [ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
         [choice] = await self._choices(body)
-        told = choice.get("prompt_logprobs")
-        if told is None:
+        places = choice.get("prompt_logprobs")
+        if places is None:
             raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-        return [_top(told[n], count) for n in range(start, len(ids))]
+        return [_top(places[n], count) for n in range(start, len(ids))]
 
     async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        told = await self._client.post("/v1/completions", {"model": self.model, **body})
-        return sorted(told["choices"], key=lambda choice: int(choice["index"]))
+        response = await self._client.post("/v1/completions", {"model": self.model, **body})
+        return sorted(response["choices"], key=lambda choice: int(choice["index"]))
 
 
 class _NotToldError(ServerError):
     """The server ignored the tokens that it was asked for."""
 
 
-def _top(told: Mapping[str, Mapping[str, Any]], count: int) -> Top:
+def _top(entries: Mapping[str, Mapping[str, Any]], count: int) -> Top:
     """The most probable tokens of a place, in which the prompt's own is told as well."""
-    found = [(int(token), checked_logprob(entry["logprob"])) for token, entry in told.items()]
-    if len(found) < count:
-        raise ServerError(f"the server tells of {len(found)} tokens where {count} were asked for")
-    return tuple(sorted(found, key=lambda pair: -pair[1])[:count])
+    tokens = [(int(token), checked_logprob(entry["logprob"])) for token, entry in entries.items()]
+    if len(tokens) < count:
+        raise ServerError(f"the server tells of {len(tokens)} tokens where {count} were asked for")
+    return tuple(sorted(tokens, key=lambda pair: -pair[1])[:count])
 
 
 def _pieces(wanted: Wanted) -> list[Wanted]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specfuse_shared.runtime.cache.kv_cache import CacheRow, Layer
+from specfuse_shared.runtime.cache.blocks import CacheRow, Layer
 
 SHORTEST_PREFIX = 16
 

@@ -17,7 +17,7 @@ import torch
 from transformers import Cache
 
 from specfuse_shared.runtime.attention import ForwardInput, Kernel
-from specfuse_shared.runtime.cache.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
 
@@ -83,14 +83,17 @@ class StaticStep(Cache):
 
     def __init__(self, shapes: Sequence[Shape], plan: MaskPlan, device: torch.device, dtype: torch.dtype, tree: bool):
         super().__init__(layers=[])
-        self._plan, self._dtype = plan, dtype
+        self._plan = plan
+        self._dtype = dtype
         self.tokens = sum(shape.tokens for shape in shapes)
         self.inputs = torch.zeros(3, self.tokens, dtype=torch.long, device=device)
         self.ids, self.positions, self._slots = self.inputs
         self.moving = torch.zeros(self.tokens, dtype=torch.long, device=device)
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
-        self.uses, self.capture_at, self.replays = 0, CAPTURE_AT, 0
+        self.uses = 0
+        self.capture_at = CAPTURE_AT
+        self.replays = 0
         self.parts: list[_Part] = []
         start = 0
         for shape in shapes:

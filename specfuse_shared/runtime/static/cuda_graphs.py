@@ -46,7 +46,8 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device, member: str, reason: str | None = None) -> None:
-        self._device, self._member = device, member
+        self._device = device
+        self._member = member
         self.reason = reason if device.type == "cuda" else "static execution without a CUDA device"
         self._pool: Any = None
         self._stream: Any = None

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from specfuse_shared.runtime.attention import ForwardInput, running
-from specfuse_shared.runtime.cache.kv_cache import CacheRow
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.masks import MaskPlan
-from specfuse_shared.runtime.sampler import NOT_FINITE, Choice, Sampler
+from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Sampler
 from specfuse_shared.runtime.static.batch import StaticStep, most_tokens, shapes_of
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.transfer import Download
@@ -56,7 +56,8 @@ class DraftRun:
     """Tokens of many drafts (those `chosen` at a time: B) and the logits `behind` them (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], behind: Sequence[torch.Tensor]) -> None:
-        self._behind, self._sent = behind, Download(torch.stack(list(chosen)))
+        self._behind = behind
+        self._sent = Download(torch.stack(list(chosen)))
         self._rows: list[list[int]] | None = None
 
     def tokens(self, column: int, count: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
@@ -86,7 +87,11 @@ class StaticRunner:
     def __init__(
         self, forward: Forward, plan: MaskPlan, device: torch.device, dtype: torch.dtype, graphs: Graphs
     ) -> None:
-        self._forward, self._plan, self._device, self._dtype, self.graphs = forward, plan, device, dtype, graphs
+        self._forward = forward
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
+        self.graphs = graphs
         self._markers = plan.markers(device, dtype)
         self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
         self._most = most_tokens(device)
@@ -114,7 +119,7 @@ class StaticRunner:
         """
         longest = max(draft.count for draft in drafts)
         rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
-        choose = Choice([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
+        choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
         chosen, behind = [choose(logits, 0)], list[torch.Tensor]()
         if longest > 1:
             for row in rows:

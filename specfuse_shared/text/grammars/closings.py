@@ -23,7 +23,8 @@ class Closings:
     """Searches the closings of one answer. Where the budget is used up, none is found any more."""
 
     def __init__(self) -> None:
-        self._trials, self._seconds = MOST_TRIALS, MOST_SECONDS
+        self._trials = MOST_TRIALS
+        self._seconds = MOST_SECONDS
         self._stops_at = 0.0
 
     def shortest(self, matcher: Any) -> str | None:

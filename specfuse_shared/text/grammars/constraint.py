@@ -74,8 +74,11 @@ class AnswerConstraint:
     """
 
     def __init__(self, grammar: Grammar, codec: Codec, max_tokens: int) -> None:
-        self._codec, self._limit, self._counted = codec, max_tokens, Encoding()
-        self._allowance, self._closings = Allowance(), Closings()
+        self._codec = codec
+        self._limit = max_tokens
+        self._counted = Encoding()
+        self._allowance = Allowance()
+        self._closings = Closings()
         self._matcher = byte_vocabulary().matcher(grammar.compiled)
         self._start = self._matcher.deep_copy()
         self._closing = self._closings.shortest(self._matcher)
@@ -191,7 +194,8 @@ class MemberConstraint:
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary, stop_ids: Sequence[int]) -> None:
-        self._vocabulary, self._stop_ids = vocabulary.tokens, list(stop_ids)
+        self._vocabulary = vocabulary.tokens
+        self._stop_ids = list(stop_ids)
         self._allowance = Allowance()
         self._committed = vocabulary.matcher(grammar.compiled)
         self._draft = self._committed

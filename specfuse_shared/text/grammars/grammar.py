@@ -17,7 +17,7 @@ from specfuse_shared.text.grammars.bounds import check_schema, check_source
 from specfuse_shared.text.grammars.guidance import guidance, problem_of
 from specfuse_shared.validation import parsed_json
 
-Kind = Literal["json_schema", "regex", "choice", "lark"]
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write a value, so that members agree on all but its content and none wanders off in white space."""
@@ -35,7 +35,7 @@ class Grammar:
     if it is malformed, or if a strict schema asks for what no grammar can promise.
     """
 
-    kind: Kind
+    kind: GrammarKind
     source: str
     strict: bool = True
 

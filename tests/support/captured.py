@@ -1,0 +1,36 @@
+"""Sequences of a runner whose steps are captured."""
+
+from __future__ import annotations
+
+import torch
+
+from specfuse_shared import SamplingParams
+from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
+
+
+def opened(runner: ModelRunner, seed: int, size: int = 40) -> SequenceState:
+    sequence = new_sequence(runner)
+    generator = torch.Generator().manual_seed(seed)
+    sequence.prefill(torch.randint(10, 250, (size,), generator=generator).tolist())
+    return sequence
+
+
+def drafted(sequences: list[SequenceState], count: int = 5) -> list[list[int]]:
+    """Greedy drafts of all, which become their trunks."""
+    drafts = [
+        DraftRequest(Branch(len(c.answer), ()), count, Sampler(SamplingParams(), 0, "", c.runner.device))
+        for c in sequences
+    ]
+    found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
+    ids = []
+    for sequence, draft, chosen in zip(sequences, drafts, found, strict=True):
+        assert isinstance(chosen, ChosenTokens)
+        ids.append(sequence.drafted(draft, chosen, ())[0])
+        sequence.commit(Branch(draft.branch.base, tuple(ids[-1])))
+    return ids

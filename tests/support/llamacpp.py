@@ -1,0 +1,34 @@
+"""Tiny members on llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specfuse_shared import EnsembleEngine, MemberConfig
+from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.lane_thread import LaneThread
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
+
+FILES = {
+    "llama": ("llama", byte_level_tokenizer, 0),
+    "spoken": ("llama", metaspace_tokenizer, 1),
+    "qwen2": ("qwen2", byte_level_tokenizer, 2),
+    "window": ("gemma3", metaspace_tokenizer, 3),
+    "recurrent": ("mamba", byte_level_tokenizer, 4),
+}
+"""Architecture, tokenizer and seed; "window" has one of 64 tokens, "recurrent" a state in place of a cache."""
+
+
+def member_config(file: Path, backend: str = "llama.cpp", **settings: object) -> MemberConfig:
+    """A member in float32."""
+    name = f"{file.stem}-there" if backend == "transformers" else file.stem
+    return MemberConfig.from_dict(
+        {"model": str(file), "name": name, "backend": backend, "dtype": "float32", **settings}
+    )
+
+
+def members_of(engine: EnsembleEngine) -> list[MemberHere]:
+    lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
+    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
+    return [found[name] for name in engine.config.names]
