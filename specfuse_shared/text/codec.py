@@ -9,7 +9,6 @@ tokenizer on the tokens that could reach across, and encodes the whole text each
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 import unicodedata
@@ -164,19 +163,34 @@ class Codec:
 
 
 def _text_encoder(tokenizer: Any, control_ids: frozenset[int]) -> Any:
-    """A copy of the fast tokenizer in which every control string is plain text; None for slow tokenizers."""
+    """A second face of the fast tokenizer, in which every control string is plain text; None for slow tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    from tokenizers import AddedToken
-
-    encoder = copy.deepcopy(backend)
-    markers = [t for i, t in encoder.get_added_tokens_decoder().items() if i in control_ids and not t.special]
-    encoder.add_special_tokens([AddedToken(t.content, special=True, normalized=t.normalized) for t in markers])
+    encoder = _twin(backend, control_ids)
     encoder.encode_special_tokens = True
     encoder.no_truncation()
     encoder.no_padding()
     return encoder
+
+
+def _twin(backend: Any, control_ids: frozenset[int]) -> Any:
+    """The tokenizer with these ids as special ones, over the same vocabulary: a copy of that takes up to 100 MB."""
+    from tokenizers import AddedToken, Tokenizer
+
+    twin, added = Tokenizer(backend.model), backend.get_added_tokens_decoder()
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (found := getattr(backend, part)) is not None:
+            setattr(twin, part, found)
+    special = [(token.special or i in control_ids, token) for i, token in sorted(added.items())]
+    for is_special, some in itertools.groupby(
+        special, key=lambda pair: pair[0]
+    ):  # in their order, which gives their ids
+        if is_special:
+            twin.add_special_tokens([AddedToken(t.content, special=True, normalized=t.normalized) for _, t in some])
+        else:
+            twin.add_tokens([token for _, token in some])
+    return twin
 
 
 def whole_characters(text: str) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specfuse_shared.runtime.cache.prefix_cache import common_length
 from specfuse_shared.text.codec import Codec, Encoding, cut_candidate, whole_characters
+from tests.engine.tiny import byte_level_tokenizer
 
 LATIN = [
     "the",
@@ -122,6 +123,28 @@ def test_a_vocabulary_with_tokens_across_words_is_encoded_whole() -> None:
     for piece in ("proof ", "of", " ", "the best of", " t", "hem"):
         encoding = codec.extend(encoding, piece)
     assert list(encoding.ids) == codec.encode("proof of the best of them")
+
+
+def test_control_strings_are_text_and_other_added_tokens_keep_their_ids() -> None:
+    import json
+
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    data = json.loads(byte_level_tokenizer().backend_tokenizer.to_str())
+    first = max(data["model"]["vocab"].values()) + 1
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": False}
+    for number, content in enumerate(("<|call|>", "tide-table")):
+        data["added_tokens"].append({"id": first + number, "content": content, **plain})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(data)))
+    assert tokenizer.convert_tokens_to_ids("tide-table") == first + 1
+    codec = Codec(tokenizer, frozenset({first, tokenizer.convert_tokens_to_ids("<|end|>")}))
+    text = "a <|call|> of the tide-table<|end|> and <|turn|>"
+    ids = codec.encode(text)
+    assert ids.count(first + 1) == 1
+    assert max(set(ids) - {first + 1}) < first
+    assert not {tokenizer.convert_tokens_to_ids(name) for name in ("<|end|>", "<|turn|>")} & set(ids)
+    assert codec.decode(ids) == text
 
 
 def test_head_covers_exactly_the_first_tokens(codecs: dict[str, Codec]) -> None:
