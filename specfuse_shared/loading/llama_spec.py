@@ -61,6 +61,10 @@ class LlamaSizes:
         one = min(self.context or CONTEXT, CONTEXT)
         return max(one, min(_ANSWERS * one, free // max(1, self.bytes_per_token)))
 
+    def at_first(self) -> int | None:
+        """Those of them that are there from the start: room for one answer; None for all that are configured."""
+        return min(self.context or CONTEXT, CONTEXT) if self.cache_tokens is None else None
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaSpec(MemberSpec):

@@ -102,6 +102,30 @@ def test_a_batch_that_fails_changes_nothing(member: Any, monkeypatch: pytest.Mon
 
 
 @torch.inference_mode()
+def test_a_cache_grows_and_keeps_what_is_in_it(member: Any) -> None:
+    choose, tolerance = random.Random(2), TOLERANCE.get(member.name, 1e-4)
+    cache = member.runner.context
+    assert cache.allocated == 512  # one answer of its context; up to four have room
+    contexts = [member.new_sequence(False) for _ in range(6)]
+    for context in contexts:
+        context.prefill([choose.randrange(10, member.vocabulary_size) for _ in range(200)])
+        context.extend([Branch(0, (11, 12)), Branch(0, (11, 13))])
+    assert cache.allocated == (512 if member.runner.is_recurrent else 1024)
+    for context in contexts:
+        branches = [Branch(0, (11, 12, 15)), Branch(0, (11, 13, 14))]
+        context.extend(branches)
+        assert max(off(member, context, branch) for branch in branches) < tolerance
+        context.commit(branches[1])
+        context.extend([Branch(3, (16,))])
+        assert off(member, context, Branch(3, (16,))) < tolerance
+    for context in contexts:
+        context.release()
+    assert len(cache._free) == cache.sequences
+    member.use_cores(2)
+    assert cache._lib.llama_n_threads(cache._pointer) == 2
+
+
+@torch.inference_mode()
 def test_a_full_cache_is_a_memory_error_and_the_answer_goes_on(files: Mapping[str, Path], cache_dir: str) -> None:
     from specfuse_shared.members.llamacpp.member import LlamaMember
 

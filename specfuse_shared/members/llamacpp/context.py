@@ -18,10 +18,8 @@ import torch
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.members.llamacpp.library import LlamaModel, last_errors
 
-SEQUENCES = 128
-"""Of a context; the library keeps a row of logits for each."""
-RECURRENT_STATES = 64
-"""The same where each takes a state of its own."""
+SEQUENCES = 64
+"""Of a context; the library keeps a row of logits for each, and for some models a state."""
 BATCH_TOKENS = 512
 BATCH_OUTPUTS = 128
 """Tokens of a batch, and those of them whose logits are wanted: the library keeps memory for as many."""
@@ -45,40 +43,67 @@ class FedToken:
 class LlamaContext:
     """`tokens` cells for all sequences of `model`. `close` frees them. Raises `MemberLoadError` for lack of memory.
 
-    `make_room`: called where no cell is free; whether any is then.
+    The library writes to all memory of a cache at once, so it begins with `first` cells, and grows when they are full.
+    `make_room`: called where no cell is free, and none can be added; whether any is then.
     """
 
-    def __init__(self, name: str, model: LlamaModel, tokens: int, threads: int, cache_type: str) -> None:
+    def __init__(
+        self, name: str, model: LlamaModel, tokens: int, threads: int, cache_type: str, first: int | None = None
+    ) -> None:
         lib = self._lib = model.lib
         self.model = model
         self.tokens = tokens
+        self.allocated = min(tokens, first or tokens)
         self.make_room: Callable[[], bool] = lambda: False
-        params = lib.llama_context_default_params()
-        params.n_ctx = tokens + SPARE_CELLS
+        params = self._params = lib.llama_context_default_params()
         params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_outputs_max = BATCH_OUTPUTS
-        params.n_seq_max = sequences = RECURRENT_STATES if model.is_recurrent else SEQUENCES
+        params.n_seq_max = self.sequences = SEQUENCES
         params.kv_unified = params.swa_full = params.no_perf = True
         params.type_k = params.type_v = _TYPES[cache_type]
         if cache_type == "f32":  # its flash attention on a processor calculates in half precision
             params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.n_threads = params.n_threads_batch = threads
-        pointer = lib.llama_init_from_model(model.pointer, params)
-        if not pointer:
+        if not (pointer := self._made(self.allocated)):
             raise MemberLoadError(
-                f"member {name!r}: llama.cpp has no memory for a cache of {tokens} tokens, or cannot run this model "
-                f"({last_errors() or 'no reason given'}): lower MemberConfig(cache_tokens=…)"
+                f"member {name!r}: llama.cpp has no memory for a cache of {self.allocated} tokens, or cannot run this "
+                f"model ({last_errors() or 'no reason given'}): lower MemberConfig(cache_tokens=…)"
             )
-        self._pointer = pointer
-        self._memory = lib.llama_get_memory(pointer)
-        self.close = weakref.finalize(self, _free, lib, pointer, model)
-        self.close.atexit = False
-        self.sequences = sequences
-        self._free = list(range(sequences - 1, -1, -1))
-        self._use_adapters()
+        self._take(pointer)
+        self._free = list(range(SEQUENCES - 1, -1, -1))
 
     def use_threads(self, count: int) -> None:
+        self._params.n_threads = self._params.n_threads_batch = count
         self._lib.llama_set_n_threads(self._pointer, count, count)
+
+    def _made(self, tokens: int) -> Any:
+        """A context of the library with so many cells; nothing where there is no memory for it."""
+        self._params.n_ctx = tokens + SPARE_CELLS
+        return self._lib.llama_init_from_model(self.model.pointer, self._params)
+
+    def _take(self, pointer: Any) -> None:
+        self._pointer = pointer
+        self._memory = self._lib.llama_get_memory(pointer)
+        self.close = weakref.finalize(self, _free, self._lib, pointer, self.model)
+        self.close.atexit = False
+        self._use_adapters()
+
+    def _grow(self) -> bool:
+        """Twice the cells, with all that is in them; whether that could be done."""
+        lib, tokens = self._lib, min(self.tokens, 2 * self.allocated)
+        if tokens == self.allocated or not (made := self._made(tokens)):
+            return False
+        size = lib.llama_state_get_size(self._pointer)
+        state = (ctypes.c_uint8 * size)()
+        lib.llama_state_get_data(self._pointer, state, size)
+        if not lib.llama_state_set_data(made, state, size):
+            lib.llama_free(made)
+            return False
+        let_go = self.close
+        self._take(made)
+        let_go()
+        self.allocated = tokens
+        return True
 
     # ── sequences ────────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +166,7 @@ class LlamaContext:
     def _decode(self, tokens: Sequence[FedToken]) -> None:
         batch = _Batch(self._lib, tokens)
         while (status := self._lib.llama_decode(self._pointer, batch.struct)) == _NO_ROOM:
-            if not self.make_room():
+            if not (self._grow() or self.make_room()):
                 raise MemoryError(f"llama.cpp's cache of {self.tokens} tokens is full: raise cache_tokens")
         if status != 0:
             said = last_errors()

@@ -98,7 +98,8 @@ class LlamaMember(MemberHere):
         assert isinstance(sizes, LlamaSizes)
         tokens = sizes.tokens(int(free_memory("cpu") * _SHARE_OF_FREE))
         threads = self._config.threads or torch.get_num_threads()
-        return LlamaContext(self.name, model, tokens, threads, cache_type_of(self._config)), sizes.bytes_per_token
+        cache_type, first = cache_type_of(self._config), sizes.at_first()
+        return LlamaContext(self.name, model, tokens, threads, cache_type, first), sizes.bytes_per_token
 
     @property
     def runner(self) -> LlamaRunner:
@@ -114,7 +115,12 @@ class LlamaMember(MemberHere):
     @property
     def report(self) -> MemberReport:
         context = self._runner.context
-        memory = context.tokens * self._runner.bytes_per_token + LOGIT_ROWS * self.vocabulary_size * LOGIT_BYTES
+        memory = context.allocated * self._runner.bytes_per_token + LOGIT_ROWS * self.vocabulary_size * LOGIT_BYTES
+        there = (
+            f"{context.allocated:,} of {context.tokens:,}"
+            if context.allocated < context.tokens
+            else f"{context.tokens:,}"
+        )
         return self._reported(
             architecture=self._description,
             parameters=self._parameters,
@@ -122,7 +128,7 @@ class LlamaMember(MemberHere):
             device=self._place.place,
             quantization=None,
             dtype=self._place.number_format,
-            attention=f"llama.cpp, cache of {context.tokens:,} tokens in {cache_type_of(self._config)}, {_mib(memory)}",
+            attention=f"llama.cpp, cache of {there} tokens in {cache_type_of(self._config)}, {_mib(memory)}",
             verification="rows" if self._runner.is_recurrent else "packed",
             probe_error=self._error,
             graphs="llama.cpp's own",

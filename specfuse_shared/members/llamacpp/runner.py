@@ -75,7 +75,7 @@ class LlamaRunner:
     def remember(self, ids: Sequence[int], sequences: Sequence[int]) -> None:
         """Keep sequences that hold `ids`, in place of those that it begins with; or free them."""
         ids = tuple(ids)
-        most = min(self.limit // max(1, self.bytes_per_token), self.context.tokens // 2)
+        most = min(self.limit // max(1, self.bytes_per_token), self.context.allocated // 2)
         sizes = {id(prefix): common_length(prefix.ids, ids) for prefix in self._prefixes}
         if not SHORTEST_PREFIX <= len(ids) <= most or len(ids) in sizes.values():
             self.context.free(*sequences)
