@@ -1,0 +1,113 @@
+"""Members on llama.cpp, on transformers and behind a server in one ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Grammar, MemberConfig, SamplingParams, Tool
+from specfuse_shared.events import FinishEvent, SegmentEvent
+from specfuse_shared.loading.gguf import converted
+from tests.engine.comparing import answer_of
+from tests.llamacpp.conftest import member_config
+from tests.servers.model_server import Ways, model_server
+
+pytest.importorskip("llama_cpp")
+
+NAMES = ("llama", "spoken", "qwen2")
+QUESTION = "How do the tides follow the moon?"
+TOOL = Tool("tide", "When the tide comes", {"type": "object", "properties": {"port": {"enum": ["Ryde", "Cowes"]}}})
+
+
+@pytest.fixture(scope="module")
+def folder(files: Mapping[str, Path], cache_dir: str) -> Path:
+    """The third model as its server reads it."""
+    return converted(files["qwen2"], cache_dir, lambda stage: None)
+
+
+def ensemble(files: Mapping[str, Path], folder: Path, cache_dir: str, **third: str) -> EnsembleConfig:
+    """Members by the same names; the third is that of `folder`."""
+    members = [MemberConfig(str(folder), name="qwen2", dtype="float32", device="cpu")]
+    if "server" in third:
+        members = [MemberConfig(str(folder), name="qwen2", server=third["server"])]
+    backends = {"llama": "llama.cpp" if "server" in third else "transformers", "spoken": "transformers"}
+    first = [member_config(files[name], backend, name=name) for name, backend in backends.items()]
+    return EnsembleConfig([*first, *members], cache_dir=cache_dir, segment_tokens=6, first_segment_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def engines(files: Mapping[str, Path], folder: Path, cache_dir: str) -> Iterator[tuple[EnsembleEngine, EnsembleEngine]]:
+    """The mixed ensemble, and one of the same models that are all on transformers."""
+    with (
+        model_server(folder) as (url, _),
+        EnsembleEngine(ensemble(files, folder, cache_dir, server=url)) as mixed,
+        EnsembleEngine(ensemble(files, folder, cache_dir)) as same,
+    ):
+        yield mixed.load(), same.load()
+
+
+def test_each_member_is_where_it_was_put(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
+    places = {report.name: (report.backend, report.device) for report in engines[0].describe()}
+    assert places["llama"] == ("llama.cpp", "cpu")
+    assert places["spoken"] == ("transformers", "cpu")
+    assert places["qwen2"][1].startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=30, stop=["e"], logprobs=True),
+        SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
+    ],
+    ids=["greedy", "stop", "grammar"],
+)
+def test_all_three_answer_as_on_one_engine(
+    engines: tuple[EnsembleEngine, EnsembleEngine], params: SamplingParams
+) -> None:
+    mixed, same = engines
+    events = list(mixed.stream(QUESTION, params))
+    last = events[-1]
+    assert isinstance(last, FinishEvent)
+    expected = same.generate(QUESTION, params)
+    assert "".join(event.text for event in events if isinstance(event, SegmentEvent)) == expected.text
+    assert answer_of(last.result) == answer_of(expected)
+    assert set(last.result.usage.members) == set(NAMES)
+    assert all(usage.drafted for usage in last.result.usage.members.values())
+
+
+def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
+    """Not that of one engine: a server draws by itself."""
+    first, again, other = (
+        engines[0].generate(QUESTION, SamplingParams(max_tokens=30, temperature=0.9, seed=seed)) for seed in (5, 5, 6)
+    )
+    assert answer_of(first) == answer_of(again)
+    assert first.text != other.text
+
+
+def test_many_at_once_and_a_forced_call_are_as_one_by_one(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
+    mixed, same = engines
+    asked = [QUESTION, "北京? Name 3 ships, ça va 🎉", "def f(x):"]
+    params = SamplingParams(max_tokens=24)
+    alone = [same.generate(question, params).text for question in asked]
+    together = mixed.generate_batch(asked, params)
+    assert [found.text for found in together if isinstance(found, EnsembleResult)] == alone
+    forced = {"tools": [TOOL], "tool_choice": "any"}
+    call = SamplingParams(max_tokens=120)
+    assert mixed.generate(QUESTION, call, **forced).text == same.generate(QUESTION, call, **forced).text
+
+
+def test_the_others_go_on_where_the_server_goes_down(files: Mapping[str, Path], folder: Path, cache_dir: str) -> None:
+    ways = Ways()
+    with (
+        model_server(folder, ways) as (url, _),
+        EnsembleEngine(ensemble(files, folder, cache_dir, server=url)) as engine,
+    ):
+        engine.load()
+        ways.status = 500
+        result = engine.generate(QUESTION, SamplingParams(max_tokens=30))
+    assert [(fault.member, fault.stage) for fault in result.warnings] == [("qwen2", "prefill")]
+    assert result.text
+    assert set(answer_of(result)[1]) <= {"llama", "spoken"}
