@@ -33,9 +33,12 @@ class _Weights:
         self._writer.add_tensor(name, np.asarray(values, dtype=np.float32))
 
 
-def write_gguf(file: Path, architecture: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Path:
+def write_gguf(
+    file: Path, architecture: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0, context: int = CONTEXT
+) -> Path:
     """A random model of an architecture."""
     writer = gguf.GGUFWriter(file, architecture)
+    writer.add_context_length(context)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     _SHAPES[architecture](writer, _Weights(writer, seed, 0.1 if architecture == "gemma3" else 0.25), len(tokenizer))
     _add_tokenizer(writer, tokenizer, "qwen2" if architecture == "qwen2" else "gpt-2", architecture != "gemma3")
@@ -55,7 +58,6 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def _attention(writer: gguf.GGUFWriter, layers: int, head_size: int) -> None:
-    writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FEED)
     writer.add_block_count(layers)
@@ -116,7 +118,6 @@ def _gemma3(writer: gguf.GGUFWriter, weights: _Weights, vocabulary: int) -> None
 def _mamba(writer: gguf.GGUFWriter, weights: _Weights, vocabulary: int) -> None:
     """Recurrent: a state in place of keys and values."""
     inner, state, rank, window = 2 * HIDDEN, 8, 4, 4
-    writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
