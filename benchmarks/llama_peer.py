@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from specfuse_shared.members.llamacpp.library import may_repack
+
 _QUIET = lib.llama_log_callback(lambda level, text, data: None)
 """Held as long as the library, which calls it for every line of its log."""
 
@@ -20,8 +22,7 @@ class LlamaPeer:
     def __init__(self, file: Path, threads: int, sequences: int = 8, context: int = 4096) -> None:
         lib.llama_log_set(_QUIET, None)
         params = lib.llama_model_default_params()
-        # as members have it: kernels for AMX end the process on some machines
-        params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
+        params.use_extra_bufts = may_repack(lib)  # as members have it
         self.model = lib.llama_model_load_from_file(str(file).encode(), params)
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.kv_unified = context, sequences, True

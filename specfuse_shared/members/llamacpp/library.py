@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specfuse_shared.errors import MemberLoadError, MissingExtraError
+from specfuse_shared.members.llamacpp.kernels import amx_runs
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ def _say(level: int, text: bytes | None, _: Any) -> None:
     logger.debug("%s", line)
 
 
+def may_repack(lib: Any) -> bool:
+    """Whether weights may be laid out anew for the processor's kernels: those for AMX do not run in every build."""
+    return b"AMX_INT8 = 1" not in lib.llama_print_system_info() or amx_runs(Path(lib._lib._name).parent)
+
+
 def last_errors() -> str:
     """What the library said last of what went wrong, and forgets it."""
     said = "; ".join(_errors)
@@ -80,8 +86,7 @@ class LlamaModel:
         params.n_gpu_layers = gpu_layers
         if card is not None:
             params.split_mode, params.main_gpu = self.lib.LLAMA_SPLIT_MODE_NONE, card
-        # its kernels for AMX end the process on some machines that have it (seen with llama.cpp 0.5.0-dev, Q4_1)
-        params.use_extra_bufts = b"AMX_INT8 = 1" not in self.lib.llama_print_system_info()
+        params.use_extra_bufts = may_repack(self.lib)
         pointer = self.lib.llama_model_load_from_file(str(file).encode(), params)
         if not pointer:
             raise MemberLoadError(
