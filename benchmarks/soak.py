@@ -1,9 +1,10 @@
 """Random arrivals for a while: no leak, no error.
 
-    python benchmarks/soak.py [--minutes 10] [--rate 0.5] [--json FILE]
+    python benchmarks/soak.py [--minutes 10] [--rate 0.5] [--member MODEL]… [--json FILE]
 
 Requests arrive at random (Poisson, `--rate` a second) with prompts and lengths of all sizes, through the sync and async
 doors, sampled and greedy; a fifth is cancelled or abandoned. Prints memory, counters and errors every half minute.
+Members are those of the demo, or the models named.
 """
 
 from __future__ import annotations
@@ -65,10 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--member", action="append", help="a hub id, folder or GGUF file")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "soak.json")
     options = parser.parse_args()
     console = Console(width=120)
-    with EnsembleEngine(EnsembleConfig(demo_members(), cache_bytes=2 << 30)).load() as engine:
+    members = options.member or demo_members()
+    with EnsembleEngine(EnsembleConfig(members, cache_bytes=2 << 30)).load() as engine:
         report = asyncio.run(soak(engine, options.minutes, options.rate, console))
         table = Table(title=f"soak, {options.minutes:g} minutes, {options.rate:g} requests a second")
         for name, value in engine.metrics().to_dict().items():
