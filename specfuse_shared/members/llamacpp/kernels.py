@@ -1,7 +1,7 @@
 """Whether llama.cpp's kernels for AMX can be used: some compilers build them so that they end the process.
 
-GCC before 12.4 and 13.3 leaves out what sets the tiles up (its bug 114098), and the processor refuses what it finds.
-So one product is tried in a process of its own, which is this file as a script: it imports nothing else.
+GCC 12.2 leaves out most of what sets the tiles up, and the processor refuses what it finds in its place. So one product
+is tried in a process of its own, which is this file as a script: it imports nothing else.
 """
 
 from __future__ import annotations
