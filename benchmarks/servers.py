@@ -1,10 +1,12 @@
-"""What a round costs a member behind a vLLM server, beside the usual way of scoring given text there.
+"""What a member costs behind a vLLM server, by each of the ways that one server offers.
 
-python benchmarks/servers.py --server http://127.0.0.1:8000/v1 MODEL [--tokens 1000] [--rounds 10]
+python benchmarks/servers.py --server http://127.0.0.1:8000/v1 MODEL [--tokens 1000] [--rounds 10] [--candidates 2]
 
-Each round drafts five tokens and judges two candidates of five behind a context that has grown by a segment, once by
-prefixes behind the server's cache (`logprob_token_ids`), once by `prompt_logprobs`; both take turns on one server. Its
-key, if it has one, is in $SPECFUSE_SERVER_KEY.
+Each round drafts five tokens and judges candidates of five behind a context that has grown by a segment: at the token
+endpoint, by prefixes behind the cache (`logprob_token_ids`), and by `prompt_logprobs`. At the token endpoint the
+draft's own candidate is known with the draft, so that one is also left out. Then answers under a JSON schema are
+drafted with as few requests as the server allows, and with one a token. All ways take turns on one server, which needs
+--enable-scale-out for all of them. Its key, if it has one, is in $SPECFUSE_SERVER_KEY.
 """
 
 from __future__ import annotations
@@ -13,51 +15,151 @@ import argparse
 import asyncio
 import os
 import time
+from collections.abc import Awaitable, Callable
 from statistics import median
 from typing import Any
 
-from specfuse_shared import MemberConfig, SamplingParams
+from specfuse_shared import Grammar, MemberConfig, Message, SamplingParams
+from specfuse_shared.members.server.client import ServerClient
+from specfuse_shared.members.server.completions import CompletionsEndpoint
 from specfuse_shared.members.server.dialect import Continuation, ScoredLine
 from specfuse_shared.members.server.member import ServerMember
+from specfuse_shared.members.server.session import ServerSession, run_stage
+from specfuse_shared.members.stages import Commit, Draft, Drafted, Op
+from specfuse_shared.text.grammars.constraint import AnswerConstraint
 
 KEY_ENV = "SPECFUSE_SERVER_KEY"
 SEGMENT = 5
+SCHEMA = {
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "purpose": {"type": "string", "maxLength": 80},
+        "sails": {"type": "integer"},
+        "old": {"type": "boolean"},
+    },
+    "required": ["name", "purpose", "sails", "old"],
+}
+FILLER = "The harbour master counts the boats, writes down their names and looks at the sea again. "
+SUBJECTS = (
+    "a ship",
+    "a fishing boat",
+    "a ferry",
+    "a lighthouse tender",
+    "a rowing boat",
+    "a tug",
+    "a barge",
+    "a yacht",
+)
+
+Way = Callable[[list[ScoredLine]], Awaitable[Any]]
 
 
-async def measure(member: ServerMember, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's draft, and of its verification both ways."""
-    codec, dialect = member.text.codec, member.dialect
-    text = "The harbour master counts the boats, writes down their names and looks at the sea again. "
-    ids = tuple(codec.encode(text * (tokens // 10))[:tokens])
-    seconds: dict[str, list[float]] = {"draft": [], "prefixes": [], "prompt_logprobs": []}
-    await dialect.continued(Continuation(ids, 1, SamplingParams(), 0, member.stop_ids))
+def ways_of(member: ServerMember, client: ServerClient) -> dict[str, Way]:
+    """How lines may be judged there."""
+    text, model = CompletionsEndpoint(client), member.dialect.model
+    ways: dict[str, Way] = {
+        "prefixes": lambda lines: text.by_prefixes(model, lines),
+        "prompt_logprobs": lambda lines: text.by_prompts(model, lines),
+    }
+    if member.dialect.verification == "tokens":
+        ways |= {"tokens": member.dialect.judged, "tokens, own known": lambda lines: member.dialect.judged(lines[1:])}
+    return ways
+
+
+async def measure(
+    member: ServerMember, client: ServerClient, tokens: int, rounds: int, candidates: int
+) -> dict[str, list[float]]:
+    """Seconds of each round's draft, and of its verification by each way."""
+    codec, dialect, ways = member.text.codec, member.dialect, ways_of(member, client)
+    ids = tuple(codec.encode(FILLER * (tokens // 10))[:tokens])
+    seconds: dict[str, list[float]] = {"draft": [], **{way: [] for way in ways}}
     for number in range(rounds):
         began = time.perf_counter()
-        draft, _ = await dialect.continued(Continuation(ids, SEGMENT, SamplingParams(), 0, member.stop_ids))
+        draft = (await dialect.continued(Continuation(ids, SEGMENT, SamplingParams(), 0, member.stop_ids))).ids
         seconds["draft"].append(time.perf_counter() - began)
-        start = 7 * number % (tokens - SEGMENT)
-        lines = [ScoredLine(ids, tuple(draft)), ScoredLine(ids, ids[start : start + SEGMENT], member.stop_ids)]
-        for way in ("prefixes", "prompt_logprobs") if number % 2 else ("prompt_logprobs", "prefixes"):
-            dialect.verification = "prefixes" if way == "prefixes" else "prompt"
+        order = list(ways)
+        for turn, way in enumerate(order[number % len(order) :] + order[: number % len(order)]):
+            # other candidates each time, since the cache would know them
+            starts = [(7 * number + 31 * turn + 101 * n) % (tokens - SEGMENT) for n in range(1, candidates)]
+            others = [ScoredLine(ids, ids[start : start + SEGMENT], member.stop_ids) for start in starts]
             began = time.perf_counter()
-            await dialect.judged(lines)
+            await ways[way]([ScoredLine(ids, tuple(draft)), *others])
             seconds[way].append(time.perf_counter() - began)
         ids += tuple(draft)
     return seconds
 
 
+async def drafted(member: ServerMember, subject: str, context: int) -> tuple[float, int]:
+    """Seconds of all drafts of an answer under the schema behind so many tokens, and how many it drafted."""
+    params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(SCHEMA))
+    asked = f"{FILLER * (context // 18)}Describe {subject} in that harbour, as JSON."
+    prompt = member.text.encode_prompt([Message("user", asked)])
+    session = member.open(prompt, params, seed=0)
+    constraint = AnswerConstraint(Grammar.json_schema(SCHEMA), member.text.codec, params.max_tokens)
+    await run_stage(session.prefill(), lambda error: None)
+    seconds, tokens, over, number = 0.0, 0, False, 0
+    while not over:
+        text = constraint.forced()
+        if not text:
+            began = time.perf_counter()
+            draft = await stage_of(session, Draft(SEGMENT, number))
+            seconds += time.perf_counter() - began
+            assert isinstance(draft, Drafted)
+            tokens += draft.tokens
+            admitted = constraint.admit(draft.text, draft.ends)
+            text, over = admitted.text, admitted.ends or admitted.reason is not None
+        over = over or constraint.accepts(text)
+        constraint.commit(text)
+        await stage_of(session, Commit(text))
+        number += 1
+    return seconds, tokens
+
+
+async def stage_of(session: ServerSession, op: Op) -> Any:
+    return await run_stage(session.stage(op), lambda error: None)
+
+
+async def under_a_schema(member: ServerMember, context: int, answers: int, asked: list[int]) -> dict[str, list[float]]:
+    """Milliseconds and requests of each drafted token, a row an answer: with grammars at the server, and without."""
+    rows: dict[str, list[float]] = {"few": [], "few, requests": [], "each": [], "each, requests": []}
+    for number, subject in enumerate(SUBJECTS[:answers]):
+        for way in ("few", "each") if number % 2 else ("each", "few"):
+            member.dialect.takes_grammars, before = way == "few", asked[0]
+            seconds, tokens = await drafted(member, subject, context)
+            rows[way].append(1e3 * seconds / tokens)
+            rows[f"{way}, requests"].append((asked[0] - before) / tokens)
+    return rows
+
+
 async def run(options: Any) -> None:
     key = KEY_ENV if os.environ.get(KEY_ENV) else None
-    member = ServerMember(MemberConfig(options.model, server=options.server, api_key_env=key))
-    await member.connect(lambda name, answers, seconds: None)
-    seconds = await measure(member, options.tokens, options.rounds)
-    await member.close()
+    member, asked = ServerMember(MemberConfig(options.model, server=options.server, api_key_env=key)), [0]
+
+    def count(name: str, answers: int, seconds: float, steps: int = 1) -> None:
+        asked[0] += 1
+
+    await member.connect(count)
+    client = ServerClient(str(MemberConfig(options.model, server=options.server).server), os.environ.get(KEY_ENV))
+    seconds = await measure(member, client, options.tokens, options.rounds, options.candidates)
     shown = {name: median(found[1:]) for name, found in seconds.items()}
     for name, value in shown.items():
-        print(f"{name:<16} {1e3 * value:8.1f} ms (median of {options.rounds - 1} rounds)")
-    usual = shown["draft"] + shown["prompt_logprobs"]
-    print(f"verification     {shown['prompt_logprobs'] / shown['prefixes']:8.1f} × cheaper than by prompt_logprobs")
-    print(f"a whole round    {usual / (shown['draft'] + shown['prefixes']):8.1f} × cheaper, 2 requests")
+        print(f"{name:<18} {1e3 * value:8.1f} ms (median of {options.rounds - 1} rounds)")
+    for name in list(shown)[1:]:
+        times, whole = (
+            shown["prefixes"] / shown[name],
+            (shown["draft"] + shown["prefixes"]) / (shown["draft"] + shown[name]),
+        )
+        print(f"{name:<18} {times:8.2f} × the speed of prefixes; a whole round {whole:.2f} ×")
+    if member.dialect.takes_grammars:
+        rows = {
+            name: median(found)
+            for name, found in (await under_a_schema(member, options.tokens, options.answers, asked)).items()
+        }
+        for way in ("few", "each"):
+            print(f"schema, {way:<10} {rows[way]:8.1f} ms and {rows[f'{way}, requests']:.2f} requests a token")
+        print(f"schema             {rows['each'] / rows['few']:8.2f} × cheaper")
+    await client.close()
+    await member.close()
 
 
 def main() -> None:
@@ -66,6 +168,8 @@ def main() -> None:
     parser.add_argument("--server", required=True)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--candidates", type=int, default=2)
+    parser.add_argument("--answers", type=int, default=6, help="answers under a schema each way, at most 8")
     asyncio.run(run(parser.parse_args()))
 
 

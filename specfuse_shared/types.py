@@ -243,10 +243,12 @@ class MemberReport:
     """What a loaded member turned out to be (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
 
     `memory_bytes`: its weights. `device`: one, or those that share the member joined by "+". `verification`: "packed"
-    (all candidates in one forward), "rows" (one forward a candidate), or, at a server, "prefixes" (one request behind
-    its prefix cache) or "prompt" (the context is read again each round). `probe_error`: largest |Δ log p| between the
-    cached path and the model's own plain forward, or a server's two ways of scoring. `parameters` and `memory_bytes`
-    are 0 where a server does not tell. `graphs`: "captured" (its steps run as CUDA graphs), or "eager: " and why not.
+    (all candidates in one forward), "rows" (one forward a candidate), or, at a server, "tokens" (a request for each
+    candidate that is not its own, behind its prefix cache), "prefixes" (one request with every prefix of them) or
+    "prompt" (the context is read again each round). `advice`: what would make it cheaper. `probe_error`: largest
+    |Δ log p| between the cached path and the model's own plain forward, or a server's two ways of scoring.
+    `parameters` and `memory_bytes` are 0 where a server does not tell. `graphs`: "captured" (its steps run as CUDA
+    graphs), or "eager: " and why not.
     `template`: "own", "given" or "plain". `context`: token limit, None if the model states none. `backend`: what runs
     it, and `why` it is that. `forwards`: how many of it were "replayed" as CUDA graphs, ran in a fixed shape ("static")
     and ran as they came ("dynamic") so far; none where another engine runs it.
@@ -261,7 +263,7 @@ class MemberReport:
     dtype: str
     quantization: str | None
     attention: str
-    verification: Literal["packed", "rows", "prefixes", "prompt"]
+    verification: Literal["packed", "rows", "tokens", "prefixes", "prompt"]
     probe_error: float
     graphs: str
     template: Literal["own", "given", "plain"]
@@ -270,4 +272,5 @@ class MemberReport:
     load_seconds: float
     backend: str = "transformers"
     why: str = ""
+    advice: str = ""
     forwards: Mapping[str, int] = field(default_factory=dict)

@@ -53,6 +53,7 @@ def _properties(report: MemberReport) -> dict[str, str]:
         "template": report.template,
         "attention": report.attention,
         "verification": report.verification,
+        "advice": report.advice or UNKNOWN,
         "probe error": f"{report.probe_error:.1e}",
         "graphs": report.graphs,
         "forwards": ", ".join(f"{count:,} {way}" for way, count in report.forwards.items() if count) or UNKNOWN,

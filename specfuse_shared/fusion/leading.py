@@ -24,13 +24,14 @@ _MEMORY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Which lane runs each member, how many answers are on their way now, mean seconds of each member's forwards (none
-    for members that have not run yet), and the lanes on accelerators."""
+    """Which lane runs each member, how many answers are on their way now, mean seconds of each member's steps (none for
+    members that have not run yet), the lanes on accelerators, and members behind servers, which take no turns."""
 
     lane_of: Mapping[str, int]
     answers: Callable[[], int]
     step_seconds: Callable[[], Mapping[str, float]]
     accelerated: frozenset[int] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -52,9 +53,11 @@ class Lead:
         if self.traffic is None:
             return leader
         lanes = {self.traffic.lane_of[name] for name in active}
-        if len(lanes) == 1:
+        beside = len(lanes - {self.traffic.lane_of[name] for name in self.traffic.elsewhere})
+        beside += len(self.traffic.elsewhere & set(active))
+        if beside == 1:
             return None if self._reads_all(lanes, len(active)) else leader
-        is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * len(lanes)
+        is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * beside
         led, at_once = self._round(sum if is_busy else max, self._steps(participants, active), leader, tokens)
         return leader if led < (_CLEARLY if is_busy else 1) * at_once else None
 

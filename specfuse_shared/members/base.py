@@ -7,7 +7,7 @@ plain data (`specfuse_shared.members.stages`) and gives plain data back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +17,18 @@ from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import MemberReport
 
-OnForward = Callable[[str, int, float], None]
-"""Called after a forward: the member's name, how many answers shared it, seconds."""
+
+class OnForward(Protocol):
+    """Called after a forward of a member, which so many answers shared and which took so many seconds.
+
+    A request to a server counts as one, and may have had it take several `steps`, one for each token.
+    """
+
+    def __call__(self, member: str, answers: int, seconds: float, steps: int = 1) -> None: ...
+
+
+def nobody_listens(member: str, answers: int, seconds: float, steps: int = 1) -> None:
+    """An `OnForward` of a lane whose forwards nobody counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,4 +16,5 @@ def traffic_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int])
     # a device elsewhere is named with its lane: "name/cuda:0"
     slow = ("cpu", "disk")
     fast = [n for n, own in enumerate(devices) if own and not any(d.rpartition("/")[2] in slow for d in own)]
-    return Traffic(lane_of, answers, metrics.step_seconds, frozenset(fast))
+    elsewhere = frozenset(info.name for lane in assembly.lanes for info in lane.members if not info.devices)
+    return Traffic(lane_of, answers, metrics.step_seconds, frozenset(fast), elsewhere)

@@ -90,8 +90,8 @@ class MemberConfig(Settings):
     allow_pickle: bool = False
     """Load weights that are no safetensors; unpickling a file may run code that is in it."""
     drafts_under_grammar: bool = True
-    """False: under a grammar or in a tool call the member only verifies, unless no other member drafts there. Such
-    drafts cost a server one request per token."""
+    """False: under a grammar or in a tool call the member only verifies, unless no other member drafts there. A server
+    without the token endpoint takes one request per token of such a draft."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU" (1, if unset and the
     cluster has any), "memory" (bytes; without a card what its model takes, if unset), names that nodes were given."""

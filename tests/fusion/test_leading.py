@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,17 @@ def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str],
     assert (traffic.lane_of, traffic.answers(), traffic.accelerated) == ({"m": 0}, 7, fast)
 
 
+def test_members_behind_servers_share_a_lane_and_take_no_turns() -> None:
+    both: Any = [SimpleNamespace(name=name, devices={}) for name in ("small", "large")]
+    traffic = traffic_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)  # type: ignore[arg-type]
+    assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
+    for seconds, pays in ((EVEN, False), (UNEVEN, True)):
+        found = Lead(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
+        for _ in range(10):
+            found.learn(["small"], settled=True)
+        assert is_worth(found) == pays
+
+
 def test_a_lone_answer_has_one_where_its_drafts_are_there_earlier() -> None:
     agreed = [True] * 10
     assert not is_worth(lead(EVEN, 1, agreed)), "the others would only wait"
@@ -119,6 +131,9 @@ def test_seconds_of_a_forward_are_those_of_the_metrics() -> None:
     for seconds in (0.25, 0.75):
         metrics.forward("small", 1, seconds)
     assert metrics.step_seconds() == {"small": 0.5}
+    metrics.forward("small", 1, 1.0, steps=8)
+    assert metrics.step_seconds() == {"small": 0.2}, "a draft at a server is a step for each of its tokens"
+    assert metrics.snapshot().forwards == {"small": 3}
 
 
 def test_an_engine_measures_what_its_leaders_are_chosen_by(tmp_path: Any) -> None:

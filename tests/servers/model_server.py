@@ -37,6 +37,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.servers.token_route import PATH, RefusedError, TokenRoute
+
 MOST_IDS = 128
 
 
@@ -53,21 +55,28 @@ class Ways:
     delay: float = 0.0
     status: int = 200
     off_by: float = 0.0
+    off_by_tokens: float = 0.0
     other_vocabulary: bool = False
     context: int = 512
+    tokens: bool = False
+    """It has the token endpoint (`--enable-scale-out`)."""
+    all_rows: bool = True
+    """That tells a row of every token of a prompt, of which those in front of the cache are what lay there before."""
+    broken_rows: int = 0
+    """So many of its answers fail on such rows, which JSON cannot say."""
+    keeps_grammars: bool = True
+    block: int = 16
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     running: int = 0
     left: int = 0
     keys: set[str | None] = field(default_factory=set)
     lie: Callable[[Any], Any] | None = None
     """Gives what is sent instead of the choices of a completion."""
+    lie_of_tokens: Callable[[Any], Any] | None = None
+    """Gives what the token endpoint sends instead of its answer."""
 
     def bodies(self, path: str = "/v1/completions") -> list[dict[str, Any]]:
         return [body for asked, body in self.asked if asked == path]
-
-
-class RefusedError(Exception):
-    """A request that the server does not take."""
 
 
 class ModelServer:
@@ -81,6 +90,8 @@ class ModelServer:
         self._lock = threading.Lock()
         get = {"/v1/models": self._models, "/version": self._version, "/metrics": self._metrics}
         post = {"/tokenize": self._tokenize, "/v1/completions": self._completions}
+        if ways.tokens:
+            post[PATH] = TokenRoute(self).answer
         routes = [Route(path, self._guarded(path, answer)) for path, answer in get.items()]
         routes += [Route(path, self._guarded(path, answer), methods=["POST"]) for path, answer in post.items()]
         self.app = Starlette(routes=routes)
@@ -117,7 +128,7 @@ class ModelServer:
         return work.result()
 
     def _slowly(self, answer: Any, body: dict[str, Any], gone: threading.Event) -> Response:
-        generates = "prompt" in body
+        generates = "prompt" in body or "token_ids" in body
         if generates and gone.wait(self.ways.delay):
             raise RefusedError("the client left")
         if generates and self.ways.status != 200:
@@ -138,7 +149,7 @@ class ModelServer:
     def _metrics(self, body: dict[str, Any]) -> Response:
         if not self.ways.tells_metrics:
             return PlainTextResponse("no such page", 404)
-        setting = f'block_size="16",enable_prefix_caching="{self.ways.prefix_cache}",engine="0"'
+        setting = f'block_size="{self.ways.block}",enable_prefix_caching="{self.ways.prefix_cache}",engine="0"'
         return PlainTextResponse(f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{setting}}} 1.0\n")
 
     def _tokenize(self, body: dict[str, Any]) -> Response:
@@ -146,28 +157,34 @@ class ModelServer:
         return JSONResponse({"tokens": ids[::-1] if self.ways.other_vocabulary else ids, "count": len(ids)})
 
     def _completions(self, body: dict[str, Any]) -> Response:
-        if body["model"] != self.name:
-            return JSONResponse({"error": {"message": f"The model `{body['model']}` does not exist."}}, 404)
+        if (unknown := self.unknown(body)) is not None:
+            return unknown
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         named = body.get("logprob_token_ids") if self.ways.scores_named else None
         if named is not None:
-            self._check(len(named) <= MOST_IDS, f"Requested logprob_token_ids of length {len(named)}")
-            self._check(body.get("logprobs") is not None, "when using `logprob_token_ids`, `logprobs` must be set.")
+            self.check(len(named) <= MOST_IDS, f"Requested logprob_token_ids of length {len(named)}")
+            self.check(body.get("logprobs") is not None, "when using `logprob_token_ids`, `logprobs` must be set.")
         for asked in (named, body.get("allowed_token_ids"), map(int, body.get("logit_bias") or {})):
-            self._check(all(0 <= token < self.size for token in asked or ()), "out-of-vocab token ids")
+            self.check(all(0 <= token < self.size for token in asked or ()), "out-of-vocab token ids")
         choices = [self._choice(n, prompt, body, named) for n, prompt in enumerate(prompts)]
         if self.ways.lie is not None:
             return Response(json.dumps({"choices": self.ways.lie(choices)}), media_type="application/json")
         return JSONResponse({"model": self.name, "choices": choices})
 
+    def unknown(self, body: dict[str, Any]) -> Response | None:
+        """The refusal of a model that is not served."""
+        if body["model"] == self.name:
+            return None
+        return JSONResponse({"error": {"message": f"The model `{body['model']}` does not exist."}}, 404)
+
     def _choice(self, index: int, prompt: list[int], body: dict[str, Any], named: list[int] | None) -> dict[str, Any]:
-        self._check(len(prompt) + body["max_tokens"] <= self.ways.context, "this model's maximum context length")
+        self.check(len(prompt) + body["max_tokens"] <= self.ways.context, "this model's maximum context length")
         ids, told = list(prompt), []
         choice = {"index": index, "text": "", "finish_reason": "length", "prompt_logprobs": None}
         for _ in range(body["max_tokens"]):
-            logits = self._logits(ids)[-1]
-            processed = self._processed(logits, ids, body)
-            token = self._pick(processed, body, len(ids))
+            logits = self.logits(ids)[-1]
+            processed = self.processed(logits, ids, body)
+            token = self.pick(processed, body, len(ids))
             told.append(self._told(logits, processed, named if named is not None else [], token))
             ids.append(token)
             if token in body.get("stop_token_ids", ()):
@@ -176,9 +193,9 @@ class ModelServer:
         if body.get("return_token_ids"):
             choice["token_ids"] = ids[len(prompt) :]
         if body.get("logprobs") is not None:
-            choice["logprobs"] = {"top_logprobs": told}
+            choice["logprobs"] = {"tokens": [f"token_id:{t}" for t in ids[len(prompt) :]], "top_logprobs": told}
         if body.get("prompt_logprobs") is not None:
-            rows = self._logits(prompt)
+            rows = self.logits(prompt)
             scores = rows if self.ways.mode == "raw_logits" else rows.log_softmax(-1)
             own = [self._ranked(scores[n], t, body["prompt_logprobs"]) for n, t in enumerate(prompt[1:])]
             choice["prompt_logprobs"] = [None, *own]
@@ -198,11 +215,11 @@ class ModelServer:
 
     # ── the model ────────────────────────────────────────────────────────────────────────────────
 
-    def _logits(self, ids: list[int]) -> torch.Tensor:
+    def logits(self, ids: list[int]) -> torch.Tensor:
         logits: torch.Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0].float()
         return logits
 
-    def _processed(self, logits: torch.Tensor, ids: list[int], body: dict[str, Any]) -> torch.Tensor:
+    def processed(self, logits: torch.Tensor, ids: list[int], body: dict[str, Any]) -> torch.Tensor:
         scores = logits.clone()
         for token, bias in (body.get("logit_bias") or {}).items():
             scores[int(token)] += bias
@@ -221,13 +238,13 @@ class ModelServer:
         processed: torch.Tensor = rules(torch.tensor([ids]), scores[None])[0]
         return processed
 
-    def _pick(self, scores: torch.Tensor, body: dict[str, Any], place: int) -> int:
+    def pick(self, scores: torch.Tensor, body: dict[str, Any], place: int) -> int:
         if not body.get("temperature"):
             return int(scores.argmax())
         generator = torch.Generator().manual_seed(hash((body["seed"], place)) % 2**62)
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
-    def _check(self, condition: bool, message: str) -> None:
+    def check(self, condition: bool, message: str) -> None:
         if not condition:
             raise RefusedError(message)
 

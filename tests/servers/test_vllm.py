@@ -26,6 +26,14 @@ pytestmark = [
     pytest.mark.skipif(not vllm_server.COMMAND, reason="$SPECFUSE_VLLM names no vllm command"),
 ]
 KEY = "of-the-tests"
+SHIP = {
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "sails": {"type": "integer"},
+        "old": {"type": "boolean"},
+    },
+    "required": ["name", "sails", "old"],
+}
 QUESTIONS = [
     "Why is the sky blue?",
     "Name three animals of the sea.",
@@ -51,9 +59,13 @@ QUESTIONS = [
 
 
 class Served:
-    """The same two members, one of them behind the server, and both of them here."""
+    """The same two members, one of them behind the server, and both of them here.
 
-    def __init__(self) -> None:
+    `way`: how the server judges: "tokens" where it has the token endpoint, else "prefixes".
+    """
+
+    def __init__(self, way: str) -> None:
+        self.way = way
         smol, gemma = (replace(m, adapter=None, dtype="float32") for m in demo_members())
         file = gguf_file(smol)
         assert file is not None
@@ -66,14 +78,15 @@ class Served:
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
-        return vllm_server.start(self.folder, self.port, "float32", "--api-key", KEY)
+        flags = ("--enable-scale-out",) if self.way == "tokens" else ()
+        return vllm_server.start(self.folder, self.port, "float32", "--api-key", KEY, "--block-size", "32", *flags)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["tokens", "prefixes"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEY_OF_TESTS", KEY)
-        both = Served()
+        both = Served(request.param)
         yield both
         both.mixed.close()
         both.local.close()
@@ -87,7 +100,8 @@ def drafts(result: Any) -> list[Any]:
 def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
     params = SamplingParams(max_tokens=24, logprobs=True, top_logprobs=5)
     before = served.mixed.load().metrics().forwards.get("smollm2-135m", 0)
-    rounds, worst = 0, 0.0
+    assert served.mixed.describe()[0].verification == served.way
+    rounds, candidates, worst = 0, 0, 0.0
     for question in QUESTIONS:
         expected, found = served.local.generate(question, params), served.mixed.generate(question, params)
         assert found.warnings == ()
@@ -96,16 +110,20 @@ def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
         both = [each for a, b in pairs for each in zip((a, *a.top), (b, *b.top), strict=True)]
         worst = max([worst, *(abs(a.logprob - b.logprob) for a, b in both)])
         rounds += len(found.rounds)
+        candidates += sum(len(record.candidates) for record in found.rounds if record.verified)
     assert worst <= 1e-3
     scoring = 3 * len(QUESTIONS)  # the prompt, the answer, and the most probable tokens in its places
     requests = served.mixed.metrics().forwards["smollm2-135m"] - before - len(QUESTIONS) - scoring
-    assert requests <= 2 * rounds
+    assert requests <= (rounds + candidates if served.way == "tokens" else 2 * rounds)
 
 
 def test_tools_structures_stop_strings_and_seeds_are_those_of_here(served: Served) -> None:
     cases: list[tuple[str, SamplingParams, dict[str, Any]]] = [
         ("Ring the bell twice.", SamplingParams(max_tokens=40), {"tools": [TOOL], "tool_choice": "any"}),
         ("Yes or no?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no"])), {}),
+        ("A word?", SamplingParams(max_tokens=12, grammar=Grammar.regex("[a-f]{3,9}")), {}),
+        ("A ship, as JSON.", SamplingParams(max_tokens=48, grammar=Grammar.json_schema(SHIP)), {}),
+        ("Two letters.", SamplingParams(max_tokens=12, grammar=Grammar.lark('start: X " " X\nX: /[a-z]{1,6}/')), {}),
         ("Count to twenty.", SamplingParams(max_tokens=30, stop=["5", "five", "."]), {}),
         ("Go on.", SamplingParams(max_tokens=20, min_tokens=16), {}),
     ]
@@ -115,6 +133,17 @@ def test_tools_structures_stop_strings_and_seeds_are_those_of_here(served: Serve
         assert (found.text, drafts(found)) == (expected.text, drafts(expected)), question
     sampled = SamplingParams(max_tokens=16, temperature=0.9, seed=3)
     assert served.mixed.generate("A tale?", sampled).text == served.mixed.generate("A tale?", sampled).text
+
+
+def test_a_draft_under_a_schema_is_few_requests(served: Served) -> None:
+    if served.way != "tokens":
+        pytest.skip("without the token endpoint it is one a token")
+    with EnsembleEngine([served.there]) as engine:
+        before = engine.load().metrics().forwards["smollm2-135m"]
+        found = engine.generate("A ship, as JSON.", SamplingParams(max_tokens=48, grammar=Grammar.json_schema(SHIP)))
+        requests = engine.metrics().forwards["smollm2-135m"] - before - 1
+    tokens = [record.candidates[0].tokens for record in found.rounds if record.candidates[0].tokens]
+    assert 2 * requests <= sum(tokens)
 
 
 def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served) -> None:

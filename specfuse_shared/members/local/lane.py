@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
 from specfuse_shared.members.local.base import MemberHere
 from specfuse_shared.members.local.batching import Job, feed_all, within
 from specfuse_shared.members.local.cores import use_cores
@@ -69,7 +69,7 @@ class LocalLane:
         self,
         members: Sequence[MemberHere],
         cores: int | None = None,
-        on_forward: OnForward = lambda member, answers, seconds: None,
+        on_forward: OnForward = nobody_listens,
     ) -> None:
         self.local = {member.name: member for member in members}
         share_room([member.runner for member in members])

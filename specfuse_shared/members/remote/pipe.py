@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
 from specfuse_shared.members.loading import load_here
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
@@ -75,7 +75,7 @@ class PipedLane:
         self,
         name: str,
         connection: OwnWire,
-        on_forward: OnForward = lambda member, answers, seconds: None,
+        on_forward: OnForward = nobody_listens,
         reopened: Callable[[], Ready] | None = None,
     ) -> None:
         self._name = name
@@ -210,8 +210,12 @@ def serve_members(
 ) -> None:
     """Load members and run their stages, until the coordinator closes the lane or is gone; `cores`: to compute on."""
     forwards: list[tuple[str, int, float]] = []
+
+    def counted(member: str, answers: int, seconds: float, steps: int = 1) -> None:
+        forwards.append((member, answers, seconds))
+
     loaded = [load_here(member, execution=execution) for member in members]
-    lane = LocalLane(loaded, cores, lambda member, answers, seconds: forwards.append((member, answers, seconds)))
+    lane = LocalLane(loaded, cores, counted)
 
     def reply(results: Sequence[StageResult]) -> None:
         connection.send(Answered(tuple(results), lane.cache_use(), tuple(forwards)))

@@ -21,8 +21,8 @@ _KEPT_SECONDS = 4.0
 _MOST_SHOWN = 300
 """Characters of what a server says went wrong."""
 
-OnRequest = Callable[[float], None]
-"""Called after each request with the seconds that it took."""
+OnRequest = Callable[[float, int], None]
+"""Called after each request with the seconds that it took, and the steps that a model made for it."""
 
 
 class ServerClient:
@@ -38,7 +38,7 @@ class ServerClient:
         key: str | None = None,
         key_name: str | None = None,
         timeout: float = 60.0,
-        on_request: OnRequest = lambda seconds: None,
+        on_request: OnRequest = lambda seconds, steps: None,
     ) -> None:
         self.address = address
         self.on_request = on_request
@@ -60,12 +60,12 @@ class ServerClient:
         """What the server answers, whatever its status. Raises `ServerUnreachableError`."""
         return await self._sent(lambda: self._http.get(path), min(self._timeout, CONNECT_SECONDS))
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that answers `body`. Raises `ServerError`."""
+    async def post(self, path: str, body: Mapping[str, Any], steps: int = 1) -> Any:
+        """The JSON that answers `body`, for which a model makes so many `steps`. Raises `ServerError`."""
         began = time.monotonic()
         response = await self._sent(lambda: self._http.post(path, json=dict(body)), self._timeout)
         answer = self.read(response)
-        self.on_request(time.monotonic() - began)
+        self.on_request(time.monotonic() - began, steps)
         return answer
 
     async def tokenized(self, model: str, text: str) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from specfuse_shared.errors import ServerError, ServerSettingsError
 from specfuse_shared.policies import ROUNDING
@@ -14,11 +15,16 @@ BAN = -100.0
 """What is added to the logit of a token that must not come."""
 
 
+class RowsMissingError(ServerError):
+    """The server did not tell what was asked of a candidate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """At most `count` tokens behind `prompt`, sampled as `params` and `seed` say, until one of `stop_ids` comes.
 
-    Never one of `banned`; only ones of `allowed`, where those are given. `vocabulary_size`: ids are below it.
+    Never one of `banned`; only ones of `allowed`, where those are given; by a Lark `grammar` of all of them, where that
+    is given, which is not believed to be kept. `vocabulary_size`: ids are below it.
     """
 
     prompt: tuple[int, ...]
@@ -28,7 +34,33 @@ class Continuation:
     stop_ids: tuple[int, ...]
     banned: tuple[int, ...] = ()
     allowed: tuple[int, ...] | None = None
+    grammar: str | None = None
     vocabulary_size: int | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the server may not choose among all tokens."""
+        return bool(self.banned) or self.allowed is not None or self.grammar is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a server told of a place behind some ids: log p of tokens there, and the most probable one, if it is known.
+
+    Both by the model as it is: no temperature, no penalty, no grammar.
+    """
+
+    logprobs: Mapping[int, float] = field(default_factory=dict)
+    likeliest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Tokens up to the end of the turn, and whether that came; the places of them all, and of that end, if told."""
+
+    ids: list[int]
+    ended: bool
+    places: Sequence[Place] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +123,78 @@ def checked_logprob(value: object) -> float:
     return min(number, 0.0)
 
 
+def row_of(row: Mapping[str, Mapping[str, Any]] | None, token: int) -> Place:
+    """A place by its row of `prompt_logprobs`. Raises `RowsMissingError` where that tells of another token."""
+    entry = (row or {}).get(str(token))
+    if entry is None:
+        raise RowsMissingError("the server tells of other tokens than those that it was asked to judge")
+    return Place({token: checked_logprob(entry["logprob"])}, token if entry.get("rank") == 1 else None)
+
+
+def sampling_of(wanted: Continuation) -> dict[str, Any]:
+    """How a continuation is sampled, as both endpoints take it; all of it, since the server has defaults of its own."""
+    params = wanted.params
+    body: dict[str, Any] = {
+        "max_tokens": wanted.count,
+        "stop_token_ids": wanted.stop_ids,
+        "ignore_eos": True,  # the ends of turn are those named here
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "repetition_penalty": params.repetition_penalty,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    if not params.greedy:
+        body["seed"] = wanted.seed
+    if wanted.banned:
+        body["logit_bias"] = ban_of(wanted.banned)
+    if wanted.allowed is not None:
+        body["allowed_token_ids"] = wanted.allowed
+    if wanted.grammar is not None:
+        body["structured_outputs"] = {"grammar": wanted.grammar}
+    return body
+
+
+def first_of(allowed: Sequence[int], stop_ids: Sequence[int], vocabulary_size: int) -> str:
+    """A Lark grammar of texts whose first token is one of `allowed`, which are in order; any tokens may follow."""
+    starts = [n for n, token in enumerate(allowed) if not n or token != allowed[n - 1] + 1]
+    spans = [(allowed[a], allowed[b - 1]) for a, b in zip(starts, [*starts[1:], len(allowed)], strict=True)]
+    ranges = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    text = f"<[{ranges}]> <[0-{vocabulary_size - 1}]>*"
+    return f"start: ({text})?" if set(stop_ids) & set(allowed) else f"start: {text}"
+
+
 def ban_of(banned: Sequence[int]) -> dict[str, float]:
     """Biases that keep tokens away."""
     return dict.fromkeys(map(str, banned), BAN)
+
+
+def scores_of(line: ScoredLine, places: Sequence[Place]) -> list[float]:
+    """Natural log p of a line's tokens, by what is known of each place of it; then that any of its stop ids comes."""
+    own = [place.logprobs[token] for place, token in zip(places, line.tokens, strict=False)]
+    return [*own, any_of(places[-1].logprobs[stop] for stop in line.stop_ids)] if line.stop_ids else own
 
 
 def whole_lines(lines: Sequence[ScoredLine]) -> list[tuple[int, tuple[int, ...]]]:
     """Each line once for each of its stop ids, or once: how much of it is prefix, and all of it."""
     ends: list[list[tuple[int, ...]]] = [[(stop,) for stop in line.stop_ids] or [()] for line in lines]
     pairs = zip(lines, ends, strict=True)
-    return [(len(line.prefix), line.prefix + line.tokens + end) for line, line_ends in pairs for end in line_ends]
+    return [(len(line.prefix), line.prefix + line.tokens + end) for line, own in pairs for end in own]
 
 
-def of_whole_lines(lines: Sequence[ScoredLine], logprobs_of_lines: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Judgements of `lines` from log p of the tokens of their `whole_lines` behind the prefixes."""
-    remaining, judged = iter(logprobs_of_lines), list[list[float]]()
+def of_whole_lines(lines: Sequence[ScoredLine], found: Sequence[Sequence[Place]]) -> list[list[Place]]:
+    """Places of `lines` from those of their `whole_lines` behind the prefixes."""
+    left, judged = iter(found), list[list[Place]]()
     for line in lines:
-        per_stop = [next(remaining) for _ in line.stop_ids or (None,)]
-        if any(len(logprobs) != len(line.tokens) + bool(line.stop_ids) for logprobs in per_stop):
+        own = [next(left) for _ in line.stop_ids or (None,)]
+        if any(len(places) != len(line.tokens) + bool(line.stop_ids) for places in own):
             raise ServerError("the server judged other tokens than those that were asked for")
-        tokens = list(per_stop[0][: len(line.tokens)])
-        judged.append([*tokens, any_of(logprobs[-1] for logprobs in per_stop)] if line.stop_ids else tokens)
+        ends = [places[-1] for places in own] if line.stop_ids else []
+        likeliest = next((end.likeliest for end in ends if end.likeliest is not None), None)
+        behind = Place({stop: end.logprobs[stop] for stop, end in zip(line.stop_ids, ends, strict=True)}, likeliest)
+        judged.append([*own[0][: len(line.tokens)], behind])
     return judged
 
 
@@ -120,6 +203,15 @@ def any_of(logprobs: Iterable[float]) -> float:
     known = list(logprobs)
     top = max(known)
     return top if math.isinf(top) else top + math.log(sum(math.exp(logprob - top) for logprob in known))
+
+
+def with_place(told: dict[tuple[int, ...], Place], ids: tuple[int, ...], place: Place) -> None:
+    """Add what is known of the place behind `ids`."""
+    before = told.get(ids)
+    if before is not None:
+        likeliest = before.likeliest if place.likeliest is None else place.likeliest
+        place = Place({**before.logprobs, **place.logprobs}, likeliest)
+    told[ids] = place
 
 
 def distance(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward
+from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
 from specfuse_shared.members.server.member import ServerMember
 from specfuse_shared.members.server.session import ServerSession, run_stage
 from specfuse_shared.members.stages import (
@@ -40,7 +40,7 @@ class ServerLane:
     def __init__(
         self,
         members: Sequence[ServerMember],
-        on_forward: OnForward = lambda member, answers, seconds: None,
+        on_forward: OnForward = nobody_listens,
     ) -> None:
         self.served = {member.name: member for member in members}
         self._sessions: dict[Key, ServerSession] = {}

@@ -37,6 +37,8 @@ _SAMPLE = (
 )
 _JUDGED = 8
 """Tokens at the end of the sample that both ways of scoring are compared on."""
+_SAVED = "; then a verification is a request for each candidate of others, and a draft under a grammar one or two"
+_NO_GRAMMARS = "its structured outputs take no ranges of tokens, so a draft under a grammar is a request a token"
 
 
 class ServerMember:
@@ -80,7 +82,7 @@ class ServerMember:
             _key(config),
             config.api_key_env,
             config.server_timeout,
-            lambda seconds: on_forward(self.name, 1, seconds),
+            lambda seconds, steps: on_forward(self.name, 1, seconds, steps),
         )
         self.dialect = VllmDialect(self._client, config.server_model or config.model)
         await self._check()
@@ -123,6 +125,7 @@ class ServerMember:
             smallest_row=1,
             vocabulary_size=self.vocabulary_size,
             drafts_under_grammar=self._config.drafts_under_grammar,
+            may_guess=self.dialect.verification != "prompt",
             report=self._report,
         )
 
@@ -145,14 +148,21 @@ class ServerMember:
             dtype="the server's",
             quantization=None,
             attention=f"{self._facts.title}, prefix cache {cache}",
-            verification="prefixes" if self.dialect.verification == "prefixes" else "prompt",
+            verification=self.dialect.verification,
             probe_error=self._error,
             graphs="the server's",
             template=self.text.prompts.kind,
             context=self._context,
             stop_token_ids=self.stop_ids,
             load_seconds=self._seconds,
+            advice=self._advice,
         )
+
+    @property
+    def _advice(self) -> str:
+        if self.dialect.verification == "tokens":
+            return "" if self.dialect.takes_grammars else _NO_GRAMMARS
+        return f"{self.dialect.no_tokens}{_SAVED}" if self.dialect.no_tokens else ""
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -192,7 +202,7 @@ class ServerMember:
         """Both ways of scoring agree, on ids from all of the vocabulary."""
         ids, last = self._sample, self.vocabulary_size - 1
         line = ScoredLine(tuple(ids[:-_JUDGED]), tuple(ids[-_JUDGED:]), (*self.stop_ids, last))
-        self._error = await self.dialect.settle([line, ScoredLine(tuple(ids[:3]), (last,))])
+        self._error = await self.dialect.settle([line, ScoredLine(tuple(ids[:3]), (last,))], self._facts.block_tokens)
         if self._error > ROUNDING:
             raise UnsupportedModelError(
                 f"member {self.name!r}: the server at {self._config.server} scores the same tokens in two ways that "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specfuse_shared.errors import ServerError, SpecFuseError
-from specfuse_shared.members.server.dialect import Continuation, ScoredLine
+from specfuse_shared.members.server.dialect import Continuation, Continued, Place, ScoredLine, first_of, scores_of
+from specfuse_shared.members.server.told import Told
 from specfuse_shared.members.session import Session, Stage
-from specfuse_shared.members.stages import Top
+from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import allowed_ids, number_of_draw
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -22,8 +23,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class SentIds:
-    """The ids of one answer, which go with every request; the server caches what it likes."""
+    """The ids of one answer, which go with every request, and what was told of places behind the prompt; the server
+    caches what it likes."""
 
+    told: Told
     prompt: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
     computed_tokens: int = 0
@@ -31,76 +34,180 @@ class SentIds:
 
     def keep(self, branch: Branch) -> None:
         self.answer = self.answer[: branch.base] + branch.tokens
+        self.told.keep(self.answer)
 
     def begin_answer(self) -> None:
         self.prompt, self.answer = self.prompt + self.answer, ()
+        self.told.clear()
 
     def release(self, remember: bool = False) -> None:
         """There is nothing to free."""
 
 
 class ServerSession(Session[SentIds]):
-    """One answer of a `ServerMember`. Its stages yield coroutines, and are sent what those return."""
+    """One answer of a `ServerMember`. Its stages yield coroutines, and are sent what those return.
+
+    What the server told of a place is asked once: verdicts know tokens of the next draft, and a draft its own verdict.
+    A guess is judged, which tells how much of it the member would have said, in one request.
+    """
 
     def __init__(self, member: ServerMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
-        super().__init__(member.text, member.stop_ids, SentIds(), prompt, params)
+        self._told = Told(member.vocabulary_size)
+        super().__init__(member.text, member.stop_ids, SentIds(self._told), prompt, params)
         self._member = member
         self._params = params
         self._seed = seed
-        self._round = self._drawn = 0
+        self._round = self._drawn = self._guessed = self._accepted = 0
+        self._guess = tuple[int, ...]()
+        self._strayed = False
+        # only then the most probable token is what comes
+        self._says_likeliest = params.greedy and params.repetition_penalty == 1.0
+
+    @property
+    def counts(self) -> TokenCounts:
+        return replace(super().counts, guessed=self._guessed, accepted=self._accepted)
 
     def prefill(self) -> Stage[None]:
         """Have the server read the prompt, so that its cache knows it when drafts and verdicts are asked for."""
         self.sequence.prompt = self._prompt
         yield self._member.ready()
-        yield self._member.dialect.continued(Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids))
+        wanted = Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids)
+        self._remember((), (yield self._member.dialect.continued(wanted)))
 
     def _start(self, round_index: int) -> None:
-        self._round, self._drawn = round_index, 0
+        self._round, self._drawn, self._guess, self._strayed = round_index, 0, (), False
+
+    def _expect_text(self, text: str) -> None:
+        branch = self._branch(self._encoded(text))
+        self._guess = branch.tokens if branch.base == len(self.sequence.answer) else ()
+
+    # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
     def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         if self._constraint is not None:
-            return (yield from self._next_allowed(ids))
+            return (yield from self._next_allowed(ids, count))
         held = max(0, min_tokens_left - len(ids))
-        banned = self._stop_ids if held else ()
-        sampled, ended = yield self._continued(ids, min(count, held or count), banned)
-        sayable = sampled if alone else self._sayable(sampled)
-        if sampled and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
-            sampled, ended = yield self._continued(ids, min(count, held or count), banned + self._member.special_ids)
-            sayable = sampled
-        self._drawn += len(sayable)
-        self.sequence.computed_tokens += len(sayable)
-        return sayable, ended and len(sayable) == len(sampled)
+        count, banned = min(count, held or count), self._stop_ids if held else ()
+        found, ended = yield from self._foretold(ids, count, banned, alone)
+        if not (found or ended):
+            found, ended = yield from self._drafted(ids, count, banned, alone)
+        self._drawn += len(found)
+        return found, ended
 
-    def _next_allowed(self, ids: Sequence[int]) -> Stage[tuple[list[int], bool]]:
-        """A token that the grammar allows; where it allows one alone, nobody is asked."""
+    def _drafted(
+        self, ids: Sequence[int], count: int, banned: tuple[int, ...], alone: bool
+    ) -> Stage[tuple[list[int], bool]]:
+        found, ended = yield from self._continued(ids, count, banned=banned)
+        sayable = found if alone else self._sayable(found)
+        if found and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
+            found, ended = yield from self._continued(ids, count, banned=banned + self._member.special_ids)
+            sayable = found
+        return sayable, ended and len(sayable) == len(found)
+
+    def _foretold(
+        self, ids: Sequence[int], count: int, banned: Sequence[int] = (), alone: bool = False
+    ) -> Stage[tuple[list[int], bool]]:
+        """What the server told already of the next tokens; where it told nothing, it is asked about the guess."""
+        if not self._says_likeliest:
+            return [], False
+        known = self._known(ids, count, banned, alone)
+        guess = self._guess[len(ids) : len(ids) + count] if self._guess[: len(ids)] == tuple(ids) else ()
+        if known != ([], False) or not guess:
+            return known
+        self._guess = ()
+        self._guessed += yield from self._ask([Branch(len(self.sequence.answer), (*ids, *guess))], [self._stop_ids])
+        found, ended = self._known(ids, count, banned, alone)
+        same = next((n for n, pair in enumerate(zip(found, guess, strict=False)) if pair[0] != pair[1]), len(found))
+        self._accepted = min(self._guessed, self._accepted + same)
+        return found, ended
+
+    def _known(self, ids: Sequence[int], count: int, banned: Sequence[int], alone: bool) -> tuple[list[int], bool]:
+        """The most probable tokens of places that are known, as far as the member may say them."""
+        found: list[int] = []
+        while len(found) < count:
+            token = self._told.at((*self.sequence.answer, *ids, *found)).likeliest
+            if token is None or token in banned or not (alone or self._sayable([token]) or token in self._stop_ids):
+                break
+            if token in self._stop_ids:
+                return found, True
+            found.append(token)
+        return found, False
+
+    def _next_allowed(self, ids: Sequence[int], count: int) -> Stage[tuple[list[int], bool]]:
+        """Tokens that the grammar allows, at least one; where it allows one alone, nobody is asked."""
         assert self._constraint is not None
         special = set(self._member.special_ids)
         allowed = tuple(token for token in allowed_ids(self._constraint.allowed()) if token not in special)
         if len(allowed) == 1:
-            [token] = allowed
-            if token in self._stop_ids:
-                return [], True
-        else:
-            sampled, ended = yield self._continued(ids, 1, (), allowed)
-            if ended:
-                return [], True
-            [token] = sampled
-        self._drawn += 1
-        self.sequence.computed_tokens += 1
-        self._constraint.advance(token)
-        return [token], False
+            return ([], True) if allowed[0] in self._stop_ids else (self._advanced(list(allowed)), False)
+        taken, ended = self._admitted(*(yield from self._foretold(ids, count)))
+        bounds = self._bounds(ids, count, allowed)
+        while not (taken or ended) and (bound := next(bounds, None)) is not None:
+            found, over = yield from self._continued(ids, *bound)
+            taken, ended = self._admitted(found, over)
+        if not (taken or ended):
+            found, ended = yield from self._continued(ids, 1, allowed=allowed)
+            taken = self._advanced(found)
+        return taken, ended
+
+    def _bounds(self, ids: Sequence[int], count: int, allowed: tuple[int, ...]) -> Iterator[tuple[int, str | None]]:
+        """How many tokens to ask for, and the grammar that binds them at the server, the cheapest first."""
+        grammar = self._params.grammar
+        if not (self._member.dialect.takes_grammars and count > 1 and grammar is not None):
+            return
+        if not ids and (rest := grammar.behind(self._text)) is not None:
+            yield count, rest
+        if 2 * len(allowed) > self._member.vocabulary_size and not self._strayed:
+            yield count, None  # what the model says by itself will mostly do
+            self._strayed = True
+        yield count, first_of(allowed, self._stop_ids, self._member.vocabulary_size)
+
+    def _admitted(self, found: Sequence[int], ended: bool) -> tuple[list[int], bool]:
+        """The tokens up to the first that the grammar does not allow, and whether the turn may end behind them."""
+        assert self._constraint is not None
+        sayable = self._sayable(found)
+        taken = self._advanced(sayable[: self._constraint.follows(sayable)])
+        if not ended or len(taken) < len(found) or self._constraint.finished:
+            return taken, False
+        bits = self._constraint.allowed()
+        return taken, any(bits[stop >> 3] >> (stop & 7) & 1 for stop in self._stop_ids)
+
+    def _advanced(self, tokens: list[int]) -> list[int]:
+        assert self._constraint is not None
+        for token in tokens:
+            self._constraint.advance(token)
+        self._drawn += len(tokens)
+        return tokens
+
+    # ── verdicts ─────────────────────────────────────────────────────────────────────────────────
 
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
-        known = self.sequence.prompt + self.sequence.answer
-        start = len(self.sequence.prompt)
-        lines = [
-            ScoredLine(known[: start + branch.base], branch.tokens, tuple(stop_ids))
-            for branch, stop_ids in zip(branches, stops, strict=True)
-        ]
-        judged: list[list[float]] = yield self._member.dialect.judged(lines)
-        self.sequence.computed_tokens += sum(len(branch.tokens) for branch in branches)
+        yield from self._ask(branches, stops)
+        judged = []
+        for branch, own in zip(branches, stops, strict=True):
+            known = self.sequence.answer[: branch.base]
+            places = [self._told.at(known + branch.tokens[:n]) for n in range(len(branch.tokens) + 1)]
+            judged.append(scores_of(ScoredLine((), branch.tokens, tuple(own)), places))
         return judged
+
+    def _ask(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[int]:
+        """Ask about what is not known of these branches; so many tokens."""
+        starts, lines = [], []
+        for branch, own in zip(branches, stops, strict=True):
+            ids = self.sequence.answer[: branch.base] + branch.tokens
+            start = self._told.unknown_from(ids, branch.base)
+            if start < len(ids) or not self._told.knows(ids, own):
+                starts.append(ids[:start])
+                lines.append(ScoredLine(self.sequence.prompt + ids[:start], ids[start:], tuple(own)))
+        if not lines:
+            return 0
+        found: list[list[Place]] = yield self._member.dialect.judged(lines)
+        for before, line, places in zip(starts, lines, found, strict=True):
+            for n, place in enumerate(places):
+                self._told.add(before + line.tokens[:n], place)
+        asked = sum(len(line.tokens) for line in lines)
+        self.sequence.computed_tokens += asked
+        return asked
 
     def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
         known = self.sequence.prompt + self.sequence.answer
@@ -121,14 +228,27 @@ class ServerSession(Session[SentIds]):
         return list(ids[:end])
 
     def _continued(
-        self, ids: Sequence[int], count: int, banned: tuple[int, ...], allowed: tuple[int, ...] | None = None
-    ) -> Awaitable[tuple[list[int], bool]]:
+        self,
+        ids: Sequence[int],
+        count: int,
+        grammar: str | None = None,
+        banned: tuple[int, ...] = (),
+        allowed: tuple[int, ...] | None = None,
+    ) -> Stage[tuple[list[int], bool]]:
         prompt = (*self.sequence.prompt, *self.sequence.answer, *ids)
         seed = number_of_draw(self._seed, self._member.name, self._round, self._drawn)
         stop_ids = tuple(stop for stop in self._stop_ids if stop not in banned)
         size = self._member.vocabulary_size
-        request = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, size)
-        return self._member.dialect.continued(request)
+        wanted = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, grammar, size)
+        told: Continued = yield self._member.dialect.continued(wanted)
+        self._remember(ids, told)
+        self.sequence.computed_tokens += len(told.ids)
+        return told.ids, told.ended
+
+    def _remember(self, ids: Sequence[int], told: Continued) -> None:
+        """What was told of the places of tokens that were drafted behind the answer and `ids`."""
+        for n, place in enumerate(told.places):
+            self._told.add((*self.sequence.answer, *ids, *told.ids[:n]), place)
 
 
 async def _understood(asked: Awaitable[T]) -> T:

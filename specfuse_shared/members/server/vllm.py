@@ -1,56 +1,62 @@
-"""vLLM's dialect: OpenAI's completions with its own fields, over token ids.
+"""vLLM's dialect: OpenAI's completions with its own fields, over token ids, and its token endpoint where that is on.
 
 Log p of given tokens is asked by prefixes: every prefix of the candidates is a prompt of one request, one token is
 decoded behind each, and `logprob_token_ids` names the tokens whose log p is wanted. So the context comes from the
-prefix cache. `prompt_logprobs`, the only way of older servers, reads all of it again.
+prefix cache. The token endpoint (`specfuse_shared.members.server.tokens`) does it in one request a candidate.
+`prompt_logprobs`, the only way of older servers, reads all of the context again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
-from specfuse_shared.errors import ServerError, ServerSettingsError
+from specfuse_shared.errors import ServerError, ServerModelError, ServerSettingsError, ServerUnreachableError
 from specfuse_shared.members.server.client import ServerClient
+from specfuse_shared.members.server.completions import MOST_IDS, CompletionsEndpoint, NotToldError
 from specfuse_shared.members.server.dialect import (
     Continuation,
+    Continued,
+    Place,
+    RowsMissingError,
     ScoredLine,
     ServerFacts,
-    any_of,
-    ban_of,
-    checked_logprob,
     cut_at_stop,
     distance,
-    of_whole_lines,
-    whole_lines,
+    sampling_of,
+    scores_of,
 )
+from specfuse_shared.members.server.tokens import TokenEndpoint
 from specfuse_shared.members.stages import Top
 from specfuse_shared.policies import ROUNDING
+from specfuse_shared.settings.sampling_params import SamplingParams
 
-MOST_IDS = 128
-"""`logprob_token_ids` takes no more of them in a request."""
-MOST_PROMPTS = 1024
-"""A request takes no more of them."""
-_PENALTY = 8.0
+FLAG_MISSING = "it has no token endpoint: start it with --enable-scale-out"
+_PENALTY, _TRIES = 8.0, 3
+_OTHERWISE = (ServerError, LookupError, TypeError, ValueError, AttributeError)
+"""What comes of an answer of another shape."""
 _CACHE_SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _SETTING = re.compile(r'(\w+)="(\w*)"')
-
-Wanted = dict[tuple[int, ...], set[int]]
-"""Prefix → the tokens whose log p behind it is asked for."""
 
 
 class VllmDialect:
     """The server behind `client`, of which `model` is asked. Every method raises `ServerError`.
 
-    `verification`: how it judges: "prefixes" (all prefixes in one request, behind its cache) or "prompt" (whole lines).
+    `verification`: how it judges: "tokens" (one request a candidate at the token endpoint), "prefixes" (all prefixes
+    in one request, both behind its cache) or "prompt" (whole lines). `takes_grammars`: a draft may be bound by a Lark
+    grammar with ranges of tokens. `no_tokens`: why not "tokens".
     """
 
     def __init__(self, client: ServerClient, model: str) -> None:
         self._client = client
         self.model = model
-        self.verification = "prefixes"
+        self.verification: Literal["tokens", "prefixes", "prompt"] = "prefixes"
+        self.takes_grammars = False
+        self.no_tokens = ""
+        self._completions = CompletionsEndpoint(client)
+        self._tokens: TokenEndpoint | None = None
 
     async def facts(self) -> ServerFacts:
         """What the server says of itself."""
@@ -73,161 +79,122 @@ class VllmDialect:
         """Ids of a text as the server's tokenizer has them, without special tokens; None where it does not tell."""
         return await self._client.tokenized(self.model, text)
 
-    async def continued(self, wanted: Continuation) -> tuple[list[int], bool]:
-        """Ids up to the end of the turn, and whether that came."""
-        params = wanted.params
-        body: dict[str, Any] = {
-            "prompt": wanted.prompt,
-            "max_tokens": wanted.count,
-            "stop_token_ids": wanted.stop_ids,
-            "ignore_eos": True,  # the ends of turn are those named here
-            "return_token_ids": True,
-            # all of them, since the server has defaults of its own
-            "temperature": 0.0 if params.greedy else params.temperature,
-            "repetition_penalty": params.repetition_penalty,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-        }
-        if not params.greedy:
-            body["seed"] = wanted.seed
-        if wanted.banned:
-            body["logit_bias"] = ban_of(wanted.banned)
-        if wanted.allowed is not None:
-            body["allowed_token_ids"] = wanted.allowed
-        [choice] = await self._choices(body)
+    async def continued(self, wanted: Continuation) -> Continued:
+        """Ids up to the end of the turn, whether that came, and what the token endpoint tells of their places."""
+        body = sampling_of(wanted)
+        if self._tokens is not None:
+            watched = wanted.stop_ids[: MOST_IDS - 1]
+            choice, places = await self._tokens.generated(self.model, wanted.prompt, body, watched)
+            if wanted.is_bound:  # log p of tokens that a grammar bars is told as if they could not come
+                places = []
+        else:
+            choice, places = await self._completions.generated(self.model, wanted.prompt, body), []
         ids = choice.get("token_ids")
         if ids is None:
             raise ServerError(f"the server at {self._client.address} gives no token ids: use vLLM 0.11 or later")
-        return cut_at_stop(ids, wanted, stopped=choice.get("finish_reason") == "stop")
+        kept, ended = cut_at_stop(ids, wanted, stopped=choice.get("finish_reason") == "stop")
+        return Continued(kept, ended, places[: len(kept) + ended])
 
-    async def judged(self, lines: Sequence[ScoredLine]) -> list[list[float]]:
-        """Natural log p of each line's tokens given all before them; then that any of its stop ids comes."""
-        return await (self._by_prefixes(lines) if self.verification == "prefixes" else self._by_prompts(lines))
+    async def judged(self, lines: Sequence[ScoredLine]) -> list[list[Place]]:
+        """The place of each token of each line, and the one behind, where there are stop ids."""
+        if self._tokens is not None:
+            return await self._by_tokens(self._tokens, lines)
+        by_prefixes = self.verification == "prefixes"
+        way = self._completions.by_prefixes if by_prefixes else self._completions.by_prompts
+        return await way(self.model, lines)
 
-    async def settle(self, lines: Sequence[ScoredLine]) -> float:
+    async def tops(self, line: ScoredLine, count: int) -> list[Top]:
+        """The most probable tokens in the place of each of the line's."""
+        return await self._completions.tops(self.model, line, count)
+
+    async def settle(self, lines: Sequence[ScoredLine], block_tokens: int | None) -> float:
         """Find out how to judge, on short `lines`; the mean |Δ log p| between its two ways of scoring.
 
         Raises `ServerSettingsError` for a server whose log-probabilities are not the model's own.
         """
-        prompts = await self._by_prompts(lines)
+        self._tokens, self.takes_grammars, self.no_tokens = None, False, ""
+        prompts = _scores(lines, await self._completions.by_prompts(self.model, lines))
         try:
-            prefixes = await self._by_prefixes(lines)
-        except _NotToldError:
+            prefixes = _scores(lines, await self._completions.by_prefixes(self.model, lines))
+        except NotToldError:
             self.verification = "prompt"
             return 0.0
         self.verification = "prefixes"
-        penalised = await self._by_prefixes(lines, {"repetition_penalty": _PENALTY})
+        penalised = _scores(
+            lines, await self._completions.by_prefixes(self.model, lines, {"repetition_penalty": _PENALTY})
+        )
         if (error := distance(prefixes, penalised)) > ROUNDING:
             raise ServerSettingsError(
                 f"the log-probabilities of the server at {self._client.address} follow the sampling settings (off by "
                 f"{error:.2g} nats): start it with --logprobs-mode raw_logprobs"
             )
-        return distance(prefixes, prompts)
+        error = distance(prefixes, prompts)
+        if error <= ROUNDING and block_tokens:
+            error = max(error, await self._settle_tokens(TokenEndpoint(self._client, block_tokens), lines, prefixes))
+        elif not block_tokens:
+            self.no_tokens = "it does not tell the block size of its cache in /metrics, without which rows may be stale"
+        return error
 
-    async def _by_prefixes(
-        self, lines: Sequence[ScoredLine], more: Mapping[str, Any] | None = None
-    ) -> list[list[float]]:
-        """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
-        wanted: Wanted = {}
-        for line in lines:
-            ids, start = line.prefix + line.tokens, len(line.prefix)
-            for n, token in enumerate(line.tokens):
-                wanted.setdefault(ids[: start + n], set()).add(token)
-            if line.stop_ids:
-                wanted.setdefault(ids, set()).update(line.stop_ids)
-        answers = await asyncio.gather(*(self._asked(piece, more or {}) for piece in _pieces(wanted)))
-        known = {key: logprob for answer in answers for key, logprob in answer.items()}
-        judged = []
-        for line in lines:
-            ids, start = line.prefix + line.tokens, len(line.prefix)
-            tokens_logprobs = [known[ids[: start + n], token] for n, token in enumerate(line.tokens)]
-            judged.append(
-                [*tokens_logprobs, any_of(known[ids, stop] for stop in line.stop_ids)]
-                if line.stop_ids
-                else tokens_logprobs
-            )
-        return judged
+    async def _settle_tokens(
+        self, endpoint: TokenEndpoint, lines: Sequence[ScoredLine], expected: Sequence[Sequence[float]]
+    ) -> float:
+        """Use the token endpoint if it is there and scores as `expected`; how far it is off, or 0."""
+        try:
+            found = [await _persistently(endpoint, self.model, line) for line in lines]
+            error = distance(_scores(lines, found), expected)
+        except ServerUnreachableError:
+            raise
+        except ServerModelError:
+            self.no_tokens = FLAG_MISSING
+            return 0.0
+        except _OTHERWISE as problem:
+            self.no_tokens = f"its token endpoint does not judge ({str(problem)[:100]})"
+            return 0.0
+        if error > ROUNDING:
+            self.no_tokens = f"its token endpoint scores otherwise (off by {error:.2g} nats)"
+            return 0.0
+        self.verification, self._tokens = "tokens", endpoint
+        self.takes_grammars = await self._keeps_grammars(endpoint, lines[0])
+        return error
 
-    async def _asked(self, wanted: Wanted, more: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], int], float]:
-        """Log p of the tokens wanted behind each prefix; one request."""
-        ids = sorted(set().union(*wanted.values()))
-        body = {
-            "prompt": list(wanted),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "logprobs": 0,
-            "logprob_token_ids": ids,
-            "return_tokens_as_token_ids": True,
-            **more,
-        }
-        choices = await self._choices(body)
-        logprobs: dict[tuple[tuple[int, ...], int], float] = {}
-        for (prefix, tokens), choice in zip(wanted.items(), choices, strict=True):
-            tops = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
-            try:
-                logprobs |= {(prefix, token): checked_logprob(tops[0][f"token_id:{token}"]) for token in tokens}
-            except KeyError:
-                raise _NotToldError(f"the server at {self._client.address} does not score named tokens") from None
-        return logprobs
+    async def _keeps_grammars(self, endpoint: TokenEndpoint, line: ScoredLine) -> bool:
+        """Whether a grammar of tokens binds what is drafted: two that hardly come by themselves."""
+        first, second = line.prefix[:2]
+        grammar = f"start: <[{first}]> <[{second}]>"
+        wanted = Continuation(line.prefix, 2, SamplingParams(), 0, (), grammar=grammar)
+        try:
+            choice, _ = await endpoint.generated(self.model, line.prefix, sampling_of(wanted))
+            return list(choice["token_ids"][:2]) == [first, second]
+        except ServerUnreachableError:
+            raise
+        except _OTHERWISE:
+            return False
 
-    async def _by_prompts(self, lines: Sequence[ScoredLine]) -> list[list[float]]:
-        whole = whole_lines(lines)
-        body = {"prompt": [ids for _, ids in whole], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        choices = await self._choices(body)
-        logprobs = []
-        for (start, ids), choice in zip(whole, choices, strict=True):
-            places = choice.get("prompt_logprobs")
-            if places is None:
-                raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-            logprobs.append([checked_logprob(places[n][str(ids[n])]["logprob"]) for n in range(start, len(ids))])
-        return of_whole_lines(lines, logprobs)
-
-    async def tops(self, line: ScoredLine, count: int) -> list[Top]:
-        """The most probable tokens in the place of each of the line's.
-
-        In one request over the whole line: a prefix more for each token would take a decoded token each.
-        """
-        ids, start = line.prefix + line.tokens, len(line.prefix)
-        body = {"prompt": [ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
-        [choice] = await self._choices(body)
-        places = choice.get("prompt_logprobs")
-        if places is None:
-            raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-        return [_top(places[n], count) for n in range(start, len(ids))]
-
-    async def _choices(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        response = await self._client.post("/v1/completions", {"model": self.model, **body})
-        return sorted(response["choices"], key=lambda choice: int(choice["index"]))
+    async def _by_tokens(self, endpoint: TokenEndpoint, lines: Sequence[ScoredLine]) -> list[list[Place]]:
+        """Each line by itself; those that are too long, or whose rows are missing, by prefixes, all in one request."""
+        short = [n for n, line in enumerate(lines) if endpoint.is_short(line)]
+        asked = (endpoint.judged(self.model, lines[n]) for n in short)
+        found: dict[int, list[Place]] = {}
+        for n, places in zip(short, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if not isinstance(places, BaseException):
+                found[n] = places
+            elif not isinstance(places, RowsMissingError):
+                raise places
+        left = [n for n in range(len(lines)) if n not in found]
+        again = await self._completions.by_prefixes(self.model, [lines[n] for n in left]) if left else []
+        found |= dict(zip(left, again, strict=True))
+        return [found[n] for n in range(len(lines))]
 
 
-class _NotToldError(ServerError):
-    """The server ignored the tokens that it was asked for."""
+async def _persistently(endpoint: TokenEndpoint, model: str, line: ScoredLine) -> list[Place]:
+    """The places of a line, asked again where rows are missing: memory that nobody wrote differs each time."""
+    for _ in range(_TRIES):
+        try:
+            return await endpoint.judged(model, line)
+        except RowsMissingError as error:
+            problem = error
+    raise problem
 
 
-def _top(entries: Mapping[str, Mapping[str, Any]], count: int) -> Top:
-    """The most probable tokens of a place, in which the prompt's own is told as well."""
-    tokens = [(int(token), checked_logprob(entry["logprob"])) for token, entry in entries.items()]
-    if len(tokens) < count:
-        raise ServerError(f"the server tells of {len(tokens)} tokens where {count} were asked for")
-    return tuple(sorted(tokens, key=lambda pair: -pair[1])[:count])
-
-
-def _pieces(wanted: Wanted) -> list[Wanted]:
-    """The same, in parts that a request takes: of each prefix, all its tokens are in one part unless they are many."""
-    pieces: list[Wanted] = []
-    ids: set[int] = set()
-    for prefix, tokens in wanted.items():
-        for part in _parts(sorted(tokens)):
-            if not pieces or len(ids | part) > MOST_IDS or len(pieces[-1]) >= MOST_PROMPTS or prefix in pieces[-1]:
-                pieces.append({})
-                ids = set()
-            pieces[-1][prefix] = part
-            ids |= part
-    return pieces
-
-
-def _parts(tokens: Sequence[int]) -> list[set[int]]:
-    return [set(tokens[n : n + MOST_IDS]) for n in range(0, len(tokens), MOST_IDS)]
+def _scores(lines: Sequence[ScoredLine], places: Sequence[Sequence[Place]]) -> list[list[float]]:
+    return [scores_of(line, own) for line, own in zip(lines, places, strict=True)]

@@ -92,6 +92,7 @@ class Metrics:
         self._now = MetricsSnapshot()
         self._by_member: dict[str, Counter[str]] = {name: Counter() for name in _BY_MEMBER}
         self._forward_seconds: Counter[str] = Counter()
+        self._steps: Counter[str] = Counter()
 
     def started(self, waited: float) -> None:
         with self._lock:
@@ -101,16 +102,17 @@ class Metrics:
         with self._lock:
             self._now.requests[how] += 1
 
-    def forward(self, member: str, batch: int, seconds: float) -> None:
+    def forward(self, member: str, answers: int, seconds: float, steps: int = 1) -> None:
         with self._lock:
             self._by_member["forwards"][member] += 1
+            self._steps[member] += steps
             self._forward_seconds[member] += seconds  # type: ignore[assignment]
-            self._now.batch_size.add(batch)
+            self._now.batch_size.add(answers)
 
     def step_seconds(self) -> dict[str, float]:
-        """Mean seconds of a forward of each member that has run."""
+        """Mean seconds of a step of each member that has run: a forward here, a token of a draft at a server."""
         with self._lock:
-            return {name: self._forward_seconds[name] / count for name, count in self._by_member["forwards"].items()}
+            return {name: self._forward_seconds[name] / count for name, count in self._steps.items()}
 
     def observe(self, event: Event) -> None:
         """Count what an event tells."""

@@ -98,6 +98,18 @@ class Grammar:
             options = None
         return _checked_options(options if isinstance(options, list) else (), "a choice needs {}, as JSON")
 
+    def behind(self, text: str) -> str | None:
+        """A Lark grammar of what may follow `text`, where that can be written down as one; None else.
+
+        JSON cannot: other libraries write its values in another style.
+        """
+        if self.kind == "choice":
+            rest = [o.removeprefix(text) for o in self._options() if o.startswith(text)]
+            return "start: " + " | ".join(map(_dumps, rest)) if rest else None
+        if text or self.kind == "json_schema":
+            return None
+        return str(self._part()["lark_grammar"])
+
     def as_rule(self) -> str:
         """The right-hand side of a Lark rule for this grammar; a Lark grammar has none."""
         if self.kind == "json_schema":

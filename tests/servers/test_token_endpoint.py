@@ -1,0 +1,342 @@
+"""A member behind a server that has the token endpoint answers as it does here, with fewer requests."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
+from specfuse_shared.cli.commands import main
+from specfuse_shared.members.server import tokens
+from tests.servers.model_server import Ways, model_server
+from tests.servers.token_route import PATH
+from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
+
+SCHEMA = {"properties": {"n": {"type": "integer"}, "why": {"type": "string", "maxLength": 20}}}
+LARK = 'start: word ("," word)*\nword: /[a-e]{2,5}/'
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+Lie = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Ways]]:
+    """The chat model behind a server with the endpoint, the base model here."""
+    with (
+        model_server(folders["chat"], Ways(tokens=True)) as (url, ways),
+        EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
+    ):
+        yield engine.load(), ways
+
+
+def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What was asked of the endpoint."""
+    asked = [body["sampling_params"] for body in ways.bodies(PATH)]
+    return [p for p in asked if "prompt_logprobs" not in p], [p for p in asked if "prompt_logprobs" in p]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        WIDE,
+        SamplingParams(max_tokens=25, repetition_penalty=1.3),
+        SamplingParams(max_tokens=40, stop=["e"], logprobs=True, top_logprobs=3),
+        SamplingParams(max_tokens=24, min_tokens=20),
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}")),
+        SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "yesterday", "no"])),
+        SamplingParams(max_tokens=30, grammar=Grammar.lark(LARK)),
+        SamplingParams(max_tokens=60, grammar=Grammar.json_schema(SCHEMA)),
+    ],
+    ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "regex", "choice", "lark", "schema"],
+)
+def test_it_answers_as_it_does_here(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], params: SamplingParams
+) -> None:
+    engine, ways = chat
+    ways.asked.clear()
+    for question in QUESTIONS:
+        assert_same(engine.generate(question, params), tiny_engine.generate(question, params))
+    assert {path for path, body in ways.asked if "top_logprobs" not in body} >= {PATH}
+    if not params.top_logprobs:
+        assert not ways.bodies(), "nothing is asked by text completions"
+
+
+def test_tools_are_called_as_they_are_here(tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]) -> None:
+    options: dict[str, Any] = {"tools": [TOOL], "tool_choice": "any"}
+    params = SamplingParams(max_tokens=60)
+    assert_same(chat[0].generate("Ring!", params, **options), tiny_engine.generate("Ring!", params, **options))
+
+
+def test_alone_and_eight_at_once_it_answers_as_it_does_here(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]
+) -> None:
+    questions = [f"{question} {number}" for number in (1, 2) for question in QUESTIONS]
+    expected = [tiny_engine.generate(question, WIDE) for question in questions]
+    for found, one in zip(chat[0].generate_batch(questions, WIDE), expected, strict=True):
+        assert_same(found, one)
+    found = chat[0].generate(QUESTIONS[0], WIDE, members=["chat"])
+    assert_same(found, tiny_engine.generate(QUESTIONS[0], WIDE, members=["chat"]))
+
+
+def test_a_seed_gives_the_same_answer_again(chat: tuple[EnsembleEngine, Ways]) -> None:
+    grammar = Grammar.json_schema(SCHEMA)
+    for params in (
+        SamplingParams(max_tokens=30, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=5, grammar=grammar),
+    ):
+        first, again = (chat[0].generate(QUESTIONS[0], params).text for _ in range(2))
+        assert first == again
+        assert chat[0].generate(QUESTIONS[0], replace(params, seed=6)).text != first
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
+    tiny_engine: EnsembleEngine, folders: dict[str, Path]
+) -> None:
+    with (
+        model_server(folders["chat"], Ways(tokens=True, block=256)) as (url, ways),
+        EnsembleEngine(replace(served(tiny_engine, url, "chat"), speculation="off")) as engine,
+    ):
+        engine.load()
+        ways.asked.clear()
+        result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=60))
+        drafts, verdicts = drafts_and_verdicts(ways)
+        assert len(result.rounds) > 5
+        assert sum(draft["max_tokens"] > 1 for draft in drafts) <= len(result.rounds)
+        candidates = sum(len(record.candidates) for record in result.rounds if record.verified)
+        assert len(drafts) + len(verdicts) <= 1 + len(result.rounds) + candidates, "one reads the prompt"
+        for params in verdicts:
+            assert (params["skip_reading_prefix_cache"], params["detokenize"]) == (False, False)
+
+
+def test_what_others_began_to_say_is_not_asked_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
+    """No place is judged twice in an answer, nor drafted where it is known."""
+    engine, ways = chat
+    ways.asked.clear()
+    engine.generate(QUESTIONS[0], SamplingParams(max_tokens=40))
+    asked = [json.dumps(body) for body in ways.bodies(PATH)]
+    assert len(asked) == len(set(asked))
+
+
+def test_a_led_draft_is_a_request_that_judges_the_guess(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> None:
+    """Both members are the same model, so that one draft often settles a round."""
+    config = tiny_engine.config
+    chat_member = next(m for m in config.member_configs if m.label == "chat")
+    with (
+        model_server(folders["chat"], Ways(tokens=True, block=64, delay=0.01)) as (first, _),
+        model_server(folders["chat"], Ways(tokens=True, block=64, delay=0.2)) as (second, ways),
+    ):
+        members = [replace(chat_member, name=n, server=url) for n, url in (("quick", first), ("slow", second))]
+        with EnsembleEngine(replace(config, members=members, reference=None)) as engine:
+            for question in QUESTIONS[:2]:
+                engine.generate(question, WIDE)  # until seconds are known
+            ways.asked.clear()
+            result = engine.generate(QUESTIONS[3], LONG)
+        led = [record for record in result.rounds if record.leader == "quick"]
+        assert len(led) > len(result.rounds) / 2
+        usage = result.usage.members["slow"]
+        assert usage.guessed >= usage.accepted > 0
+        _, verdicts = drafts_and_verdicts(ways)
+        assert len(verdicts) >= len(led)
+    here = [replace(member, server=None) for member in members]
+    with EnsembleEngine(replace(config, members=here, reference=None)) as engine:
+        assert_same(result, engine.generate(QUESTIONS[3], LONG))
+
+
+def test_a_draft_under_a_grammar_is_few_requests(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]
+) -> None:
+    engine, ways = chat
+    for grammar in (Grammar.choice(["yes", "yesterday", "no"]), Grammar.json_schema(SCHEMA)):
+        ways.asked.clear()
+        result = engine.generate("Which?", SamplingParams(max_tokens=60, grammar=grammar), members=["chat"])
+        drafts, _ = drafts_and_verdicts(ways)
+        drawn = [record.candidates[0].tokens for record in result.rounds if record.candidates[0].tokens]
+        most = len(drawn) if grammar.kind == "choice" else len(drawn) + sum(drawn)
+        assert len(drafts) - 1 <= most, "one reads the prompt"
+        assert any("structured_outputs" in draft for draft in drafts)
+
+
+def test_a_server_without_such_grammars_is_asked_for_a_token_a_request(
+    tiny_engine: EnsembleEngine, folders: dict[str, Path]
+) -> None:
+    with (
+        model_server(folders["chat"], Ways(tokens=True, keeps_grammars=False)) as (url, ways),
+        EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
+    ):
+        assert "take no ranges of tokens" in engine.describe()[0].advice
+        ways.asked.clear()
+        params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
+        assert_same(engine.generate(QUESTIONS[2], params), tiny_engine.generate(QUESTIONS[2], params))
+        drafts, _ = drafts_and_verdicts(ways)
+        assert not [draft for draft in drafts if "structured_outputs" in draft]
+        assert [draft for draft in drafts if "allowed_token_ids" in draft]
+
+
+# ── rows that are missing, or were never written ─────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ways", [Ways(tokens=True, block=4), Ways(tokens=True, block=4, all_rows=False)], ids=repr)
+def test_rows_in_front_of_the_cache_are_never_read(
+    tiny_engine: EnsembleEngine, folders: dict[str, Path], ways: Ways
+) -> None:
+    """Blocks end inside candidates, all of them are cached the second time, and old rows look like right ones."""
+    with model_server(folders["chat"], ways) as (url, _), EnsembleEngine(served(tiny_engine, url, "chat")) as engine:
+        for _ in range(2):
+            for question in QUESTIONS[:2]:
+                assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
+        assert not engine.load().generate(QUESTIONS[0], WIDE).warnings
+
+
+def test_a_candidate_whose_rows_fail_goes_by_prefixes(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways]
+) -> None:
+    engine, ways = chat
+    ways.asked.clear()
+    ways.broken_rows = 3
+    assert_same(engine.generate(QUESTIONS[0], WIDE), tiny_engine.generate(QUESTIONS[0], WIDE))
+    assert ways.broken_rows == 0
+    assert [body for body in ways.bodies() if "logprob_token_ids" in body]
+
+
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_answers_stay_short_at_long_contexts(
+    tiny_engine: EnsembleEngine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, all_rows: bool
+) -> None:
+    """A server that tells a row of every token is asked by prefixes there, whose answers have none."""
+    monkeypatch.setattr(tokens, "MOST_ROWS", 64)
+    with (
+        model_server(folders["chat"], Ways(tokens=True, all_rows=all_rows)) as (url, ways),
+        EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
+    ):
+        engine.load()
+        ways.asked.clear()
+        for question in (QUESTIONS[0], "Say more. " * 30):
+            assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
+        judged = [body for body in ways.bodies(PATH) if "prompt_logprobs" in body["sampling_params"]]
+        longest = max(len(body["token_ids"]) for body in judged)
+        assert (longest <= 64) == all_rows
+        assert bool([body for body in ways.bodies() if "logprob_token_ids" in body]) == all_rows
+
+
+# ── what is found at connect ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("ways", "way", "advice"),
+    [
+        (Ways(tokens=True), "tokens", ""),
+        (Ways(), "prefixes", "no token endpoint: start it with --enable-scale-out; then a verification is a request"),
+        (Ways(tokens=True, tells_metrics=False), "prefixes", "does not tell the block size of its cache"),
+        (Ways(tokens=True, off_by_tokens=-0.5), "prefixes", "its token endpoint scores otherwise"),
+        (Ways(tokens=True, off_by_tokens=50.0), "prefixes", "its token endpoint does not judge (the server gives"),
+        (Ways(tokens=True, broken_rows=2), "tokens", ""),
+    ],
+    ids=["on", "off", "no metrics", "lower", "higher", "rows fail twice"],
+)
+def test_doctor_says_which_way_is_used_and_what_the_flag_would_save(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str], ways: Ways, way: str, advice: str
+) -> None:
+    with model_server(folders["chat"], ways) as (url, _):
+        assert main(["doctor", "--member", f"{folders['chat']}@{url}", "--json"]) == 0
+        [report] = json.loads(capsys.readouterr().out)["members"]
+        assert report["verification"] == way
+        assert advice in report["advice"]
+        assert bool(report["advice"]) == bool(advice)
+        assert main(["doctor", "--member", f"{folders['chat']}@{url}"]) == 0
+        assert " ".join(advice.split()[:4]) in " ".join(capsys.readouterr().out.split())
+
+
+# ── lies ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scores(value: Any) -> Lie:
+    """Every log-probability is this one."""
+
+    def lie(told: dict[str, Any]) -> dict[str, Any]:
+        entries = [entry for row in told["prompt_logprobs"] or [] for entry in (row or {}).values()]
+        for content in told["choices"][0]["logprobs"]["content"]:
+            entries += [content, *content["top_logprobs"]]
+        for entry in entries:
+            entry["logprob"] = value
+        return told
+
+    return lie
+
+
+def saying(*ids: Any) -> Lie:
+    """Every continuation is these tokens."""
+
+    def lie(told: dict[str, Any]) -> dict[str, Any]:
+        [choice] = told["choices"]
+        entry = choice["logprobs"]["content"][0]
+        content = [{**entry, "token_id": token, "rank": 1} for token in ids]
+        return {**told, "choices": [{**choice, "token_ids": list(ids), "logprobs": {"content": content}}]}
+
+    return lie
+
+
+def without(name: str) -> Lie:
+    return lambda told: {key: value for key, value in told.items() if key != name}
+
+
+def other_tokens_scored(told: dict[str, Any]) -> dict[str, Any]:
+    for content in told["choices"][0]["logprobs"]["content"]:
+        content["token_id"] += 1
+    return told
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *map(scores, (math.nan, math.inf, 800.0, 5.0, "high", None)),
+        *(saying(*range(2000)), saying(-1), saying(10**9), saying("a"), saying(True), saying([1]), saying()),
+        *(without("choices"), lambda told: [], lambda told: "nonsense", lambda told: {"choices": [{}]}),
+        other_tokens_scored,
+    ],
+    ids=[
+        *("NaN", "infinity", "800", "5", "text", "nothing"),
+        *("many", "negative", "unknown", "no number", "a boolean", "a list", "none"),
+        *("no choices", "a list instead", "text instead", "empty", "others scored"),
+    ],
+)
+def test_a_server_that_lies_costs_its_member_the_answer(chat: tuple[EnsembleEngine, Ways], lie: Lie) -> None:
+    engine, ways = chat
+    ways.lie_of_tokens = lie
+    try:
+        result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=12))
+    finally:
+        ways.lie_of_tokens = None
+    [warning] = result.warnings
+    assert (warning.member, warning.kind in ("ServerError", "ServerSettingsError")) == ("chat", True), warning
+    assert result.text
+    assert not engine.generate(QUESTIONS[0], SamplingParams(max_tokens=12)).warnings, "it is asked again"
+    assert engine.describe()[0].verification == "tokens"
+
+
+def wrong_rows(told: dict[str, Any]) -> dict[str, Any]:
+    rows = [None if row is None else {"3": {"logprob": -0.1, "rank": 1}} for row in told["prompt_logprobs"] or []]
+    return {**told, "prompt_logprobs": rows or None}
+
+
+@pytest.mark.parametrize(
+    "lie", [wrong_rows, without("prompt_logprobs"), lambda told: {**told, "prompt_logprobs": [None]}], ids=range(3)
+)
+def test_rows_of_other_tokens_are_not_believed(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], lie: Lie
+) -> None:
+    engine, ways = chat
+    ways.lie_of_tokens = lie
+    try:
+        found = engine.generate(QUESTIONS[0], WIDE)
+    finally:
+        ways.lie_of_tokens = None
+    assert_same(found, tiny_engine.generate(QUESTIONS[0], WIDE))

@@ -1,0 +1,114 @@
+"""vLLM's token endpoint over the model of a test server: `prompt_logprobs` that read a prefix cache of whole blocks.
+
+Like vLLM's own it tells a row of every token of the prompt, and those in front of what it computed are what lay in the
+memory before: here the rows of an earlier answer, which look as if they were right.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from tests.servers.model_server import ModelServer
+
+PATH = "/inference/v1/generate"
+Row = dict[str, dict[str, Any]] | None
+
+
+class RefusedError(Exception):
+    """A request that the server does not take."""
+
+
+class TokenRoute:
+    """The endpoint, its cache of blocks, and the memory that rows are written to."""
+
+    def __init__(self, server: ModelServer) -> None:
+        self._server, self._ways = server, server.ways
+        self._cached: set[tuple[int, ...]] = set()
+        self._memory: list[Row] = []
+
+    def answer(self, body: dict[str, Any]) -> Response:
+        if (unknown := self._server.unknown(body)) is not None:
+            return unknown
+        ids, params = list(body["token_ids"]), body["sampling_params"]
+        named = params.get("logprob_token_ids") or []
+        most = params["max_tokens"]
+        self._server.check(len(ids) + most <= self._ways.context, "this model's maximum context length")
+        self._server.check(params.get("logprobs") == len(named), "logprobs must equal len(logprob_token_ids)")
+        self._server.check(params["detokenize"] is False, "Error in token ids of rows")
+        for asked in (named, params.get("allowed_token_ids"), map(int, params.get("logit_bias") or {})):
+            self._server.check(all(0 <= t < self._server.size for t in asked or ()), "out-of-vocab token ids")
+        rows = self._rows(ids, params) if params.get("prompt_logprobs") is not None else None
+        told = {"prompt_logprobs": rows, "choices": [self._choice(ids, params, named)]}
+        if self._ways.lie_of_tokens is not None:
+            told = self._ways.lie_of_tokens(told)
+        return Response(json.dumps(told), media_type="application/json")
+
+    def _rows(self, ids: list[int], params: dict[str, Any]) -> list[Row]:
+        scores = self._server.logits(ids).log_softmax(-1) + self._ways.off_by_tokens
+        rows: list[Row] = [None]
+        for n, token in enumerate(ids[1:]):
+            rank = int((scores[n] > scores[n][token]).sum()) + 1
+            rows.append({str(token): {"logprob": float(scores[n][token]), "rank": rank, "decoded_token": None}})
+        hit = 0 if params["skip_reading_prefix_cache"] else self._hit(ids)
+        before, self._memory = self._memory, rows
+        if hit and self._ways.broken_rows:
+            self._ways.broken_rows -= 1
+            raise RefusedError("Out of range float values are not JSON compliant")
+        if not self._ways.all_rows:
+            return rows[hit + 1 :]
+        return [*(before + [None] * len(ids))[: hit + 1], *rows[hit + 1 :]]
+
+    def _hit(self, ids: list[int]) -> int:
+        """Tokens whose blocks are cached; at least one is left to compute."""
+        block = self._ways.block
+        ends = range(block, len(ids), block)
+        return max((end for end in ends if tuple(ids[:end]) in self._cached), default=0)
+
+    def _choice(self, ids: list[int], params: dict[str, Any], named: list[int]) -> dict[str, Any]:
+        server, ids, size, content, ended = self._server, list(ids), len(ids), [], "length"
+        grammar = (params.get("structured_outputs") or {}).get("grammar")
+        matcher = None if grammar is None else self._matcher(grammar)
+        for _ in range(params["max_tokens"]):
+            raw = server.logits(ids)[-1]
+            if matcher is not None:  # before log p is taken, as in vLLM
+                raw = _masked(raw, matcher.compute_bitmask())
+            processed = server.processed(raw, ids, params)
+            token = server.pick(processed, params, len(ids))
+            content.append(self._entry(raw.log_softmax(-1), token, named))
+            ids.append(token)
+            if matcher is not None:
+                matcher.consume_token(token)
+            if token in params.get("stop_token_ids", ()) or (matcher is not None and matcher.is_stopped()):
+                ended = "stop"
+                break
+        self._cached |= {tuple(ids[:end]) for end in range(self._ways.block, len(ids), self._ways.block)}
+        return {"index": 0, "token_ids": ids[size:], "finish_reason": ended, "logprobs": {"content": content}}
+
+    def _matcher(self, grammar: str) -> Any:
+        import llguidance
+        import llguidance.hf
+
+        if not self._ways.keeps_grammars:
+            raise RefusedError("Invalid grammar specification")
+        tokens = llguidance.hf.from_tokenizer(self._server.tokenizer, n_vocab=self._server.size)
+        matcher = llguidance.LLMatcher(tokens, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0)
+        self._server.check(not matcher.is_error(), f"Invalid grammar specification: {matcher.get_error()}")
+        return matcher
+
+    def _entry(self, scores: torch.Tensor, token: int, named: list[int]) -> dict[str, Any]:
+        def told(t: int) -> dict[str, Any]:
+            rank = int((scores > scores[t]).sum()) + 1
+            return {"token_id": t, "logprob": max(float(scores[t]), -9999.0), "rank": rank}
+
+        return {**told(token), "top_logprobs": [told(t) for t in dict.fromkeys([token, *named])][: len(named)]}
+
+
+def _masked(scores: torch.Tensor, bits: bytes) -> torch.Tensor:
+    keep = torch.tensor([bits[t >> 3] >> (t & 7) & 1 for t in range(len(scores))], dtype=torch.bool)
+    return scores.masked_fill(~keep, -math.inf)
