@@ -63,24 +63,25 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
     and records; `model` is then one of the server's.
 
-    Members that think (`MemberConfig(thinking=True)`) do so in reasoning blocks (`content_blocks`, and
-    `additional_kwargs["reasoning_content"]`), in front of the answer and no part of it.
+    Thoughts of members (`MemberConfig(thinking=True)`) are reasoning blocks in front of the answer (`content_blocks`,
+    and `additional_kwargs["reasoning_content"]`), not part of its text.
 
     Tool calls and structured values are drafted under a grammar and fit their schema. A call that `max_tokens` cut is
-    in `invalid_tool_calls`, with the finish reason "length"; a structured value is an `UnfinishedValueError` then.
-    Text only; images and audio raise `RequestError`.
-    Errors are those of `langchain_specfuse.errors`: the engine's and LangChain's at once.
+    in `invalid_tool_calls`, with the finish reason "length"; a structured value that it cut raises
+    `UnfinishedValueError`. Text only; images and audio raise `RequestError`. Each error of `langchain_specfuse.errors`
+    is an error of the engine and of LangChain.
     """
 
     model_config = ConfigDict(populate_by_name=True)
 
     ensembles: Ensembles = Field(default_factory=dict)
-    """Other ensembles by name, each as `members` or `config` take them; a call chooses one with `model="name"`."""
+    """Other ensembles by name, each in a form that `members` or `config` take; a call selects one with
+    `model="name"`."""
     model_name: str | None = Field(default=None, alias="model")
-    """Who answers where a call names nobody: "demo" or one of `ensembles`, instead of `members`; or one of a server's
+    """The ensemble of calls that name none: "demo" or one of `ensembles`, instead of `members`; or one of a server's
     models."""
     streaming: bool | None = None
-    """`invoke` streams as well: callbacks hear its chunks as those of a stream. False: `stream` gives one chunk."""
+    """True: callbacks get the chunks of `invoke` as of a stream. False: `stream` yields one chunk."""
 
     def __init__(self, *args: Any, **values: Any) -> None:
         with as_langchain():
@@ -179,9 +180,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """A model that may call `tools`: functions, classes, `BaseTool`s or dictionaries.
 
-        `tool_choice`: None, False or "auto" (the ensemble decides), "any", "required" or True (it calls), "none",
-        a tool's name, or a dictionary of these. `strict` refuses schemas that no grammar can promise.
-        """
+        `tool_choice`: None, False or "auto" (the ensemble decides), "any", "required" or True (a call is forced),
+        "none", a tool's name, or a dictionary of these. `strict` refuses schemas that no grammar can enforce."""
         with as_langchain():
             bound = to_tools(tools, strict)
             options: dict[str, Any] = {"tool_choice": to_choice(tool_choice, bound)}
@@ -200,10 +200,9 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     ) -> Runnable[LanguageModelInput, Any]:
         """A model that answers with values of `schema`: a Pydantic class, a TypedDict or a JSON schema.
 
-        Every method gives values that fit the schema. "json_schema" shows it to the members, "function_calling"
-        makes it a tool that must be called, "json_mode" leaves it to the prompt to say what is wanted, and without a
-        schema gives any object. With `include_raw` the result is {"raw": message, "parsed": value, "parsing_error":
-        error}.
+        With every method the values fit the schema. "json_schema" describes it to the members, "function_calling" makes
+        it a tool that must be called, and "json_mode" does not describe it; without a schema, "json_mode" gives any
+        object. With `include_raw` the result is {"raw": message, "parsed": value, "parsing_error": error}.
         """
         with as_langchain():
             return structured_output(self, schema, include_raw=include_raw, method=method, strict=strict, **kwargs)
@@ -281,4 +280,4 @@ def _ensemble_named(name: str, ensembles: Mapping[str, Any]) -> EnsembleConfig:
         return config_of(ensembles[name])
     if name == "demo":
         return config_of("demo")
-    raise UnknownModelError(f"model {name!r} is no ensemble here: use one of {['demo', *ensembles]}, or add it")
+    raise UnknownModelError(f"model {name!r} is not an ensemble here: use one of {['demo', *ensembles]}, or add it")

@@ -72,17 +72,17 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
             ...
 
     Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member
-    scored it, where it stands in the answer and what the other candidates were. `SpecFuseSegmentEvent` tells the
-    same to LlamaIndex's dispatcher, and `on_segment` to any callable. The last response adds no text: it carries
+    scored it, its place in the answer, and the other candidates. LlamaIndex's dispatcher gets the same as
+    `SpecFuseSegmentEvent`s, and `on_segment` gets it as a function. The last response adds no text: it carries
     `raw["usage"]` (tokens of the reference member), the finish reason and the record of the answer, and is what
-    `complete` and `chat` return. Every call takes the settings of sampling, `grammar`, `logprobs`, `timeout`, `tools`,
-    `tool_choice`, `parallel_tool_calls` and `whole` (what `max_tokens` cuts is an error). A completion is one user turn
-    in each member's own template. Text only.
+    `complete` and `chat` return. Every call takes the sampling settings, `grammar`, `logprobs`, `timeout`, `tools`,
+    `tool_choice`, `parallel_tool_calls` and `whole` (text that `max_tokens` cuts is an error). A completion is one user
+    turn in each member's own template. Text only.
 
-    Tool calls and structured predictions are drafted under a grammar: every call names a tool that there is and has
-    arguments of its schema, every prediction is an instance of its class. No character of a call is streamed as text;
-    a response holds the calls that are complete. A call that `max_tokens` cut is none of them: an agent is told so and
-    calls again. A prediction is an `UnfinishedValueError` then, as a call is in `predict_and_call`.
+    Tool calls and structured predictions are drafted under a grammar: every call names a known tool and fits its
+    schema, every prediction is an instance of its class. Calls are never streamed as text; a response holds the calls
+    that are complete. A call that `max_tokens` cut is left out: an agent is told so and calls again. A cut prediction,
+    or a cut call in `predict_and_call`, raises `UnfinishedValueError`.
 
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
@@ -91,13 +91,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     """
 
     context_window: int | None = Field(default=None, gt=0)
-    """Tokens that LlamaIndex shall plan with; None is the smallest member's context."""
+    """Context size that LlamaIndex plans with, in tokens; None: that of the smallest member."""
     grammar: GrammarField = None
-    """What every answer must be, unless the call says otherwise: a `Grammar`."""
+    """The `Grammar` of every answer, unless a call sets another."""
     additional_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options of every call, each of which a call may replace."""
+    """Options of every call; a call can replace each of them."""
     is_function_calling_model: bool = True
-    """False makes LlamaIndex choose its ways without function calling, such as ReAct."""
+    """False makes LlamaIndex work without function calling, for example with ReAct."""
 
     @classmethod
     def class_name(cls) -> str:

@@ -1,10 +1,8 @@
-"""How far the members of an answer agree: the share of its text that all of them would have said, by their weights.
+"""How far the members of an answer agree: the share of its text that all of them would have written, by their weights.
 
-Every round shows what each member would have said behind the answer so far. Of each character of the segment that was
-chosen it is known whether a member would have written it: yes up to the place where its own draft leaves the segment,
-no behind it; behind the end of a draft that only was shorter, nothing is known. Text that a grammar dictated, and text
-that only one member had an opinion on, says nothing and does not count.
-"""
+A member would have written a character of the chosen segment up to the place where its own draft leaves the segment,
+and not behind it. Behind the end of a shorter draft nothing is known. Text that a grammar dictated, and text on which
+only one member has an opinion, does not count."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A place of the answer, in characters, that only members with this `share` of the weights would have written."""
+    """Characters `start` to `end` of the answer, which only members with this `share` of the weights would have
+    written."""
 
     start: int
     end: int
@@ -28,7 +27,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """`share`: mean over the characters that are known, in [0, 1]. `places`: where it is below 1."""
+    """`share`: mean over the known characters, in [0, 1]. `places`: where it is below 1."""
 
     share: float
     places: tuple[Disagreement, ...]

@@ -3,27 +3,27 @@
     SpecFuseError
     ├── ConfigError              a setting that cannot work (also a ValueError)
     │   ├── GrammarError         a schema, expression or grammar that cannot be used
-    │   ├── AuthenticationError  a server asks for its key, or for another one
+    │   ├── AuthenticationError  a server needs a key, or got a wrong one
     │   ├── UnknownModelError    no ensemble, and no model of a server, has this name
-    │   └── MissingExtraError    a package that an optional part needs (also an ImportError)
+    │   └── MissingExtraError    an optional feature needs an extra (also an ImportError)
     ├── MemberLoadError          weights, tokenizer or template of a member cannot be used
-    │   ├── PlacementError        the devices have no room for a member, or not the one it names
+    │   ├── PlacementError        a member does not fit, or names a device that is missing
     │   ├── UnsupportedModelError no verification path gives the model's own probabilities
     │   └── ServerError           a member's server cannot be used, or refused a request
-    │       ├── ServerUnreachableError  nobody answers there, or not in time
-    │       ├── ServerKeyError          it asks for another key
-    │       ├── ServerModelError        it has no such model, or one with another vocabulary
-    │       └── ServerSettingsError     it was started in a way in which no member can live there
+    │       ├── ServerUnreachableError  it does not answer, or not in time
+    │       ├── ServerKeyError          it needs a key, or got a wrong one
+    │       ├── ServerModelError        it does not have the model, or one with another vocabulary
+    │       └── ServerSettingsError     it was started with settings that a member cannot use
     ├── RequestError             one request cannot be served; the engine is unharmed
     │   ├── PromptTooLongError   the prompt leaves a member no room to answer
     │   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
-    ├── EngineBusyError          the queue is full, and the engine was told not to wait
-    ├── GenerationError          a running answer failed; carries the text so far
+    ├── EngineBusyError          the queue is full (when_busy="raise")
+    ├── GenerationError          a running answer failed; has the text so far
     │   ├── RequestTimeoutError  the caller's timeout passed (also a TimeoutError)
-    │   └── UnfinishedValueError  under a grammar, it ended before its value was complete (also a ValueError)
+    │   └── UnfinishedValueError  it ended before its value was complete (also a ValueError)
     └── EngineClosedError        the engine was closed
 
-Every one of them survives pickling.
+All of them can be pickled.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from typing import Any, ClassVar, Self
 
 
 class SpecFuseError(Exception):
-    """Base class of everything this package raises on purpose.
+    """Base class of the errors of this package.
 
-    Every error survives pickling: pools of processes lose the worker, and wait for ever, over one that does not.
-    `shared` names the attributes, and `public` is the message, that a server tells its clients.
+    Every error can be pickled: a process pool hangs on one that cannot. `shared` names the attributes, and `public` is
+    the message, that a server sends to its clients.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
 
     @property
     def public(self) -> str:
-        """The message without what may name files, addresses or the code of this process."""
+        """The message without names of files, addresses or code of this process."""
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,23 +50,23 @@ class SpecFuseError(Exception):
 
 
 class ConfigError(SpecFuseError, ValueError):
-    """A configuration value is impossible; the message says what was expected."""
+    """A setting is invalid; the message says what was expected."""
 
 
 class GrammarError(ConfigError):
-    """A grammar is malformed, or asks for what no grammar can promise."""
+    """A grammar is malformed, or uses a keyword that no grammar can enforce."""
 
 
 class AuthenticationError(ConfigError):
-    """The server that answers asks for its key, or for another one."""
+    """The server needs a key, or got a wrong one."""
 
 
 class UnknownModelError(ConfigError):
-    """No ensemble, and no model of a server, has this name; the message lists those that there are."""
+    """No ensemble, and no model of a server, has this name; the message lists the known ones."""
 
 
 class MissingExtraError(ConfigError, ImportError):
-    """An optional part was used without its extra."""
+    """An optional feature was used without its extra."""
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(f'{feature} needs the "{extra}" extra: pip install "specfuse-llm[{extra}]"')
@@ -81,7 +81,7 @@ class MemberLoadError(SpecFuseError):
 
 
 class PlacementError(MemberLoadError):
-    """The members do not fit onto the devices; the message says what they need and what would help."""
+    """The members do not fit onto the devices; the message says what they need and what helps."""
 
 
 class UnsupportedModelError(MemberLoadError):
@@ -89,36 +89,36 @@ class UnsupportedModelError(MemberLoadError):
 
 
 class ServerError(MemberLoadError):
-    """A member's server cannot be used, or refused a request. In an answer it is why the member left."""
+    """A member's server cannot be used, or refused a request. During an answer, the member leaves because of it."""
 
 
 class ServerUnreachableError(ServerError):
-    """Nobody answers at the address of a member's server, or not in time."""
+    """A member's server does not answer, or not in time."""
 
 
 class ServerKeyError(ServerError):
-    """A member's server asks for another key; the message names the environment variable."""
+    """A member's server needs a key, or got a wrong one; the message names the environment variable."""
 
 
 class ServerModelError(ServerError):
-    """A member's server has no such model, or one with another vocabulary."""
+    """A member's server does not have the model, or has one with another vocabulary."""
 
 
 class ServerSettingsError(ServerError):
-    """A member's server runs without its prefix cache, or does not tell the model's own log-probabilities."""
+    """A member's server runs without its prefix cache, or does not return the model's own log-probabilities."""
 
 
 class RequestError(SpecFuseError):
     """This request is refused or impossible; other requests are not affected.
 
-    It is no `ValueError`: frameworks take those for a bad value of a model, and go on without an answer.
+    It is not a `ValueError`, because frameworks take those for a bad value of a model and go on without an answer.
     """
 
 
 class PromptTooLongError(RequestError):
     """The prompt leaves a member no room for one segment.
 
-    Attributes: `member` (name), `limit` and `count` (tokens of that member, or the least that it can have).
+    Attributes: `member` (name), `limit` and `count` (in tokens of that member; `count` may be a lower bound).
     """
 
     shared = ("member", "limit", "count")
@@ -139,9 +139,9 @@ class ValueTooLongError(RequestError, ValueError):
 
 
 class GenerationError(SpecFuseError):
-    """A running answer failed. `text` holds what was generated before; `member` failed, if it was one.
+    """A running answer failed. `text` is the answer so far; `member` is the member that failed, or None.
 
-    `public`: the message for others than this process, where `message` repeats an error that is not this package's.
+    `public`: the message for clients of a server, if `message` quotes an error of another library.
     """
 
     shared = ("member", "text")
@@ -158,11 +158,11 @@ class GenerationError(SpecFuseError):
 
 
 class UnfinishedValueError(GenerationError, ValueError):
-    """An answer under a grammar ran out of room before its value was complete. `text` holds the beginning."""
+    """An answer under a grammar reached its limit before its value was complete. `text` is the beginning."""
 
 
 class RequestTimeoutError(GenerationError, TimeoutError):
-    """The request's timeout passed. `text` holds what was generated before."""
+    """The request's timeout passed. `text` is the answer so far."""
 
     def __init__(self, message: str, *, text: str) -> None:
         super().__init__(message, member=None, text=text)
@@ -174,11 +174,11 @@ class RequestTimeoutError(GenerationError, TimeoutError):
 
 
 class EngineBusyError(SpecFuseError):
-    """More requests wait than the engine queues; try again later."""
+    """The engine's queue is full; try again later."""
 
 
 class EngineClosedError(SpecFuseError):
-    """The engine was used after `close()`, or closed while it answered; `text` is the answer so far."""
+    """The engine was used after `close()`, or was closed while it answered. `text` is the answer so far."""
 
     shared = ("text",)
 
@@ -203,8 +203,8 @@ def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, A
 
 
 class MemberFailedWarning(RuntimeWarning):
-    """A member failed in a stage and left an answer, which went on with the others."""
+    """A member failed and left an answer, which went on with the others."""
 
 
 class SlowVerificationWarning(RuntimeWarning):
-    """A member's server cannot score given tokens behind its prefix cache, and reads every context again each round."""
+    """A member's server cannot score given tokens from its prefix cache, so it reads the context again every round."""

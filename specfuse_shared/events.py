@@ -18,7 +18,7 @@ class StartEvent:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingEvent:
-    """A member's thoughts go on, before the answer begins; they are its own and no part of the answer."""
+    """A piece of a member's thoughts, before the answer begins. Thoughts are not part of the answer."""
 
     member: str
     text: str
@@ -26,11 +26,11 @@ class ThinkingEvent:
 
 @dataclass(frozen=True, slots=True)
 class SegmentEvent:
-    """Verified text, as soon as it may be shown.
+    """Verified text, as soon as it can be shown.
 
-    `text` may lag behind `record.text` by the few characters that could still become a stop string or an
-    unfinished character; `start`/`end` are its character offsets in the final answer. `record` is None for
-    text that was only held back and is released at the end.
+    `text` may lag behind `record.text` by a few characters that could still become a stop string or belong to an
+    unfinished character. `start` and `end` are its character offsets in the final answer. `record` is None for text
+    that was held back and is released at the end.
     """
 
     text: str
@@ -48,7 +48,7 @@ class ExitEvent:
 
 @dataclass(frozen=True, slots=True)
 class WarningEvent:
-    """A member failed in a stage and left this answer, which goes on with the others. Fields are `MemberFault`'s."""
+    """A member failed and left this answer, which goes on with the others. The fields are those of `MemberFault`."""
 
     member: str
     stage: StageName

@@ -1,4 +1,4 @@
-"""What a conversation is made of: messages, tools and calls of tools. Plain data, checked when it is made."""
+"""Messages, tools and tool calls of a conversation. Plain data, checked at construction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPENAI_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 class Tool:
     """A tool that an answer may call. `parameters`: JSON schema of its arguments, an object.
 
-    `strict` refuses a schema with keywords that no grammar can promise; else these are ignored.
+    `strict` refuses a schema with keywords that no grammar can enforce; else these are ignored.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Tool:
         function = tool.get("function", tool)
         if tool.get("type", "function") != "function" or not isinstance(function, Mapping) or "name" not in function:
             raise RequestError(
-                f"the tool {dict(tool)!r} is none that this engine can offer: give a function with a name and the "
-                "JSON schema of its parameters (tools that a provider runs itself do not exist here)"
+                f"the tool {dict(tool)!r} cannot be offered: give a function with a name and the "
+                "JSON schema of its parameters (there are no provider-side tools here)"
             )
         given = {key: function.get(key) for key in ("description", "parameters", "strict")}
         return cls(function["name"], **{key: value for key, value in given.items() if value is not None})
@@ -96,7 +96,7 @@ def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]
     except (TypeError, ValueError):
         parsed = {} if cut else None
     if not isinstance(parsed, dict):
-        raise RequestError(f"the arguments of a tool call are no JSON object: {str(arguments)[:80]!r}")
+        raise RequestError(f"the arguments of a tool call are not a JSON object: {str(arguments)[:80]!r}")
     return parsed
 
 
@@ -104,7 +104,7 @@ def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]
 class Message:
     """One turn of a conversation.
 
-    `content` is text and stays text: control strings inside it never become control tokens of a member.
+    `content` is plain text: control strings inside it never become control tokens of a member.
     """
 
     role: Role
@@ -128,7 +128,7 @@ class Message:
         """A message as OpenAI's clients write it; its content is text, or parts of it. Raises `RequestError`."""
         known = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio")
         if unknown := sorted(set(message) - set(known)):
-            raise RequestError(f"a message has no {unknown}: it may hold {', '.join(known[:5])}")
+            raise RequestError(f"a message has unknown fields {unknown}: it may have {', '.join(known[:5])}")
         return cls(
             role=_OPENAI_ROLES.get(message.get("role", ""), message.get("role", "")),
             content=_text_of(message.get("content")),

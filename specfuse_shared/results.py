@@ -1,4 +1,4 @@
-"""What an answer ends with: its record, and the report drawn from it."""
+"""The result of an answer: its record, and the report drawn from it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ class EnsembleResult(AnswerRecord):
     __slots__ = ()
 
     def to_html(self, title: str | None = None) -> str:
-        """The answer explained, as one HTML file that needs no network. `title`: its heading, e.g. the question."""
+        """A report of the answer as one HTML file that needs no network. `title`: its heading, for example the
+        question."""
         from specfuse_shared.report.html import document
 
         return document(self, title)
 
     def _repr_html_(self) -> str:
-        """The same for a notebook, as an element whose style stays its own."""
+        """The same for a notebook, as an element with isolated styles."""
         from specfuse_shared.report.html import fragment
 
         return fragment(self)

@@ -1,4 +1,4 @@
-"""What an answer leaves behind: candidates, rounds, exits, usage, and the record of the whole. Plain data, no torch."""
+"""The record of an answer: candidates, rounds, exits, usage. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemberUsage:
-    """What one member computed for one answer, in its own tokens.
+    """What one member computed for one answer, counted in its own tokens.
 
-    `prompt`: prompt length. `drafted`: tokens it sampled. `fed`: tokens that went through the model after the
-    prompt (drafts, verifications, re-encodings, guesses), in so many `forwards`. `answer`: length of the answer in its
-    own tokens; `thinking`: of its thoughts before. `guessed`: tokens fed because they were likely to come next
-    (`EnsembleConfig.speculation`), of which it chose those `accepted`.
+    `prompt`: length of the prompt. `drafted`: tokens that it sampled. `fed`: tokens that went through the model after
+    the prompt (drafts, verifications, re-encodings, guesses). `forwards`: forward passes for them. `answer`: length of
+    the answer. `thinking`: length of its thoughts. `guessed`: tokens fed as guesses (`EnsembleConfig.speculation`).
+    `accepted`: guesses that came true.
     """
 
     prompt: int
@@ -62,8 +62,8 @@ class Candidate:
     """One member's draft of the next segment, as it was judged.
 
     `drafters`: the members that wrote this very text, best placed first. `ends`: it ends the answer.
-    `scores`: verifier name → score in [0, 1], empty where nothing had to be verified. `score`: the aggregate, 0 where
-    it `repeats` what the answer says already (the repetition guard).
+    `scores`: verifier name → score in [0, 1], empty if nothing had to be verified. `score`: the aggregate, 0 if it
+    `repeats` the answer (the repetition guard).
     """
 
     text: str
@@ -89,7 +89,7 @@ class MemberExit:
 class MemberFault:
     """A member failed in a stage and left the answer, which went on with the others. `kind`: the error's class.
 
-    `message` holds the error's own words, which may name files and addresses: a server keeps those to itself.
+    `message` is the error's text, which may name files and addresses: a server does not send it to clients.
     """
 
     member: str
@@ -99,13 +99,13 @@ class MemberFault:
 
     @classmethod
     def public(cls, member: str, stage: StageName, kind: str) -> Self:
-        """The fault as a client may know it."""
+        """The fault as a server shows it to its clients."""
         return cls(member, stage, f"member {member!r} failed in {stage} ({kind})", kind)
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """A token that the reference member might have said in a place: its text, natural log p, and its UTF-8 bytes."""
+    """One of the most probable tokens in a place: its text, natural log p, and its UTF-8 bytes."""
 
     token: str
     logprob: float
@@ -128,7 +128,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """Seconds spent in the stages of one round. `commit`: of the segment before it, with which it began."""
+    """Seconds spent in the stages of one round. `commit`: of the previous segment, with which the round began."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -141,13 +141,12 @@ class RoundTiming:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """The ledger of one round.
+    """The record of one round.
 
-    `text` is the winner's segment as it became context; `start`/`end` are character offsets in the
-    generated text (before a stop string or `max_tokens` cut it). `weights` are the verifiers' weights used in
-    this round, `retention` the exit policy's probabilities after it (empty where it did not run).
-    `verified` is False if all members agreed or only one was left. `leader`: who drafted first, where one did
-    (`EnsembleConfig.speculation`).
+    `text`: the winner's segment as it became context. `start`, `end`: its character offsets in the generated text
+    (before a stop string or `max_tokens` cut it). `weights`: the verifiers' weights in this round. `retention`: the
+    exit policy's probabilities after it; empty if it did not run. `verified`: False if all members agreed or only one
+    was left. `leader`: the member that drafted first, if one did (`EnsembleConfig.speculation`).
     """
 
     index: int
@@ -185,7 +184,7 @@ class MemberSummary:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecord:
-    """What is known of a finished answer (`specfuse_shared.results.EnsembleResult`)."""
+    """The record of a finished answer (`specfuse_shared.results.EnsembleResult`)."""
 
     text: str
     finish_reason: FinishReason
@@ -198,13 +197,13 @@ class AnswerRecord:
     first_segment_seconds: float | None
     total_seconds: float
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of the answer's tokens, where `SamplingParams.logprobs` asked for them."""
+    """Log-probabilities of the answer's tokens, with `SamplingParams.logprobs`."""
     thinking: Mapping[str, str] = field(default_factory=dict)
-    """Member → what it thought before the answer."""
+    """Member → its thoughts before the answer."""
     warnings: tuple[MemberFault, ...] = ()
     """Members that failed and left the answer."""
     closing: str = ""
-    """The end of the answer, where no member wrote it: it completes a value or call in time for `max_tokens`."""
+    """The end of the answer that no member wrote: it completes a value or call within `max_tokens`."""
 
     def summary(self) -> tuple[MemberSummary, ...]:
         """What each member contributed, in the order of the configuration."""
@@ -212,7 +211,7 @@ class AnswerRecord:
 
     @property
     def agreement(self) -> Agreement | None:
-        """How far the members agree on the text, and where not; None where only one had a say."""
+        """How far the members agree on the text, and where not; None if only one member had an opinion."""
         return agreement_of(self.rounds, len(self.text))
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,18 +239,18 @@ def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
 
 @dataclass(frozen=True, slots=True)
 class MemberReport:
-    """What a loaded member turned out to be (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
+    """Facts about a loaded member (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
 
-    `memory_bytes`: its weights. `device`: one, or those that share the member joined by "+". `verification`: "packed"
-    (all candidates in one forward), "rows" (one forward a candidate), or, at a server, "tokens" (a request for each
-    candidate that is not its own, behind its prefix cache), "prefixes" (one request with every prefix of them) or
+    `memory_bytes`: bytes of its weights. `device`: its device, or several joined by "+". `verification`: "packed" (all
+    candidates in one forward), "rows" (one forward per candidate), or, at a server, "tokens" (one request per candidate
+    that is not its own, using its prefix cache), "prefixes" (one request with every prefix of the candidates) or
     "prompt" (the context is read again each round). `advice`: what would make it cheaper. `probe_error`: largest
-    |Δ log p| between the cached path and the model's own plain forward, or a server's two ways of scoring.
-    `parameters` and `memory_bytes` are 0 where a server does not tell. `graphs`: "captured" (its steps run as CUDA
-    graphs), or "eager: " and why not.
-    `template`: "own", "given" or "plain". `context`: token limit, None if the model states none. `backend`: what runs
-    it, and `why` it is that. `forwards`: how many of it were "replayed" as CUDA graphs, ran in a fixed shape ("static")
-    and ran as they came ("dynamic") so far; none where another engine runs it.
+    |Δ log p| between the cached path and the model's own plain forward, or between a server's two ways of scoring.
+    `parameters` and `memory_bytes` are 0 if a server does not tell. `graphs`: "captured" (its steps run as CUDA
+    graphs), or "eager: " and the reason. `template`: "own", "given" or "plain". `context`: token limit, None if the
+    model states none. `backend`: the engine that runs it; `why`: the reason for that engine. `forwards`: counts of
+    forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as they came ("dynamic"); empty if
+    another engine runs it.
     """
 
     name: str

@@ -55,7 +55,7 @@ def chat(
     quantization: Quantization = None,
     verbose: Verbose = False,
 ) -> int:
-    """Talk with the ensemble, turn by turn."""
+    """Chat with the ensemble."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     ensemble = chosen_ensemble(member, config, preset, {"backend": backend, "quantization": quantization})
     out, notes = consoles()

@@ -157,7 +157,7 @@ def doctor(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> int:
-    """Load the members and show what they turned out to be, or plan where they would go."""
+    """Load the members and report on each, or plan where they would go."""
     config = ensemble_of(member, {"backend": backend, "dtype": dtype, "quantization": quantization})
     configure_logging(verbose)
     if plan or devices:

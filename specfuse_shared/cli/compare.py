@@ -35,32 +35,44 @@ Questions = Annotated[
     typer.Option(
         "--questions",
         metavar="FILE",
-        help="Questions: .txt (one a line), .csv, .tsv or .jsonl.  [default: those of this package]",
+        help="Questions: .txt (one per line), .csv, .tsv or .jsonl.  [default: those of this package]",
     ),
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the report to an HTML file.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write an HTML report.")]
 RunOption = Annotated[
-    Path, typer.Option("--run", metavar="FILE", help="Where answers are kept: run it again, and none is asked twice.")
+    Path,
+    typer.Option(
+        "--run", metavar="FILE", help="File that stores the answers; a repeated run asks only what is missing."
+    ),
 ]
-LeaveOneOut = Annotated[bool, typer.Option("--leave-one-out", help="Ask the ensemble without each member, too.")]
-Vote = Annotated[Path | None, typer.Option("--vote", metavar="FILE", help="Write a page to vote on hidden answers.")]
+LeaveOneOut = Annotated[
+    bool, typer.Option("--leave-one-out", help="Also ask the ensemble without each of its members.")
+]
+Vote = Annotated[
+    Path | None, typer.Option("--vote", metavar="FILE", help="Write a page for a blind vote on the answers.")
+]
 Against = Annotated[
-    str | None, typer.Option("--against", metavar="NAME", help="Member to vote against.  [default: the best one]")
+    str | None,
+    typer.Option(
+        "--against", metavar="NAME", help="Member that the vote compares with the ensemble.  [default: the best one]"
+    ),
 ]
-Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes of a saved voting page.")]
-AnswerTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer.")]
-Timed = Annotated[int, typer.Option("--timed", metavar="N", help="Questions to ask one at a time, to time them.")]
+Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes in a saved voting page.")]
+AnswerTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="The most tokens of an answer.")]
+Timed = Annotated[
+    int, typer.Option("--timed", metavar="N", help="How many questions to ask one at a time, to measure time.")
+]
 Tune = Annotated[
     str | None,
     typer.Option(
         "--tune",
         metavar="FILE",
-        help="Choose weights on half of the questions, confirm them on the other; where they gain, write the ensemble "
-        "to a TOML file (FILE#NAME; NAME is 'tuned' if unset).",
+        help="Choose weights on half of the questions and confirm them on the other half; if they gain, write the "
+        "ensemble to a TOML file (FILE#NAME; NAME is 'tuned' if unset).",
     ),
 ]
 Judge = Annotated[
-    str | None, typer.Option("--judge", metavar="WHO", help='"members" rate each other\'s answers, nobody its own.')
+    str | None, typer.Option("--judge", metavar="WHO", help='"members": the members rate each other\'s answers.')
 ]
 
 
@@ -82,7 +94,7 @@ def compare(
     as_json: AsJson = False,
     verbose: LibrariesVerbose = False,
 ) -> int:
-    """Ask everybody the same questions, and say whether the ensemble is worth it."""
+    """Compare the ensemble with its best member on your questions."""
     from specfuse_shared import comparing
 
     comparing.check_libraries()

@@ -17,13 +17,15 @@ SAMPLING = SamplingParams()
 
 QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to answer with.")]
-Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a sampled answer repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Ends the answer; repeatable.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="The most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy decoding.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a sampled answer reproducible.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="A string that ends the answer; can be repeated.")
+]
 Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
 SegmentTokens = Annotated[
-    int | None, typer.Option("--segment-tokens", metavar="L", help="Most tokens a member drafts a round.")
+    int | None, typer.Option("--segment-tokens", metavar="L", help="The most tokens that a member drafts in a round.")
 ]
 Score = Annotated[str | None, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
 Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
@@ -38,12 +40,10 @@ Devices = Annotated[
         "--devices", metavar="LIST", help='Plan for other hardware: "80GB", "4x24GB", "24GB,cpu:64GB"; GB is 10⁹ bytes.'
     ),
 ]
-Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Answers at once that the plan makes room for.")]
-Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context of each, in the plan.")]
+Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Answers at once for which the plan makes room.")]
+Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context per answer, in the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
-Report = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Write the answer, explained, to an HTML file.")
-]
+Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML report of the answer.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
 LibrariesVerbose = Annotated[bool, typer.Option("--verbose", help="Show messages of the libraries on stderr.")]

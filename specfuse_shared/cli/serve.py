@@ -21,11 +21,15 @@ NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
 
 ServerFileOption = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="TOML file of ensembles and settings; not with --member."),
+    typer.Option("--config", metavar="FILE", help="TOML file of ensembles and server settings; not with --member."),
 ]
-ServerPreset = Annotated[str, typer.Option("--preset", metavar="NAME", help="Settings of the members' ensemble.")]
-Host = Annotated[str | None, typer.Option("--host", metavar="ADDRESS", help="Where to listen.  [default: 127.0.0.1]")]
-Port = Annotated[int | None, typer.Option("--port", metavar="N", help="0 is a free one.  [default: 8000]")]
+ServerPreset = Annotated[str, typer.Option("--preset", metavar="NAME", help="Preset of the ensemble.")]
+Host = Annotated[
+    str | None, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.  [default: 127.0.0.1]")
+]
+Port = Annotated[
+    int | None, typer.Option("--port", metavar="N", help="Port to listen on; 0 picks a free one.  [default: 8000]")
+]
 ApiKeyEnv = Annotated[
     str | None,
     typer.Option(
@@ -43,7 +47,7 @@ def serve(
     api_key_env: ApiKeyEnv = None,
     verbose: LibrariesVerbose = False,
 ) -> int:
-    """Serve the ensemble to OpenAI's clients, and a page to people."""
+    """Serve the ensemble over OpenAI's API, with a page for people."""
     given: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
     chosen = _chosen(member, config, preset)
     chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in given.items() if v is not None}))

@@ -23,13 +23,13 @@ MembersOption = Annotated[
         "--member",
         "--members",
         metavar="MODEL",
-        help="Hub id, folder, GGUF file, ollama:NAME, or MODEL@URL of a vLLM server; repeatable. Unset: the demo.",
+        help="Hub id, folder, GGUF file, ollama:NAME, or MODEL@URL of a vLLM server; can be repeated. Unset: the demo.",
     ),
 ]
 EnsembleFileOption = Annotated[
     str | None,
     typer.Option(
-        "--config", metavar="FILE", help="TOML file of an ensemble (FILE#NAME of several); not with --member."
+        "--config", metavar="FILE", help="TOML file of an ensemble (FILE#NAME picks one of several); not with --member."
     ),
 ]
 KEY_ENV = "SPECFUSE_SERVER_KEY"

@@ -1,4 +1,4 @@
-"""A comparison: everybody's answers to the same questions, what they are worth, and what can be said of that."""
+"""A comparison: answers of all askers to the same questions, their scores, and the verdict."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LEAST_ANSWERED = 0.5
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everybody's answers and what follows from them. `answers`: by asker and question, of questions that all answered.
+    """The answers of all askers, and what follows from them.
 
-    `remarks`: what was left out, and why. `weights`: bytes of each asker's models, 0 where they are unknown. `votes`:
-    what people said (`with_votes`). `notes`: what else the verdict says. `in_half`: members
-    that compute in half precision.
+    `answers`: by asker and question, for questions that all answered. `weights`: bytes of each asker's models, 0 if
+    unknown. `remarks`: what was left out, and why. `own`: the questions came with this package. `votes`: what people
+    voted (`with_votes`). `notes`: further points of the verdict. `in_half`: members that compute in half precision.
     """
 
     questions: tuple[Question, ...]
@@ -46,12 +46,12 @@ class Comparison:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of those that answered alone."""
+        """Names of the members that answered alone."""
         return tuple(asker.name for asker in self.askers if asker.is_member)
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """Name → points by group and metric; the first is over all questions. Empty where nothing can be scored."""
+        """Name → scores by group and metric; the first is over all questions. Empty if nothing can be scored."""
         return columns_of(self.questions, self.answers, self.members)
 
     @cached_property
@@ -64,42 +64,43 @@ class Comparison:
 
     @cached_property
     def agreement(self) -> dict[str, float]:
-        """Question → how much the members' answers have in common, 0 to 100."""
+        """Question → overlap of the members' answers, 0 to 100."""
         return agreement_of(self.answers, self.members)
 
     @cached_property
     def verdict(self) -> Verdict:
-        """What a reader can act on, with its interval and what the rows cannot show."""
+        """The conclusions with their intervals, and what the rows cannot show."""
         return judged(self)
 
     def without(self, member: str) -> str | None:
-        """Who answers where this member is left out; None if nobody was asked so."""
+        """The asker without this member; None if there was none."""
         others = [name for name in self.members if name != member]
         if len(self.members) == 2:
             return others[0]
         return next((asker.name for asker in self.askers if asker.without == member), None)
 
     def to_html(self) -> str:
-        """The report: one HTML file that needs neither a network nor scripts."""
+        """The report as one HTML file that needs neither a network nor scripts."""
         from specfuse_shared.comparing.pages.comparison_page import document
 
         return document(self)
 
     def to_voting_page(self, against: str | None = None, votes: Mapping[str, str] | None = None) -> str:
-        """A page on which a person votes between hidden answers of the ensemble and of a member, the best one if unset.
+        """A page for a blind vote between the ensemble and a member, the best one if unset.
 
-        `votes` were given before (`votes_on` a saved page). Raises `ConfigError` where all answers are the same.
+        `votes`: earlier votes (`votes_on` a saved page). Raises `ConfigError` if all answers are the same.
         """
         return voting_page(self, against, votes)
 
     def with_votes(self, votes: Mapping[str, str]) -> Comparison:
-        """The comparison with what people said; votes on other answers than these do not count, which is said."""
+        """The comparison with these votes. Votes on other answers do not count; a remark says so."""
         tally, others = counted(self, votes)
         remark = f"{others} of {len(votes)} votes are on other answers and do not count"
         return replace(self, votes=tally, remarks=(*self.remarks, remark) if others else self.remarks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: verdict, means, differences, habits and costs; not the answers, which the run's file has."""
+        """Plain JSON: verdict, means, differences, habits and costs, without the answers, which are in the run's
+        file."""
         return {
             "verdict": asdict(self.verdict),
             "questions": len(self.questions),
@@ -130,14 +131,13 @@ def compare(
     on_progress: OnProgress = lambda progress: None,
     make_engine: MakeEngine | None = None,
 ) -> Comparison:
-    """Is an ensemble of these members better than the best of them, on these questions?
+    """Compare an ensemble with its members on questions. Answers are greedy.
 
-    `questions`: a file (`read_questions`), questions, or None for those of this package. `run`: a file that keeps the
-    answers, so that a run may be stopped and go on. `leave_one_out`: the ensemble without each member answers, too.
-    `timed`: so many questions are asked one at a time, to time them. `max_tokens`: of every answer, instead of each
-    kind's own. `make_engine`: makes the engines. Answers are greedy. Raises `ConfigError` for what cannot be asked,
-    `MissingExtraError` without the extra "compare", and `MemberLoadError`.
-    """
+    `questions`: a file (`read_questions`), a list of questions, or None for those of this package. `run`: a file that
+    stores the answers, so that a run can be resumed. `leave_one_out`: also ask the ensemble without each of its
+    members. `timed`: how many questions are asked one at a time, to measure time. `max_tokens`: of every answer,
+    instead of the default of its kind. `make_engine`: makes the engines. Raises `ConfigError` for questions that cannot
+    be asked, `MissingExtraError` without the extra "compare", and `MemberLoadError`."""
     check_libraries()
     config = config_of(members)
     check(len(config.names) > 1, "a comparison takes two members or more: an ensemble of one is that member")

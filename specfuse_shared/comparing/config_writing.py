@@ -35,9 +35,9 @@ def check_config_file(file: Path) -> None:
 
 
 def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[str] = ()) -> None:
-    """Put `[ensembles.NAME]` into the file, in place of an older one; all else stays. `why`: lines of a comment.
+    """Write `[ensembles.NAME]` into a TOML file, in place of an older one; the rest stays. `why`: lines of a comment.
 
-    Raises `ConfigError` for an ensemble or a file that does not suit, `SpecFuseError` where it cannot be written.
+    Raises `ConfigError` for an ensemble or file that cannot be used, `SpecFuseError` if the file cannot be written.
     """
     check_writable_config(config)
     check_config_file(file)

@@ -21,7 +21,8 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean or share with its interval of 95 %, from so many `rows`. `least_seen`: see the function."""
+    """A mean or share with its 95 % interval, from so many `rows`. `least_seen`: the smallest difference they can
+    show."""
 
     mean: float
     low: float
@@ -31,7 +32,7 @@ class Interval:
 
     @property
     def above(self) -> bool:
-        """Without zero, above it."""
+        """Whether the interval lies above zero."""
         return self.low > 0
 
     @property
@@ -39,7 +40,7 @@ class Interval:
         return self.high < 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, which has no infinity: None there."""
+        """Plain JSON; None instead of infinity."""
         return {name: value if isfinite(value) else None for name, value in asdict(self).items()}
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ told nothing (docs/experiments.md)."""
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """A judge's mark of one answer to one question, the mean of both orders, standardised over all of its marks."""
+    """A judge's mark of one answer: the mean of both orders, standardised over all marks of the judge."""
 
     judge: str
     question: str
@@ -44,12 +44,11 @@ class Rating:
 
 @dataclass(frozen=True, slots=True)
 class Ratings:
-    """What members think of answers that are not their own.
+    """Marks that members give to answers of others.
 
-    `to`: the member that the ensemble is compared with; `gap`: how much higher the ensemble is marked, in standard
-    deviations, by judges of both. `agreed`: in how many pairs of answers that references tell apart, of so many, the
-    better one has the higher mark. `small`: judges of which too little is to be expected.
-    """
+    `to`: the member that the ensemble is compared with. `gap`: how much higher the ensemble is marked by judges of
+    both, in standard deviations. `agreed`: of the pairs of answers that references tell apart, in how many the better
+    one has the higher mark, and how many pairs there are. `small`: judges that are too small to be reliable."""
 
     ratings: tuple[Rating, ...]
     to: str
@@ -60,7 +59,7 @@ class Ratings:
 
     @property
     def point(self) -> Point:
-        """What the verdict says of it."""
+        """The point of the verdict about it."""
         gap = f"{self.gap.mean:+.2f} [{self.gap.low:+.2f}, {self.gap.high:+.2f}]"
         parts = [f"the ensemble's answers are marked {gap} standard deviations higher than {self.to}'s"]
         if self.gap.rows < FEWEST_ROWS:
@@ -154,7 +153,7 @@ def rate(
     on_progress: OnProgress = lambda progress: None,
     make_engine: MakeEngine = new_engine,
 ) -> Ratings:
-    """Have the members rate the answers of a comparison of theirs. `run`: the file that keeps them."""
+    """Have the members rate each other's answers of a comparison. `run`: the file that stores answers and marks."""
     judges = {name: config.only([name]) for name in config.names}
     with RunFile(run) as file:
         judging = _Judging(file, config, on_progress, make_engine)

@@ -38,7 +38,7 @@ _FEW = 5
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """What will be asked, and what had to be left out or renamed. `own`: they came with this package."""
+    """Questions to ask. `remarks`: what was left out or renamed. `own`: the questions came with this package."""
 
     questions: tuple[Question, ...]
     remarks: tuple[str, ...] = ()
@@ -46,20 +46,20 @@ class QuestionSet:
 
     @classmethod
     def of(cls, given: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
-        """Questions that were given, each with an id of its own. Raises `ConfigError` where none is left."""
+        """Questions with unique ids. Raises `ConfigError` if none is left."""
         made = [_as_question(question) for question in given]
         questions, more = numbered(made)
         return cls(tuple(questions), (*remarks, *more))
 
 
 def own_questions() -> QuestionSet:
-    """The package's own: general knowledge and invented documents, in English."""
+    """The questions of this package: general knowledge and invented documents, in English."""
     text = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8")
     return QuestionSet(QuestionSet.of(list(_parsed(_json_rows(text), []))).questions, own=True)
 
 
 def read_questions(path: str | Path) -> QuestionSet:
-    """The questions of a file, by its ending. Raises `ConfigError` that names a file without any."""
+    """Questions of a `.txt`, `.csv`, `.tsv` or `.jsonl` file. Raises `ConfigError` for a file without any."""
     path = Path(path)
     readers = {".txt": _lines, ".csv": _table, ".tsv": _table, ".jsonl": _json_rows, ".ndjson": _json_rows}
     reader = readers.get(path.suffix.lower())

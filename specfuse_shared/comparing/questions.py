@@ -28,27 +28,27 @@ _ENDINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Question(Settings):
-    """One question, and what is known of a good answer."""
+    """One question, with how its answers are scored."""
 
     text: str
-    """What is asked."""
+    """The question itself."""
     id: str = ""
     """Its name in records; a number if unset."""
     references: Sequence[str] = ()
-    """Good answers; of a choice, the right one."""
+    """Good answers; for a choice, the right one."""
     passage: str = ""
-    """A text to answer from, which is put before the question."""
+    """A text to answer from; it precedes the question in the prompt."""
     choices: Sequence[str] = ()
     """Answers to choose from."""
     instructions: Sequence[Mapping[str, Any]] = ()
-    """What a program can check of the answer (`specfuse_shared.comparing.instructions`)."""
+    """Instructions that a program can check (`specfuse_shared.comparing.instructions`)."""
     kind: str | None = None
     """How answers are scored: "short" (F1, contains), "text" (ROUGE-L, or chrF in other languages), "number",
-    "choice", "instructions", or "open" (not at all). Told from what is given, if unset."""
+    "choice", "instructions", or "open" (not at all). Inferred if unset."""
     group: str | None = None
-    """Name of the rows that are averaged with it; `kind`, if unset."""
+    """Name of the group of rows that are averaged together; `kind` if unset."""
     max_tokens: int | None = None
-    """Longest answer in tokens of the reference member; by its kind, if unset."""
+    """The most tokens of an answer, counted by the reference member; the default of its kind if unset."""
 
     def __post_init__(self) -> None:
         check(isinstance(self.text, str) and bool(self.text.strip()), "the question is empty")

@@ -19,7 +19,7 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One group and metric: everybody's points (0 to 100) on the same `rows`, and its difference to the best member."""
+    """Scores (0 to 100) of one group and metric on the same `rows`, and differences to the best member."""
 
     group: str
     metric: str
@@ -33,13 +33,14 @@ class Column:
         return {name: statistics.mean(each) for name, each in self.points.items()}
 
     def between(self, ours: str, theirs: str) -> Interval:
-        """How much the first is better."""
+        """The difference of the first to the second, with its interval."""
         return difference(self.points[ours], self.points[theirs])
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How somebody's answers read: mean words, per cent in circles, per cent cut off at their longest."""
+    """Properties of an asker's answers: mean `words`, per cent that loop (`circles`), per cent `cut` by
+    `max_tokens`."""
 
     words: float
     circles: float
@@ -48,9 +49,9 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of lone answers, medians: seconds, seconds to the first words, tokens a second; forwards a token of all answers.
+    """Medians over answers that ran alone: seconds, seconds to the first words, tokens per second; None if not timed.
 
-    None where nothing was timed. `weight_bytes`: 0 if unknown.
+    `forwards_per_token`: over all answers. `weight_bytes`: 0 if unknown.
     """
 
     timed: int

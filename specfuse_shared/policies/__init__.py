@@ -1,7 +1,7 @@
 """The decisions of a round as pure functions over numbers: score, aggregate, elect, feedback, exit.
 
-They know no tokenizer, no tensor and no framework. Each policy is a callable that a user may replace by an object of
-the same signature (`protocols`). Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
+They use no tokenizer, tensor or framework. A user can replace each policy by an object with the same signature
+(`protocols`). Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
 
 Sources: SpecFuse (arXiv 2412.07380 v1/v2) for exit, SpecEM (v3, NeurIPS 2025) for feedback. The exit formulas are
 a reconstruction: the papers' exact ones could not be read.

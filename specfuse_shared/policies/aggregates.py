@@ -15,16 +15,16 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
 
 
 SECOND = 1000.0
-"""A candidate is unthinkable to a verifier that finds it less than 1/`SECOND` as likely as another one."""
+"""A candidate is implausible to a verifier that finds it less than 1/`SECOND` as likely as another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SecondedMean:
-    """The weighted mean, in which, where three or more vote, a candidate of one member needs a second.
+    """The weighted mean, in which, among three or more members, a candidate of one member needs a second.
 
-    Its author's vote counts at most `SECOND` times the highest other one: a member that is sure of its own nonsense
-    cannot carry it, and votes for what anybody else finds thinkable stay as they are. `outsiders` neither stand nor
-    vote, so that the others are compared as without them.
+    Its author's vote counts at most `SECOND` times the highest other vote. So a member that is sure of its own nonsense
+    cannot carry it, and votes for what another member finds plausible stay as they are. The `outsiders` neither stand
+    nor vote.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
@@ -39,7 +39,8 @@ class SecondedMean:
         )
 
     def outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
-        """Verifiers that find nothing thinkable but what they alone wrote, which nobody else does; none if all do."""
+        """Verifiers that find only their own draft plausible, while no other verifier does; none if this holds for
+        all."""
         heard = [
             (j, i)
             for j, row in enumerate(scores)
@@ -53,7 +54,7 @@ class SecondedMean:
 def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
     """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
 
-    With equal weights this ranks by regret too: how much less each verifier thinks of a candidate than of its own.
+    With equal weights this also ranks by regret: how much lower each verifier scores a candidate than its own.
     """
 
     def mean(i: int) -> float:

@@ -1,4 +1,4 @@
-"""Exit: who leaves the answer after a verified round (SpecFuse)."""
+"""Exit: which members leave the answer after a verified round (SpecFuse)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specfuse_shared.policies.protocols import ExitDecision
 
 
 def never(totals: Sequence[float], round_index: int) -> ExitDecision:
-    """Nobody leaves (an ablation of the paper)."""
+    """No member leaves (an ablation of the paper)."""
     return ExitDecision((1 / len(totals),) * len(totals), ())
 
 
@@ -22,7 +22,7 @@ class RetentionExit:
 
     `entropy`: τ = H·√t·q, H the normalised entropy of Q/ΣQ in (0, 1] and q = ΣQ/(n·t) the mean score of a round:
     √t because Q grows with t, H so that close races stay soft and clear ones sharpen, q so that only ratios of
-    scores matter. Without q, small models (scores about 0.2) would hardly ever part. `fixed`: τ = 1. n counts the
+    scores matter. Without q, small models (scores about 0.2) would hardly ever leave. `fixed`: τ = 1. n counts the
     members still active; the best one always stays.
     """
 

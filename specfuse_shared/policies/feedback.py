@@ -12,7 +12,7 @@ from specfuse_shared.policies.protocols import Matrix
 
 
 def uniform(weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
-    """Weights stay as they began (SpecFuse)."""
+    """Weights keep their initial values (SpecFuse)."""
     return list(weights)
 
 

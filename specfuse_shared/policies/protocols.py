@@ -1,4 +1,4 @@
-"""What a policy sees and what it answers."""
+"""The signatures of policies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 Matrix = Sequence[Sequence[float]]
 """`[j][i]`: what verifier j thinks of candidate i."""
 ROUNDING = 0.3
-"""Nats by which half precision may move a log-probability: one further above 0 is none, nor do two ways to compute the
-same one differ by more."""
+"""Nats by which half precision may change a log-probability. A number further above 0 is not one, and two ways to
+compute the same one differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateLogprobs:
     """One candidate of a round in the eyes of one verifier, in that verifier's own tokens.
 
-    `logprobs`: natural log p of each token; `token_bytes`: UTF-8 bytes each stands for (≥ 1). The tokens end where
-    `text` ends; where encodings join badly they begin before it, in the answer. A candidate that `ends` the turn has
-    one more of both, the last: the end of turn.
+    `logprobs`: natural log p of each token. `token_bytes`: the number of UTF-8 bytes that each stands for (≥ 1). The
+    tokens end where `text` ends; they may begin before it, in the answer, if encodings do not join there. For a
+    candidate that `ends` the turn, the last entry of both is the end of turn.
     """
 
     text: str
@@ -37,9 +37,9 @@ class ScorePolicy(Protocol):
     """Turns one verifier's log-probabilities of all candidates of a round into a score in [0, 1] for each."""
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
-        """At least one candidate, each with a token or more, no two of equal text and end.
+        """Gets at least one candidate, each with at least one token, no two with equal text and end.
 
-        Asked again in the same round for those that are left, as long as there are two.
+        Called again in the same round for the candidates that are left, while there are two.
         """
         ...
 
@@ -50,8 +50,8 @@ class AggregatePolicy(Protocol):
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (`elect` has the rule for equals).
 
-        `drafters[i]`: the verifiers that wrote candidate i themselves. One that has a method `outsiders(scores,
-        drafters)` names verifiers that, among three or more, neither stand nor vote in this round.
+        `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method `outsiders(scores, drafters)`,
+        which returns verifiers that, among three or more, neither stand nor vote in this round.
         """
         ...
 
@@ -73,7 +73,7 @@ class ExitDecision:
 
 
 class ExitPolicy(Protocol):
-    """Decides after a verified round who leaves the answer."""
+    """Decides after a verified round which members leave the answer."""
 
     def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
         """`totals[i]` = Σ over rounds of member i's aggregate score. Must leave at least one member."""

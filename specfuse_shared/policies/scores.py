@@ -1,4 +1,4 @@
-"""Scores: what one verifier thinks of the candidates of a round, in [0, 1]."""
+"""Scores of one verifier for the candidates of a round, in [0, 1]."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specfuse_shared.policies.protocols import CandidateLogprobs
 class MeanLogprob:
     """exp(Σ log p / units): the geometric mean probability per token or per byte; per text, that of the whole.
 
-    Means favour long fluent candidates over short decided ones ("Paris." and the end of the turn), the whole favours
-    short ones; "root" (units = √tokens, a length penalty of ½ as in beam search) stands between.
+    Means favour long fluent candidates over short decided ones ("Paris." and the end of the turn); the whole favours
+    short ones; "root" (units = √tokens, a length penalty of ½ as in beam search) lies between.
     """
 
     per: Literal["token", "byte", "text", "root"] = "token"
@@ -48,11 +48,11 @@ class MeanProb:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Probability of the stretch that all candidates cover, so that none gains or loses by where it was cut.
+    """Probability of the stretch that all candidates cover, so that the place of the cut does not matter.
 
     B: bytes of the shortest candidate. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
     one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
-    Where all candidates end the turn, nothing of them is unknown, and B is the longest: an answer counts whole.
+    If all candidates end the turn, they are complete, and B is the size of the longest: answers are scored in full.
 
     The end of the turn is an event of its own. A candidate that ends within the stretch adds log p(end of turn), and
     one that goes on right behind the text of one that ends is compared up to there and adds log(1 − p(end of turn)):

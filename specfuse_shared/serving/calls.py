@@ -14,7 +14,12 @@ Conversation = str | Sequence[Message | Mapping[str, Any]]
 
 
 class CallOptions(TypedDict, total=False):
-    """What every answer takes besides its conversation and its `SamplingParams`."""
+    """Options of a call, besides its conversation and its `SamplingParams`.
+
+    `tools`: `Tool`s or OpenAI's dictionaries. `tool_choice`: "auto", "required", "none" or a tool's name.
+    `parallel_tool_calls`: one answer may call several tools. `timeout`: seconds. `members`: names of those that take
+    part; all if None.
+    """
 
     tools: Sequence[Tool | Mapping[str, Any]]
     tool_choice: str

@@ -39,14 +39,14 @@ from specfuse_shared.types import MemberReport
 class EnsembleEngine:
     """Several causal language models that answer together, for any number of callers at once.
 
-    Loads on first use, or at once with `load`. Every method may be called from any thread, and the `a…` ones from
-    any event loop; all answers share the members' forward passes. Use as a context manager, or `close` to free the
-    memory.
+    The members load on first use, or with `load`. Every method can be called from any thread, and the `a…` methods
+    from any event loop; all answers share the members' forward passes. `close`, or the end of a `with` block, frees
+    the memory.
 
-    `config`: an `EnsembleConfig`, or its members and, as keywords, its settings. A conversation is one question, or
-    `Message`s, or OpenAI's dictionaries of messages. Every answer takes, as keywords, `tools`, `tool_choice` and
-    `parallel_tool_calls` (see `ToolUse`), a `timeout` in seconds, counted from when the members are loaded, which
-    ends it with `RequestTimeoutError`, and `members`, the names of those that take part if not all do.
+    `config`: an `EnsembleConfig`, or a list of members with settings as keywords. A conversation is a question, a list
+    of `Message`s, or OpenAI's dictionaries. Every call takes `CallOptions` as keywords: `tools`, `tool_choice`,
+    `parallel_tool_calls` (see `ToolUse`), `timeout` (seconds, counted from when the members are loaded; then
+    `RequestTimeoutError`) and `members` (the names of those that take part, if not all do).
     """
 
     def __init__(self, config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> None:
@@ -62,33 +62,33 @@ class EnsembleEngine:
 
     @property
     def closed(self) -> bool:
-        """It cannot answer any more: it was closed, it broke, or it belongs to the process that was forked."""
+        """Whether it cannot answer any more: it was closed, it broke, or it belongs to the parent of a fork."""
         return self._closed or not self.is_of_this_process or self.failure is not None
 
     @property
     def failure(self) -> EngineClosedError | None:
-        """Why it cannot answer any more although nobody closed it; None while it can."""
+        """Why it broke; None while it works or if it was closed."""
         return self._scheduler.failure if self._scheduler is not None else None
 
     @property
     def lost_members(self) -> tuple[str, ...]:
-        """Members that cannot be reached now; answers go on without them. Those that come back are in the next one."""
+        """Members that cannot be reached now. Answers go on without them; those that come back join the next answer."""
         return self._scheduler.lost_members if self._scheduler is not None else ()
 
     @property
     def is_of_this_process(self) -> bool:
-        """False after a fork, which neither threads nor device contexts survive."""
+        """False in a forked child, because neither threads nor device contexts survive a fork."""
         return self._process == os.getpid()
 
     @property
     def context_limit(self) -> int | None:
-        """Tokens that the smallest member's context holds; before they are loaded, as far as configurations say."""
+        """Context size of the smallest member, in tokens; before loading, from the configurations, or None."""
         if not self._members:
             return stated_context(self.config)
         return min((limit for m in self._members if (limit := m.context_limit)), default=None)
 
     def load(self, on_progress: OnLoadProgress | None = None) -> Self:
-        """Plan where the members go, then load each into its place; again, it does nothing.
+        """Plan where the members go, then load each into its place. Does nothing if they are loaded.
 
         Raises `MemberLoadError`; where the members do not fit, `PlacementError`, before any weight is read.
         """
@@ -114,12 +114,12 @@ class EnsembleEngine:
         self.load()._assembly.read_vocabularies()
 
     def describe(self) -> tuple[MemberReport, ...]:
-        """What each member turned out to be; loads them if need be."""
+        """A report of each loaded member; loads them if necessary."""
         infos = {info.name: info for lane in self.load()._assembly.lanes for info in lane.members}
         return tuple(infos[member.name].report for member in self._members)
 
     def metrics(self) -> MetricsSnapshot:
-        """Counters and histograms since the start; loads nothing."""
+        """Counters and histograms since the start; does not load the members."""
         running, waiting = self._scheduler.load if self._scheduler else (0, 0)
         use = sum((lane.cache_use() for lane in self._assembly.lanes), CacheUse())
         return self._metrics.snapshot(
@@ -131,9 +131,9 @@ class EnsembleEngine:
         )
 
     def tokenize(self, text: str, *, members: Sequence[str] | None = None) -> list[int]:
-        """Token ids of a text in the reference member, which counts `max_tokens` and usage; loads if need be.
+        """Token ids of a text in the reference member, which counts `max_tokens` and usage; loads if necessary.
 
-        `members`: those that take part, if not all do; the reference is then one of them.
+        `members`: names of the members that take part, if not all do; the reference is then one of them.
         """
         return self._reference(members).codec.encode(text)
 
@@ -144,7 +144,7 @@ class EnsembleEngine:
         *,
         members: Sequence[str] | None = None,
     ) -> int:
-        """Tokens of a prompt in the reference member's chat template, `tools` included; loads if need be."""
+        """Number of tokens of a prompt in the reference member's chat template, with `tools`; loads if necessary."""
         offered = ToolUse(tools_of(tools)).offered
         return len(self._reference(members).encode_prompt(conversation_of(messages), offered))
 
@@ -153,7 +153,7 @@ class EnsembleEngine:
     def generate(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
-        """Answer a conversation (or one question); the fold of `stream`."""
+        """Answer a conversation or one question. Raises what `stream` raises."""
         return result_of(self.stream(messages, params, **options))
 
     def stream(
@@ -179,9 +179,9 @@ class EnsembleEngine:
         return_exceptions: bool = False,
         **options: Unpack[CallOptions],
     ) -> list[EnsembleResult | BaseException]:
-        """Answer conversations at the same time; results in their order. One `params` for all, or one for each.
+        """Answer conversations at the same time; results come in their order. `params`: one for all, or one for each.
 
-        The first failure is raised once all have ended; `return_exceptions` puts failures in their places instead.
+        The first error is raised when all have ended; `return_exceptions=True` returns errors in their places instead.
         """
         asked = zip(conversations, one_each(conversations, params), strict=True)
         return results_of([partial(self.stream, each, own, **options) for each, own in asked], return_exceptions)
@@ -189,10 +189,10 @@ class EnsembleEngine:
     def log_probabilities(
         self, messages: Conversation, texts: Sequence[str], **options: Unpack[CallOptions]
     ) -> dict[str, tuple[float, ...]]:
-        """Member → natural log p of each text as the beginning of its own answer; nothing is generated.
+        """Score given texts: for each member, the natural log p of each text as the beginning of its answer.
 
-        Members that fail are missing. Raises `RequestError` before any work if there is nothing to judge, or if the
-        request cannot be served, `GenerationError` where all members fail.
+        Members that fail are missing. Raises `RequestError` before any work if there is nothing to score or the request
+        cannot be served, and `GenerationError` if all members fail.
         """
         if isinstance(texts, str) or not texts or not all(texts):
             raise RequestError("log_probabilities takes a list of texts, none of them empty")

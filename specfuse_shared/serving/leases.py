@@ -1,4 +1,4 @@
-"""One engine for one configuration in the whole process, whoever asks; freed when the last holder lets go.
+"""One engine per configuration and process, shared by all callers and freed with its last lease.
 
 After a fork the child starts afresh: neither threads nor device contexts survive one.
 """
@@ -25,10 +25,10 @@ class _Shared:
 
 
 class EngineLease:
-    """A holder's share in an engine. When the last holder closes its own, the engine is closed.
+    """A share in an engine. The engine closes with its last lease.
 
-    A lease that is dropped without `close` gives its share back but leaves the engine loaded for whoever asks next,
-    or until `close_idle_engines`.
+    A lease that is dropped without `close` leaves the engine loaded for the next caller, or until
+    `close_idle_engines`.
     """
 
     def __init__(self, engine: EnsembleEngine, release: Callable[[bool], None]) -> None:
@@ -36,7 +36,7 @@ class EngineLease:
         self._give_back: Callable[[bool], None] | None = release
 
     def close(self) -> None:
-        """Let go. Safe to call twice."""
+        """Give the share back. Safe to call twice."""
         self._release(close=True)
 
     def _release(self, close: bool) -> None:
@@ -98,13 +98,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def lease_engine(config: EnsembleConfig) -> EngineLease:
-    """A share in this process's engine for a configuration; it loads on first use."""
+    """A share in this process's engine for a configuration. The engine loads on first use."""
     return _registry.lease(config)
 
 
 def close_idle_engines() -> int:
-    """Free the engines of this process that nobody holds, such as those of models that were dropped without `close`.
+    """Close the engines of this process that have no lease, such as those of models that were dropped without `close`.
 
-    Gives how many were closed.
+    Returns how many were closed.
     """
     return _registry.close_idle()

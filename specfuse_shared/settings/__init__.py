@@ -1,1 +1,1 @@
-"""What a user may set: of an ensemble, of one member, and for one answer. Frozen, validated once."""
+"""The settings of an ensemble, of one member, and of one answer. Frozen, validated once."""

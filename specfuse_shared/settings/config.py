@@ -1,4 +1,4 @@
-"""What a user may set of an ensemble. Frozen, validated once."""
+"""The settings of an ensemble. Frozen, validated once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER: dict[str, tuple[str, ...]] = {
     "mean_prob": ("token", "byte"),
     "stretch": ("token", "byte"),
 }
-"""What each score may be per; the first, if unset."""
+"""The units of each score; the first is the default."""
 AGGREGATES: dict[str, AggregatePolicy] = {
     "weighted_mean": policies.weighted_mean,
     "seconded_mean": policies.SecondedMean(),
@@ -63,73 +63,74 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Settings by name: the measured default, the fast ones (docs/experiments.md), and those of the two papers."""
+"""Presets by name: the measured default, a faster one (docs/experiments.md), and those of the two papers."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnsembleConfig(Settings):
-    """The ensemble: who answers, how a round is decided, and how many answers run at once.
+    """The ensemble: its members, how a round is decided, and how many answers run at once.
 
-    A policy is set by name or as an object with the signature of its protocol (`specfuse_shared.policies`).
+    A policy is given by name or as an object with the signature of its protocol (`specfuse_shared.policies`).
     """
 
     members: Sequence[MemberConfig | str]
-    """Who answers: `MemberConfig`s, or hub ids, folders and GGUF files."""
+    """The members: `MemberConfig`s, or hub ids, folders and GGUF files."""
     segment_tokens: int = 5
-    """Most tokens (of its own) that a member drafts a round (papers: 10)."""
+    """The most tokens that a member drafts in a round, in its own tokens (papers: 10)."""
     first_segment_tokens: int | None = 20
-    """The same in the first round; `segment_tokens` if None. So many tokens are sent at once: a short answer is chosen
-    as a whole, and the first words come later than with fewer."""
+    """The same for the first round; `segment_tokens` if None. A long first segment chooses a short answer as a whole,
+    and sends the first words later."""
     score: str | ScorePolicy = "stretch"
     """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
     cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
     per: str | None = None
-    """What the score is per: "text" (the probability of the whole candidate), "root" (of its tokens), "token" or
-    "byte"; for a stretch, the token across its border counts whole per "token", in proportion per "byte". "mean_prob"
-    and "stretch" take the last two. Unset: "text" for "mean_logprob", else "token"."""
+    """The unit of the score: "text" (the probability of the whole candidate), "root" (log p divided by √tokens),
+    "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
+    "byte". "mean_prob" and "stretch" take "token" and "byte" only. Default: "text" for "mean_logprob", else "token"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
-    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, nobody carries its candidate
-    alone), "weighted_mean" (the papers') or "geometric_mean" (what one verifier finds impossible cannot win)."""
+    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member cannot carry its own
+    candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one verifier finds impossible
+    cannot win)."""
     feedback: str | FeedbackPolicy = "constant"
     """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
     "constant", "sqrt_decay" and "paper" (SpecEM)."""
     feedback_rate: float = 0.5
-    """How fast the weights learn; 0 is not at all."""
+    """How fast the weights learn; with 0 they stay as they are."""
     exit: str | ExitPolicy = "never"
-    """Who leaves an answer: with "never" nobody; with "entropy" (SpecFuse) or "fixed", members whose retention at that
-    temperature is low."""
+    """Which members leave an answer: "never": none; "entropy" (SpecFuse) or "fixed": those whose retention, at that
+    temperature, is low."""
     exit_threshold: float = 0.5
-    """A member leaves when its retention falls below this share of 1/n."""
+    """A member leaves when its retention falls below this share of 1/n, for n active members."""
     min_active: int = 1
-    """This many members, the best ones, never leave by `exit` (SpecFuse: 1)."""
+    """The number of members, the best ones, that `exit` always keeps (SpecFuse: 1)."""
     repetition_guard: bool = True
-    """A candidate that repeats the answer loses against one that does not. An answer of several members ends where all
-    candidates repeat it a third time (`FinishReason.REPETITION`)."""
+    """A candidate that repeats the answer loses against one that does not. If all candidates repeat it a third time, an
+    answer of several members ends (`FinishReason.REPETITION`)."""
     reference: str | None = None
-    """Name of the member whose tokenizer counts `max_tokens` and usage; the first one if unset."""
+    """Name of the member whose tokenizer counts `max_tokens` and usage; the first member if unset."""
     cache_dir: str | None = None
-    """Where converted weights are kept; see `specfuse_shared.loading.gguf.cache_folder`."""
+    """Folder for converted weights; by default `$SPECFUSE_CACHE`, else `~/.cache/specfuse`."""
     max_concurrent: int = 32
-    """Most answers that run at once."""
+    """The most answers that run at once."""
     max_queue: int = 1024
-    """Most answers that wait."""
+    """The most answers that wait."""
     when_busy: str = "wait"
-    """What further callers do: "wait", or "raise" `EngineBusyError`."""
+    """When the queue is full, further callers "wait" or "raise" `EngineBusyError`."""
     cache_bytes: int | None = None
-    """Memory for caches and logits on each device; a share of what is free once the weights are loaded, if unset."""
+    """Bytes for caches and logits on each device; if unset, a share of what is free after the weights are loaded."""
     reuse_prefixes: bool = True
     """Keep an eighth of that memory for prompts that begin like earlier ones."""
     execution: str = "auto"
-    """"static" drafts a whole segment and verifies it in steps of fixed shape, captured as CUDA graphs where there is a
-    GPU; "dynamic" goes token by token; "auto" is static on a GPU. Members that cannot stay dynamic."""
+    """"static" drafts and verifies a segment in steps of fixed shape, captured as CUDA graphs on a GPU; "dynamic" goes
+    token by token; "auto" is static on a GPU, else dynamic. Members that cannot run static steps stay dynamic."""
     speculation: str = "auto"
     """"auto": members guess the next tokens from prompt, answer and each other's drafts, which saves forwards and
     changes no answer. "off": every token of a draft takes a forward."""
     runtime: str = "local"
     """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
-    `MemberConfig.resources` are. Members behind servers stay there."""
+    has `MemberConfig.resources`. Members behind servers stay there."""
     ray_address: str | None = None
-    """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's own default, if unset."""
+    """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's default if unset."""
 
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
@@ -176,12 +177,12 @@ class EnsembleConfig(Settings):
 
     @classmethod
     def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
-        """The settings of a paper or the default (`PRESETS`), each of which may be replaced."""
+        """The settings of a preset ("default", "fast", "specfuse", "specem"); `settings` replace some of them."""
         check_choice("preset", name, tuple(PRESETS))
         return cls.from_dict({**PRESETS[name], **settings, "members": members})
 
     def only(self, names: Sequence[str] | None) -> Self:
-        """The same ensemble with these members alone; all of them if None. Raises `ConfigError` for one it has not."""
+        """The same ensemble with these members only; all of them if None. Raises `ConfigError` for an unknown name."""
         if names is None:
             return self
         for name in names:
@@ -190,7 +191,7 @@ class EnsembleConfig(Settings):
         return replace(self, members=kept, reference=self.reference if self.reference in names else None)
 
     def segment_limit(self, round_index: int) -> int:
-        """Most tokens of a draft in this round, which counts from 1."""
+        """The most tokens of a draft in this round; rounds count from 1."""
         return (self.first_segment_tokens or self.segment_tokens) if round_index == 1 else self.segment_tokens
 
     @property

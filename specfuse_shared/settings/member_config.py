@@ -1,4 +1,4 @@
-"""What a user may set of one member. Frozen, validated once."""
+"""The settings of one member. Frozen, validated once."""
 
 from __future__ import annotations
 
@@ -37,73 +37,74 @@ class MemberConfig(Settings):
     """Hub id, local folder, GGUF file, or "ollama:NAME" for a model in Ollama's store. Remote code and pickled weights
     are refused unless allowed below."""
     name: str | None = None
-    """Its name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
+    """The member's name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
     revision: str | None = None
     """Branch, tag or commit of the hub repository."""
     gguf_file: str | None = None
     """A GGUF file inside the hub repository or folder that `model` names."""
     adapter: str | None = None
-    """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters"); on llama.cpp, a LoRA as GGUF
-    file, which stays beside them."""
+    """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters"); on llama.cpp, a LoRA in a GGUF
+    file, applied at run time."""
     adapter_revision: str | None = None
     """Branch, tag or commit of the adapter's hub repository."""
     tokenizer: str | None = None
-    """Hub id or folder of the tokenizer, where it does not come with the model."""
+    """Hub id or folder of the tokenizer, if it does not come with the model."""
     dtype: str = "auto"
-    """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it, a processor keeps float32."""
+    """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it; float32 stays on a CPU."""
     device: str = "auto"
-    """"auto" (where there is room), a kind ("cuda") or one device ("cuda:1", "cpu")."""
+    """"auto" (wherever there is room), a kind ("cuda") or one device ("cuda:1", "cpu")."""
     quantization: str | None = None
-    """"8bit" (torchao) or "4bit" (bitsandbytes, NF4) of the weights when they are loaded, "auto": the widest
-    precision that fits (extra "quant")."""
+    """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto": the widest precision that
+    fits (extra "quant")."""
     backend: str = "auto"
     """What runs the model: "llama.cpp" (GGUF files as they are, extra "llamacpp"), "transformers", or "auto": llama.cpp
     for quantised GGUF files where it is installed and no other setting needs transformers."""
     gpu_layers: int | None = None
-    """Layers that llama.cpp keeps on the graphics card; unset: all that it can, none with `device="cpu"`."""
+    """Layers that llama.cpp keeps on the GPU; unset: as many as fit, none with `device="cpu"`."""
     threads: int | None = None
-    """Threads that llama.cpp computes with; unset: the member's share of the cores."""
+    """Threads of llama.cpp; unset: the member's share of the cores."""
     cache_tokens: int | None = None
-    """Tokens that llama.cpp's cache holds for all answers together, taken at load; unset: four answers of 4,096 tokens,
-    or as many as there is memory for."""
+    """Tokens in llama.cpp's cache, for all answers together, allocated at load; unset: four answers of 4,096 tokens, or
+    as many as fit into memory."""
     cache_type: str = "auto"
-    """Numbers in llama.cpp's cache: "f32", "f16" or "q8_0"; "auto": f16, or f32 with `dtype="float32"`."""
+    """Type of the numbers in llama.cpp's cache: "f32", "f16" or "q8_0"; "auto": f16, or f32 with `dtype="float32"`."""
     offload: bool = False
-    """Layers that fit nowhere may wait in main memory or on disk, which is very slow."""
+    """Allow layers that fit on no device to stay in main memory or on disk, which is very slow."""
     weight: float = 1.0
-    """Voting weight at the start of each answer, relative to the others'."""
+    """Voting weight at the start of each answer, relative to the other members'."""
     chat_template: str | None = None
-    """Jinja source that replaces the tokenizer's own. A base model without one gets a plain template
+    """Jinja source that replaces the tokenizer's chat template. A base model without one gets a plain template
     (`specfuse_shared.text.chat_template.PLAIN_TEMPLATE`)."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the template; `enable_thinking` is what `thinking` says."""
+    """Variables for the template; `thinking` sets `enable_thinking`."""
     thinking: bool | Sequence[str] = False
-    """The member thinks before the answer, in private, between the markers of its template or the two given here."""
+    """The member thinks before the answer, between the markers of its template or the two given here. No other member
+    reads its thoughts."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end its turn, besides those of the model's configuration."""
+    """Token ids that end the member's turn, besides those of the model's configuration."""
     max_context: int | None = None
     """Lowers the model's context limit, in tokens."""
     attn_implementation: str | None = None
-    """Passed to transformers; the probe at load decides what is exact."""
+    """Passed to transformers; the probe at load checks that it is exact."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model: only for repositories that you have read."""
+    """Run Python code that comes with the model. Set it only for repositories that you have read."""
     allow_pickle: bool = False
-    """Load weights that are no safetensors; unpickling a file may run code that is in it."""
+    """Load weights that are not safetensors. Unpickling a file may run code that is in it."""
     drafts_under_grammar: bool = True
-    """False: under a grammar or in a tool call the member only verifies, unless no other member drafts there. A server
-    without the token endpoint takes one request per token of such a draft."""
+    """False: under a grammar or in a tool call the member only verifies, unless no other member drafts. For such
+    drafts, a member behind a server without the token endpoint needs one request per token."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What it needs of a node with `EnsembleConfig(runtime="ray")`: "CPU" (1, if unset), "GPU" (1, if unset and the
-    cluster has any), "memory" (bytes; without a card what its model takes, if unset), names that nodes were given."""
+    """Resources of a Ray node (`EnsembleConfig(runtime="ray")`): "CPU" (default 1), "GPU" (default 1 if the cluster has
+    any), "memory" in bytes (default, without a GPU: what the model takes), and custom names."""
     server: str | None = None
     """Address of a vLLM server that runs the model ("http://127.0.0.1:8000/v1"); `model` then names the tokenizer and
     template (extra "servers")."""
     server_model: str | None = None
-    """The server's name of the model; `model`, if unset."""
+    """The server's name of the model; `model` if unset."""
     server_timeout: float = 60.0
-    """Seconds after which a request to the server is given up and the member leaves the answer."""
+    """Seconds after which a request to the server fails and the member leaves the answer."""
     api_key_env: str | None = None
-    """Environment variable that holds the server's key; the key itself is stored nowhere."""
+    """Environment variable that holds the server's key. The key itself is never stored."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))
@@ -113,14 +114,14 @@ class MemberConfig(Settings):
             check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
         check(
             self.adapter_revision is None or self.adapter is not None,
-            "MemberConfig.adapter_revision goes with adapter=…, a hub id",
+            "MemberConfig.adapter_revision is set without adapter: set adapter to a hub id, too",
         )
         check_choice("MemberConfig.dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
         check(
             self.quantization in (None, "auto") or not (self.offload or self.adapter),
-            "MemberConfig.offload and adapter need whole numbers: leave quantization at None or 'auto'",
+            "MemberConfig.offload and adapter need unquantised weights: leave quantization at None or 'auto'",
         )
         self._check_backend()
         check(
@@ -182,15 +183,15 @@ class MemberConfig(Settings):
         check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
             given = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
-            check(not given, f"MemberConfig.{given and given[0]} goes with server=…, the address of one")
+            check(not given, f"MemberConfig.{given and given[0]} is set without server: set server to an address, too")
             return
         object.__setattr__(self, "server", server_address("MemberConfig.server", self.server))
         for name in self.set_of(_SERVERS_OWN):
-            check(False, f"MemberConfig.{name} is the affair of the server at {self.server}: leave it unset")
+            check(False, f"MemberConfig.{name} is decided by the server at {self.server}: leave it unset")
         check(
             self.api_key_env is None or is_private(str(self.server)),
-            f"MemberConfig.server is {self.server}: whoever listens on the way could read the key that api_key_env "
-            "names: give an https:// address, or one of this machine, such as the end of a tunnel",
+            f"MemberConfig.server is {self.server}: over http:// others on the network could read the key that "
+            "api_key_env names: give an https:// address, or one of this machine, such as the end of a tunnel",
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

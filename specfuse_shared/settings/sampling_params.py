@@ -1,4 +1,4 @@
-"""What a user may set for one answer. Frozen, validated once."""
+"""The settings of one answer. Frozen, validated once."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ MOST_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Settings):
-    """How one answer is drafted, and when it ends."""
+    """How one answer is sampled, and when it ends."""
 
     max_tokens: int = 256
-    """Longest answer, in tokens of the reference member; thoughts do not count."""
+    """The most tokens of the answer, counted by the reference member; thoughts do not count."""
     temperature: float = 0.0
-    """0 is greedy; then `top_p`, `top_k`, `min_p` and `seed` change nothing."""
+    """0 is greedy decoding; then `top_p`, `top_k`, `min_p` and `seed` have no effect."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that hold this much probability."""
+    """Sample from the most probable tokens whose probabilities add up to this."""
     top_k: int = 0
-    """Sample from this many most probable tokens; 0 is all."""
+    """Sample from this many of the most probable tokens; 0: from all."""
     min_p: float = 0.0
-    """Leave out tokens less probable than this share of the most probable one."""
+    """Leave out tokens whose probability is below this share of the most probable token's."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that stand in the prompt or the answer become less probable."""
+    """Above 1, tokens that occur in the prompt or the answer become less probable."""
     seed: int | None = None
-    """The same seed gives the same answer; without one, a sampled request picks its own and reports it."""
+    """The same seed gives the same answer. Without one, a sampled request draws a seed and reports it."""
     stop: str | Sequence[str] = ()
     """Strings that end the answer and never appear in it."""
     min_tokens: int = 0
-    """Neither members nor the repetition guard end the answer before it has this many tokens of the reference member;
-    stop strings do. Not with a grammar or tools, which say when an answer is complete."""
+    """Members and the repetition guard cannot end the answer before it has this many tokens of the reference member;
+    stop strings can. Cannot be combined with a grammar or tools, which decide when an answer is complete."""
     ignore_eos: bool = False
-    """The answer goes on to `max_tokens`, a stop string or the end of all contexts. Not with a grammar or tools."""
+    """The answer goes on to `max_tokens`, a stop string or the end of all contexts. Cannot be combined with a grammar
+    or tools."""
     grammar: Grammar | None = None
-    """What the answer must be: it is complete and valid, or `UnfinishedValueError` says that no room was left. With
-    tools, an answer is calls or a value."""
+    """The grammar that the answer follows. The answer is complete and valid, or `UnfinishedValueError` is raised
+    because `max_tokens` left no room. With tools, an answer is calls or a value."""
     logprobs: bool = False
     """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
     top_logprobs: int = 0
-    """With `logprobs`: this many of the most probable tokens in each place, with their log p; at most 20."""
+    """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
     max_thinking_tokens: int = 1024
-    """Longest thoughts of a member that thinks (`MemberConfig.thinking`), in its own tokens."""
+    """The most tokens of a member's thoughts (`MemberConfig.thinking`), in its own tokens."""
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -84,17 +85,17 @@ class SamplingParams(Settings):
         )
         check(
             type(self.top_logprobs) is int and (self.logprobs or not self.top_logprobs),
-            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it is a whole number, and needs logprobs=True",
+            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it must be a whole number and needs logprobs=True",
         )
         check(
             self.grammar is None or not (self.min_tokens or self.ignore_eos),
-            "SamplingParams.min_tokens and ignore_eos cannot keep an answer open that ends when its grammar or tool "
-            "call is complete: leave them out",
+            "SamplingParams.min_tokens and ignore_eos cannot be combined with a grammar or tools, which decide when an "
+            "answer is complete: leave them out",
         )
 
     @classmethod
     def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
-        """Settings with what a call gives on top; one that wants no log-probabilities wants no `top_logprobs`."""
+        """`defaults` overridden by `given`; a call with `logprobs=False` also drops `top_logprobs`."""
         none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
         return cls.from_dict({**defaults, **none, **given})
 
@@ -104,5 +105,5 @@ class SamplingParams(Settings):
 
     @property
     def greedy(self) -> bool:
-        """The most probable token is always taken; logits divided by a temperature near 0 would overflow."""
+        """Whether the most probable token is always taken. (Logits divided by a temperature near 0 would overflow.)"""
         return self.temperature < SMALLEST_TEMPERATURE

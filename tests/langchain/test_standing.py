@@ -112,7 +112,7 @@ def test_a_call_may_choose_another_ensemble() -> None:
     assert model._ensemble("pair").names == ("one", "two")
     assert model._ensemble().names == model._ensemble("one").names == ("one",)
     for option in ("model", "model_name"):
-        with pytest.raises(ModelNotFoundError, match=r"'trio' is no ensemble here: use one of \['demo', 'pair'\]"):
+        with pytest.raises(ModelNotFoundError, match=r"'trio' is not an ensemble here: use one of \['demo', 'pair'\]"):
             model.invoke("Hi", **{option: "trio"})
 
 
@@ -126,7 +126,7 @@ def test_an_ensemble_may_be_named_instead_of_its_members() -> None:
     )
     named, _ = chosen.prepare({"configurable": {"who": "pair"}})  # type: ignore[attr-defined]
     assert named._ensemble().names == ("one", "two")
-    with pytest.raises(ModelNotFoundError, match="'trio' is no ensemble here"):
+    with pytest.raises(ModelNotFoundError, match="'trio' is not an ensemble here"):
         ChatSpecFuse(model="trio")
 
 

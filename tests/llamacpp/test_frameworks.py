@@ -15,11 +15,11 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
+from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
 from tests.langchain.standard import Supported
 from tests.llamacpp.conftest import member_config
 from tests.llamacpp.tiny_gguf import write_gguf

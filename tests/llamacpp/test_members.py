@@ -97,7 +97,7 @@ def test_a_model_that_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
         ({"gpu_layers": -1}, "gpu_layers must be at least 0"),
         ({"cache_tokens": 10}, "cache_tokens must be at least 256"),
         ({"cache_type": "q2"}, "cache_type is 'q2'"),
-        ({"server": "http://127.0.0.1:1", "threads": 2}, "threads is the affair of the server"),
+        ({"server": "http://127.0.0.1:1", "threads": 2}, "threads is decided by the server"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], said: str) -> None:

@@ -159,7 +159,7 @@ def test_an_adapter_of_the_hub_is_pinned_by_its_revision(folder: Path, tmp_path:
         assert done.returncode == 0, done.stderr
         sums.add(done.stdout.split("sum ")[1])
     assert len(sums) == 2
-    with pytest.raises(ConfigError, match="adapter_revision goes with adapter"):
+    with pytest.raises(ConfigError, match="adapter_revision is set without adapter"):
         MemberConfig(str(folder), adapter_revision="one")
 
 

@@ -33,7 +33,7 @@ _VOTES = re.compile(r'<script type="application/json" id="votes">(.*?)</script>'
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """What was voted between the ensemble and `against`: how often each won, and how often neither did."""
+    """Votes between the ensemble (`ours`) and the member `against` (`theirs`); `equal`: neither was better."""
 
     against: str
     ours: int
@@ -42,7 +42,7 @@ class Votes:
 
     @property
     def share(self) -> Interval:
-        """Per cent of the votes for one of them that the ensemble won."""
+        """The ensemble's share of the votes that prefer one, in per cent."""
         return share(self.ours, self.ours + self.theirs)
 
 
@@ -109,7 +109,7 @@ def voting_page(comparison: Comparison, against: str | None = None, votes: Mappi
 
 
 def votes_on(path: str | Path) -> dict[str, str]:
-    """Key of a pair → "left", "right" or "equal", as a saved page holds them. Raises `ConfigError`."""
+    """The votes in a saved page: key of a pair → "left", "right" or "equal". Raises `ConfigError`."""
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

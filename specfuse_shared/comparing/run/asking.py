@@ -29,7 +29,7 @@ MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who answers: a member alone, the whole ensemble, or one without a member. `config`: with these members alone."""
+    """A member alone, the whole ensemble, or the ensemble without a member. `config`: with these members only."""
 
     name: str
     config: EnsembleConfig
@@ -37,13 +37,13 @@ class Asker:
 
     @property
     def is_member(self) -> bool:
-        """A member by itself, which is what an ensemble is compared with."""
+        """Whether it is a single member."""
         return len(self.config.names) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a comparison is: `done` answers of `total`, those of earlier runs included. `stage`: what runs now."""
+    """Progress of a comparison: `done` answers of `total`, earlier runs included. `stage`: what runs now."""
 
     stage: str
     done: int

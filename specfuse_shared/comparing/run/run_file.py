@@ -29,8 +29,8 @@ _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "r
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a comparison keeps of an answer. `pieces`: who wrote what. `alone`: nothing else ran beside it, so that its
-    seconds tell something. `forwards`: of all its members."""
+    """An answer in a comparison. `pieces`: (author, text) of each segment. `forwards`: forward passes of all members.
+    `alone`: nothing else ran at the same time, so its seconds can be compared."""
 
     text: str
     finish: str

@@ -27,7 +27,7 @@ End = Literal["finished", "cancelled", "failed"]
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values up to each bound, and beyond the last one; their sum."""
+    """Counts of values up to each bound and beyond the last one, and their sum."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)

@@ -29,10 +29,10 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that answers must belong to; made by the class methods below.
+    """A language that an answer must belong to; made by the class methods below.
 
     `source` is the schema as JSON, the expression, the strings as JSON, or the Lark text. Raises `GrammarError`
-    if it is malformed, or if a strict schema asks for what no grammar can promise.
+    if it is malformed, or if a strict schema uses a keyword that no grammar can enforce.
     """
 
     kind: GrammarKind
@@ -43,7 +43,7 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | str, *, strict: bool = True) -> Self:
         """JSON values of a schema, written on one line; properties come in the schema's order.
 
-        Objects hold only the properties that the schema names, unless it says otherwise. A keyword that cannot
+        Objects have only the properties that the schema names, unless it says otherwise. A keyword that cannot
         be enforced (`not`, `uniqueItems`, `contains`, …) is refused if `strict`, else ignored.
         """
         if not isinstance(schema, (str, Mapping)):
