@@ -10,9 +10,9 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Grammar, MemberConfig, SamplingParams, Tool
 from specfuse_shared.events import FinishEvent, SegmentEvent
 from specfuse_shared.loading.gguf import converted
-from tests.engine.comparing import answer_of
-from tests.llamacpp.conftest import member_config
 from tests.servers.model_server import Ways, model_server
+from tests.support.against_naive import answer_of
+from tests.support.llamacpp import member_config
 
 pytest.importorskip("llama_cpp")
 

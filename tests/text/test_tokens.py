@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specfuse_shared.runtime.cache.prefix_cache import common_length
 from specfuse_shared.text.codec import Codec, Encoding, cut_candidate, whole_characters
-from tests.engine.tiny import byte_level_tokenizer
+from tests.support.tiny import byte_level_tokenizer
 
 LATIN = [
     "the",
