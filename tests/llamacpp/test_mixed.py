@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.engine.comparing import answer_of
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Grammar, MemberConfig, SamplingParams, Tool
 from specfuse_shared.events import FinishEvent, SegmentEvent
 from specfuse_shared.loading.gguf import converted
-from tests.llamacpp.conftest import member_config
 from tests.servers.model_server import Ways, model_server
+from tests.support.against_naive import answer_of
+from tests.support.llamacpp import member_config
 
 pytest.importorskip("llama_cpp")
 
