@@ -1,12 +1,12 @@
 """What a member costs behind a vLLM server, by each of the ways that one server offers.
 
-python benchmarks/servers.py --server http://127.0.0.1:8000/v1 MODEL [--tokens 1000] [--rounds 10] [--candidates 2]
+python benchmarks/servers.py --server http://127.0.0.1:8000/v1 MODEL [--tokens 1000] [--candidates 2] [--prompts]
 
 Each round drafts five tokens and judges candidates of five behind a context that has grown by a segment: at the token
-endpoint, by prefixes behind the cache (`logprob_token_ids`), and by `prompt_logprobs`. At the token endpoint the
-draft's own candidate is known with the draft, so that one is also left out. Then answers under a JSON schema are
-drafted with as few requests as the server allows, and with one a token. All ways take turns on one server, which needs
---enable-scale-out for all of them. Its key, if it has one, is in $SPECFUSE_SERVER_KEY.
+endpoint, by prefixes behind the cache (`logprob_token_ids`), and with --prompts by `prompt_logprobs`. At the token
+endpoint the draft's own candidate is known with the draft, so that one is also left out. Then answers under a JSON
+schema are drafted with as few requests as the server allows, and with one a token. All ways take turns on one server,
+which needs --enable-scale-out for all of them. Its key, if it has one, is in $SPECFUSE_SERVER_KEY.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -54,23 +54,22 @@ SUBJECTS = (
 Way = Callable[[list[ScoredLine]], Awaitable[Any]]
 
 
-def ways_of(member: ServerMember, client: ServerClient) -> dict[str, Way]:
+def ways_of(member: ServerMember, client: ServerClient, prompts: bool) -> dict[str, Way]:
     """How lines may be judged there."""
     text, model = CompletionsEndpoint(client), member.dialect.model
-    ways: dict[str, Way] = {
-        "prefixes": lambda lines: text.by_prefixes(model, lines),
-        "prompt_logprobs": lambda lines: text.by_prompts(model, lines),
-    }
+    ways: dict[str, Way] = {"prefixes": lambda lines: text.by_prefixes(model, lines)}
+    if prompts:
+        ways["prompt_logprobs"] = lambda lines: text.by_prompts(model, lines)
     if member.dialect.verification == "tokens":
         ways |= {"tokens": member.dialect.judged, "tokens, own known": lambda lines: member.dialect.judged(lines[1:])}
     return ways
 
 
 async def measure(
-    member: ServerMember, client: ServerClient, tokens: int, rounds: int, candidates: int
+    member: ServerMember, ways: Mapping[str, Way], tokens: int, rounds: int, candidates: int
 ) -> dict[str, list[float]]:
     """Seconds of each round's draft, and of its verification by each way."""
-    codec, dialect, ways = member.text.codec, member.dialect, ways_of(member, client)
+    codec, dialect = member.text.codec, member.dialect
     ids = tuple(codec.encode(FILLER * (tokens // 10))[:tokens])
     seconds: dict[str, list[float]] = {"draft": [], **{way: [] for way in ways}}
     for number in range(rounds):
@@ -133,14 +132,16 @@ async def under_a_schema(member: ServerMember, context: int, answers: int, asked
 
 async def run(options: Any) -> None:
     key = KEY_ENV if os.environ.get(KEY_ENV) else None
-    member, asked = ServerMember(MemberConfig(options.model, server=options.server, api_key_env=key)), [0]
+    config = MemberConfig(options.model, server=options.server, api_key_env=key, server_timeout=600.0)
+    member, asked = ServerMember(config), [0]
 
     def count(name: str, answers: int, seconds: float, steps: int = 1) -> None:
         asked[0] += 1
 
     await member.connect(count)
-    client = ServerClient(str(MemberConfig(options.model, server=options.server).server), os.environ.get(KEY_ENV))
-    seconds = await measure(member, client, options.tokens, options.rounds, options.candidates)
+    client = ServerClient(str(config.server), os.environ.get(KEY_ENV), timeout=config.server_timeout)
+    ways = ways_of(member, client, options.prompts)
+    seconds = await measure(member, ways, options.tokens, options.rounds, options.candidates)
     shown = {name: median(found[1:]) for name, found in seconds.items()}
     for name, value in shown.items():
         print(f"{name:<18} {1e3 * value:8.1f} ms (median of {options.rounds - 1} rounds)")
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--candidates", type=int, default=2)
+    parser.add_argument("--prompts", action="store_true", help="also by prompt_logprobs, which takes long")
     parser.add_argument("--answers", type=int, default=6, help="answers under a schema each way, at most 8")
     asyncio.run(run(parser.parse_args()))
 

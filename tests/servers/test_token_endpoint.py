@@ -131,13 +131,14 @@ def test_a_led_draft_is_a_request_that_judges_the_guess(tiny_engine: EnsembleEng
     config = tiny_engine.config
     chat_member = next(m for m in config.member_configs if m.label == "chat")
     with (
-        model_server(folders["chat"], Ways(tokens=True, block=64, delay=0.01)) as (first, _),
-        model_server(folders["chat"], Ways(tokens=True, block=64, delay=0.2)) as (second, ways),
+        model_server(folders["chat"], Ways(tokens=True, block=64)) as (first, _),
+        model_server(folders["chat"], Ways(tokens=True, block=64)) as (second, ways),
     ):
         members = [replace(chat_member, name=n, server=url) for n, url in (("quick", first), ("slow", second))]
         with EnsembleEngine(replace(config, members=members, reference=None)) as engine:
-            for question in QUESTIONS[:2]:
-                engine.generate(question, WIDE)  # until seconds are known
+            scheduler = engine.load()._scheduler
+            assert scheduler is not None
+            scheduler.traffic = replace(scheduler.traffic, step_seconds=lambda: {"quick": 0.01, "slow": 1.0})
             ways.asked.clear()
             result = engine.generate(QUESTIONS[3], LONG)
         led = [record for record in result.rounds if record.leader == "quick"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,6 +165,11 @@ def first_of(allowed: Sequence[int], stop_ids: Sequence[int], vocabulary_size: i
     ranges = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     text = f"<[{ranges}]> <[0-{vocabulary_size - 1}]>*"
     return f"start: ({text})?" if set(stop_ids) & set(allowed) else f"start: {text}"
+
+
+def text_first(text: str) -> str:
+    """A Lark grammar of texts that begin with this one."""
+    return f"start: {json.dumps(text, ensure_ascii=False)} /(.|\\n)*/"
 
 
 def ban_of(banned: Sequence[int]) -> dict[str, float]:

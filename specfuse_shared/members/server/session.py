@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specfuse_shared.errors import ServerError, SpecFuseError
-from specfuse_shared.members.server.dialect import Continuation, Continued, Place, ScoredLine, first_of, scores_of
+from specfuse_shared.members.server.dialect import (
+    Continuation,
+    Continued,
+    Place,
+    ScoredLine,
+    first_of,
+    scores_of,
+    text_first,
+)
 from specfuse_shared.members.server.told import Told
 from specfuse_shared.members.session import Session, Stage
 from specfuse_shared.members.stages import TokenCounts, Top
@@ -153,11 +161,14 @@ class ServerSession(Session[SentIds]):
     def _bounds(self, ids: Sequence[int], count: int, allowed: tuple[int, ...]) -> Iterator[tuple[int, str | None]]:
         """How many tokens to ask for, and the grammar that binds them at the server, the cheapest first."""
         grammar = self._params.grammar
+        assert self._constraint is not None
         if not (self._member.dialect.takes_grammars and count > 1 and grammar is not None):
             return
         if not ids and (rest := grammar.behind(self._text)) is not None:
             yield count, rest
-        if 2 * len(allowed) > self._member.vocabulary_size and not self._strayed:
+        if dictated := self._constraint.dictated():
+            yield count, text_first(dictated)
+        elif 2 * len(allowed) > self._member.vocabulary_size and not self._strayed:
             yield count, None  # what the model says by itself will mostly do
             self._strayed = True
         yield count, first_of(allowed, self._stop_ids, self._member.vocabulary_size)

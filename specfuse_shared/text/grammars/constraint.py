@@ -220,6 +220,11 @@ class MemberConstraint:
             ends[token >> 3] |= 1 << (token & 7)
         return bytes(ends)
 
+    def dictated(self) -> str:
+        """What the grammar dictates behind the draft, as far as it is whole characters."""
+        with self._allowance.metered():
+            return bytes(self._draft.compute_ff_bytes()).decode(errors="ignore")[:_MOST_FORCED]
+
     def follows(self, ids: Sequence[int]) -> int:
         """How many of the ids, from the first on, may follow the draft."""
         with self._allowance.metered():
