@@ -13,8 +13,8 @@ from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import LoadProgress, OnLoadProgress, load_gguf_tokenizer, load_tokenizer
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
-from specfuse_shared.members.loading import load_here
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.loading import load_in_process
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.cores import lanes_of
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.lane_thread import LaneThread
@@ -63,7 +63,7 @@ def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None
     return Member(info, MemberText(prompts, info.report.stop_token_ids, info.vocabulary_size))
 
 
-def assemble(members: Sequence[MemberHere], on_forward: OnForward) -> Assembly:
+def assemble(members: Sequence[InProcessMember], on_forward: OnForward) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
     lanes = [LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members)]
     own = lanes[0] if lanes else None
@@ -96,14 +96,16 @@ def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress
     return Assembly(tuple(member_named[name] for name in config.names), local.own, (*local.others, *lanes))
 
 
-def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], stages: Stages) -> Iterator[MemberHere]:
+def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], stages: Stages) -> Iterator[InProcessMember]:
     """Plan where the members of this machine go, then load each into its place. Raises `MemberLoadError`."""
     if not here:
         return
     plan = plan_ensemble(config, convert=True, on_stage=stages)
     for member in here:
         on_stage, place = stages[member.label], plan.of(member.label)
-        yield load_here(member, cache_dir=config.cache_dir, on_stage=on_stage, place=place, execution=config.execution)
+        yield load_in_process(
+            member, cache_dir=config.cache_dir, on_stage=on_stage, place=place, execution=config.execution
+        )
         on_stage("ready")
 
 

@@ -6,7 +6,7 @@ import logging
 
 from specfuse_shared.loading.backends import backend_of
 from specfuse_shared.loading.gguf import OnStage
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.plan import Assignment
 from specfuse_shared.settings.member_config import MemberConfig
@@ -14,14 +14,14 @@ from specfuse_shared.settings.member_config import MemberConfig
 logger = logging.getLogger(__name__)
 
 
-def load_here(
+def load_in_process(
     config: MemberConfig,
     *,
     cache_dir: str | None = None,
     on_stage: OnStage = lambda stage: None,
     place: Assignment | None = None,
     execution: str = "auto",
-) -> MemberHere:
+) -> InProcessMember:
     """A member in its `place`, or where it fits by itself. Raises `MemberLoadError`."""
     backend = backend_of(config)
     logger.info("member %s runs on %s (%s)", config.label, backend.name, backend.reason or "there is no other")

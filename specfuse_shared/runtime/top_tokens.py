@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 256
 """Logits are copied to stand in one place: no more of them than that."""
 
 
-class Likeliest:
+class TopTokens:
     """The first of the largest of each row of `logits` (any number of (N, V)), on its way from the device."""
 
     def __init__(self, logits: Sequence[torch.Tensor]) -> None:

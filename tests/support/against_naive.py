@@ -13,7 +13,7 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingPar
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.participants import Participant
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.lane_thread import LaneThread
 from specfuse_shared.members.local.member import LocalMember
@@ -57,7 +57,11 @@ class OpenAnswer:
     """One answer of members in this thread, without a scheduler: its session, and the lane that it asks."""
 
     def __init__(
-        self, config: EnsembleConfig, members: Sequence[MemberHere], messages: list[Message], params: SamplingParams
+        self,
+        config: EnsembleConfig,
+        members: Sequence[InProcessMember],
+        messages: list[Message],
+        params: SamplingParams,
     ) -> None:
         self.lane = LocalLane(members)
         self._session = AnswerSession(config, [member.member for member in members], messages, params)
@@ -109,7 +113,7 @@ class OpenAnswer:
 
 
 def open_session(
-    config: EnsembleConfig, members: Sequence[MemberHere], messages: list[Message], params: SamplingParams
+    config: EnsembleConfig, members: Sequence[InProcessMember], messages: list[Message], params: SamplingParams
 ) -> OpenAnswer:
     return OpenAnswer(config, members, messages, params)
 
@@ -137,7 +141,7 @@ def eager(members: list[LocalMember]) -> Iterator[None]:
 
 def assert_equals_naive(
     config: EnsembleConfig,
-    members: Sequence[MemberHere],
+    members: Sequence[InProcessMember],
     messages: list[Message],
     params: SamplingParams,
     rounds: int,

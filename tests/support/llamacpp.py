@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specfuse_shared import EnsembleEngine, MemberConfig
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.lane_thread import LaneThread
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
@@ -28,7 +28,7 @@ def member_config(file: Path, backend: str = "llama.cpp", **settings: object) ->
     )
 
 
-def members_of(engine: EnsembleEngine) -> list[MemberHere]:
+def members_of(engine: EnsembleEngine) -> list[InProcessMember]:
     lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
     found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
     return [found[name] for name in engine.config.names]

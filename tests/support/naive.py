@@ -15,7 +15,7 @@ import torch
 
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
 from specfuse_shared.text.codec import cut_candidate, whole_characters
@@ -33,7 +33,7 @@ class NaiveRound:
 
 
 class NaiveMember:
-    def __init__(self, member: MemberHere, messages: list[Message], params: SamplingParams) -> None:
+    def __init__(self, member: InProcessMember, messages: list[Message], params: SamplingParams) -> None:
         self.name, self.codec, self.stop_ids = member.name, member.codec, list(member.stop_ids)
         self.m: Any = member
         self.prompt = member.encode_prompt(messages)
@@ -113,7 +113,7 @@ def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
 @torch.inference_mode()
 def naive_rounds(
     config: EnsembleConfig,
-    members: Sequence[MemberHere],
+    members: Sequence[InProcessMember],
     messages: list[Message],
     params: SamplingParams,
     kind: type[NaiveMember] = NaiveMember,

@@ -21,7 +21,7 @@ from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
 from specfuse_shared.members.llamacpp.rows import new_sequence
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
 from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.placement.devices import free_memory
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
 from specfuse_shared.settings.config import EnsembleConfig
@@ -34,7 +34,7 @@ _SHARE_OF_FREE = 0.25
 """Of what is free once the weights are there, for a cache of no given size."""
 
 
-class LlamaMember(MemberHere):
+class LlamaMember(InProcessMember):
     """A causal language model of a GGUF file, in its `place` or where it fits by itself. Raises `MemberLoadError`."""
 
     devices = {"cpu": 1.0}  # noqa: RUF012 logits come there, and its thread is one of the processor's

@@ -35,7 +35,7 @@ class MemberStream(Protocol):
     def wait(self) -> None: ...
 
 
-class RunsHere(Reclaimable, Protocol):
+class InProcessRunner(Reclaimable, Protocol):
     """What runs the model of a member of this process. `device`: where its logits come."""
 
     @property
@@ -48,7 +48,7 @@ class RunsHere(Reclaimable, Protocol):
     def reserve_bytes(self) -> int: ...
 
 
-class MemberHere(ABC):
+class InProcessMember(ABC):
     """A member of this process: its text side, and what of its vocabulary it may say.
 
     `holders`: whatever names ids that end its turn. `vocabulary_size`: rows of its logits.
@@ -78,7 +78,7 @@ class MemberHere(ABC):
 
     @property
     @abstractmethod
-    def runner(self) -> RunsHere:
+    def runner(self) -> InProcessRunner:
         """What runs its model."""
 
     @property

@@ -12,22 +12,22 @@ from collections.abc import Sequence
 
 import torch
 
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 
 
-def lanes_of(members: Sequence[MemberHere]) -> list[tuple[list[MemberHere], int | None]]:
+def lanes_of(members: Sequence[InProcessMember]) -> list[tuple[list[InProcessMember], int | None]]:
     """Members that take turns, and the cores of each such lane where the processor has several; None: no limit.
 
     A core is never shared, so with more members than cores some take turns, the large ones by themselves.
     """
-    lanes: dict[tuple[str, ...], list[MemberHere]] = defaultdict(list)
+    lanes: dict[tuple[str, ...], list[InProcessMember]] = defaultdict(list)
     for member in members:
         lanes[devices_of(member)].append(member)
     on_cpu = lanes.pop(("cpu",), [])
-    on_devices: list[tuple[list[MemberHere], int | None]] = [(lane, None) for lane in lanes.values()]
+    on_devices: list[tuple[list[InProcessMember], int | None]] = [(lane, None) for lane in lanes.values()]
     core_count = cores()
     count = min(len(on_cpu), core_count)
-    shared: list[list[MemberHere]] = [[] for _ in range(count)]
+    shared: list[list[InProcessMember]] = [[] for _ in range(count)]
     for member in sorted(on_cpu, key=_size, reverse=True):
         min(shared, key=lambda lane: sum(map(_size, lane))).append(member)
     return on_devices + [(lane, core_count // count if count > 1 else None) for lane in shared]
@@ -52,10 +52,10 @@ def use_cores(count: int) -> None:
 _setting_cores = threading.Lock()
 
 
-def devices_of(member: MemberHere) -> tuple[str, ...]:
+def devices_of(member: InProcessMember) -> tuple[str, ...]:
     """The devices on which a member computes."""
     return tuple(member.devices)
 
 
-def _size(member: MemberHere) -> int:
+def _size(member: InProcessMember) -> int:
     return member.report.memory_bytes

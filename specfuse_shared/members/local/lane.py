@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.batching import Job, feed_all, within
 from specfuse_shared.members.local.cores import use_cores
 from specfuse_shared.members.local.forwards import PREFILL_CHUNK
@@ -67,7 +67,7 @@ class LocalLane:
 
     def __init__(
         self,
-        members: Sequence[MemberHere],
+        members: Sequence[InProcessMember],
         cores: int | None = None,
         on_forward: OnForward = nobody_listens,
     ) -> None:

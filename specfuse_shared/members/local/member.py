@@ -12,7 +12,7 @@ from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import load_pretrained, prepared
 from specfuse_shared.members.base import CacheUse, MemberInfo
-from specfuse_shared.members.local.base import MemberHere
+from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.probe import Attempt, probe
 from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
@@ -27,7 +27,7 @@ from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.types import MemberReport
 
 
-class LocalMember(MemberHere):
+class LocalMember(InProcessMember):
     """A causal language model of transformers in this process, in its `place` or where it fits by itself.
 
     `loaded`: model and tokenizer that are in memory already; else they are read as `config` says. `why`: it runs here.
@@ -43,10 +43,11 @@ class LocalMember(MemberHere):
         execution: str = "auto",
         loaded: tuple[Any, Any] | None = None,
     ) -> None:
-        start, self.why = time.monotonic(), ""
+        start = time.monotonic()
+        self.why = ""
         if loaded is not None:
-            (model, tokenizer), place = loaded, _place_of(loaded[0], config.label)
-            model = prepared(model, config)
+            place = _place_of(loaded[0], config.label)
+            model, tokenizer = prepared(loaded[0], config), loaded[1]
         else:
             place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(config.label)
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
@@ -62,9 +63,7 @@ class LocalMember(MemberHere):
         self.runner.warm_up()
         holders = (getattr(model, "generation_config", None), model.config)
         self._know_vocabulary(holders, model.get_input_embeddings().num_embeddings)
-        text = model.config.get_text_config(decoder=True)
-        limits = [config.max_context, getattr(text, "max_position_embeddings", None)]
-        self.context_limit: int | None = min((n for n in limits if n), default=None)
+        self.context_limit = _context_limit(model, config)
         self.bytes_per_token = way.bytes_per_token
         self._report = self._described(place, way, time.monotonic() - start, (parameters, weights))
 
@@ -118,6 +117,12 @@ class LocalMember(MemberHere):
         """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
         self.runner.prefixes.limit = limit
         self.runner.prefixes.shrink(limit)
+
+
+def _context_limit(model: Any, config: MemberConfig) -> int | None:
+    """Tokens of context: the model's, lowered by the configuration; None if neither states any."""
+    limits = (config.max_context, getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _place_of(model: Any, name: str) -> Assignment:

@@ -22,7 +22,7 @@ from specfuse_shared.runtime.model_runner import ModelRunner
 
 def new_sequence(runner: ModelRunner, keeps_spare: bool = False) -> SequenceState:
     """A sequence for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
-    return TreeSequence(runner, keeps_spare) if runner.plan else BranchwiseSequence(runner)
+    return TreeSequence(runner, keeps_spare) if runner.plan else RowSequence(runner)
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Snapshot:
         return _Snapshot(copy.deepcopy(self.cache), self.length, self.nodes)
 
 
-class BranchwiseSequence(SequenceState):
+class RowSequence(SequenceState):
     """One snapshot of the prompt, one of the previous trunk and one of the trunk; branches run on copies."""
 
     runner: ModelRunner

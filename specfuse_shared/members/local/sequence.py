@@ -21,9 +21,9 @@ from specfuse_shared.members.local.forwards import (
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.logprobs import PendingLogprobs, TokenRow
 from specfuse_shared.runtime.model_runner import Reclaimable
-from specfuse_shared.runtime.top_tokens import Likeliest
+from specfuse_shared.runtime.top_tokens import TopTokens
 
-_Place = tuple[Likeliest, int]
+_Place = tuple[TopTokens, int]
 """Where the likeliest token behind a node is told."""
 
 

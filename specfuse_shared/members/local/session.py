@@ -25,7 +25,7 @@ from specfuse_shared.settings.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from specfuse_shared.members.local.base import MemberHere
+    from specfuse_shared.members.local.base import InProcessMember
 
 _BEFORE = 8
 """So many tokens before a guess may tell what follows."""
@@ -39,7 +39,12 @@ class LocalSession(Session[SequenceState]):
     """
 
     def __init__(
-        self, member: MemberHere, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False
+        self,
+        member: InProcessMember,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        speculates: bool = False,
     ) -> None:
         super().__init__(
             member.text, member.stop_ids, member.new_sequence(speculates and member.may_guess), prompt, params

@@ -21,7 +21,7 @@ from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static.runner import DraftInput
-from specfuse_shared.runtime.top_tokens import Likeliest
+from specfuse_shared.runtime.top_tokens import TopTokens
 
 _TREE_ROOM = 64
 
@@ -91,7 +91,7 @@ class TreeSequence(SequenceState):
             [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
             self._end, self._end_place = rows[-1], None
 
-    def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: Likeliest | None, first: int) -> None:
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: TopTokens | None, first: int) -> None:
         """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
 
         `likeliest`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
@@ -225,7 +225,7 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     if inputs:
         runner, first = inputs[0][0].runner, 0
         logits = runner.step([segment for _, segment, _ in inputs])
-        told = Likeliest(logits) if runner.tells_likeliest and any(map(len, logits)) else None
+        told = TopTokens(logits) if runner.tells_likeliest and any(map(len, logits)) else None
         for (sequence, _, nodes), rows in zip(inputs, logits, strict=True):
             sequence.take(nodes, rows, told, first)
             first += len(rows)

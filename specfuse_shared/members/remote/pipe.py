@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
-from specfuse_shared.members.loading import load_here
+from specfuse_shared.members.loading import load_in_process
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
 from specfuse_shared.settings.member_config import MemberConfig
@@ -214,7 +214,7 @@ def serve_members(
     def counted(member: str, answers: int, seconds: float, steps: int = 1) -> None:
         forwards.append((member, answers, seconds))
 
-    loaded = [load_here(member, execution=execution) for member in members]
+    loaded = [load_in_process(member, execution=execution) for member in members]
     lane = LocalLane(loaded, cores, counted)
 
     def reply(results: Sequence[StageResult]) -> None:
