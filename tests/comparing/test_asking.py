@@ -168,9 +168,9 @@ def test_a_member_that_fails_from_the_first_word_does_not_keep_the_others_from_b
 
 
 def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None:
-    found = compare(["first", "second"], ROWS, make_engine=failing("second", after=54), timed=0)
+    found = compare(["first", "second"], ROWS, make_engine=failing("second", after=46), timed=0)
     rows = len(found.questions)
-    assert 20 < rows < 30
+    assert 15 < rows < 30
     assert {len(own) for own in found.answers.values()} == {rows}
     assert f"{30 - rows} of 30 questions are left out of it" in found.remarks
 
