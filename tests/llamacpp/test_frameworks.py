@@ -15,7 +15,6 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
-from tests.engine.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
