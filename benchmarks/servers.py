@@ -91,7 +91,7 @@ async def measure(
 async def drafted(member: ServerMember, subject: str, context: int) -> tuple[float, int]:
     """Seconds of all drafts of an answer under the schema behind so many tokens, and how many it drafted."""
     params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(SCHEMA))
-    asked = f"{FILLER * (context // 18)}Describe {subject} in that harbour, as JSON."
+    asked = f"{FILLER * (context // 20)}Describe {subject} in that harbour, as JSON."
     prompt = member.text.encode_prompt([Message("user", asked)])
     session = member.open(prompt, params, seed=0)
     constraint = AnswerConstraint(Grammar.json_schema(SCHEMA), member.text.codec, params.max_tokens)

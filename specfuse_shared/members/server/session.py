@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_AHEAD = 32
+"""Tokens that are first asked for at once under a grammar; then about as many as it admitted of the last ones."""
+
 
 @dataclass(slots=True)
 class SentIds:
@@ -68,6 +71,7 @@ class ServerSession(Session[SentIds]):
         self._round = self._drawn = self._guessed = self._accepted = 0
         self._guess = tuple[int, ...]()
         self._strayed = False
+        self._window = _MOST_AHEAD
         # only then the most probable token is what comes
         self._says_likeliest = params.greedy and params.repetition_penalty == 1.0
 
@@ -151,8 +155,11 @@ class ServerSession(Session[SentIds]):
         taken, ended = self._admitted(*(yield from self._foretold(ids, count)))
         bounds = self._bounds(ids, count, allowed)
         while not (taken or ended) and (bound := next(bounds, None)) is not None:
-            found, over = yield from self._continued(ids, *bound)
+            most, grammar = bound
+            found, over = yield from self._continued(ids, most := min(most, self._window), grammar)
             taken, ended = self._admitted(found, over)
+            # tokens behind one that the grammar does not allow are decoded for nothing
+            self._window = 2 * most if len(taken) == most else len(taken) + 1
         if not (taken or ended):
             found, ended = yield from self._continued(ids, 1, allowed=allowed)
             taken = self._advanced(found)
