@@ -47,7 +47,7 @@ def test_a_tool_call_and_its_answer_keep_name_arguments_and_id() -> None:
 
 def test_arguments_that_are_no_object_are_refused() -> None:
     call = ToolCallBlock(tool_name="add", tool_kwargs="[1")
-    with pytest.raises(RequestError, match="no JSON object"):
+    with pytest.raises(RequestError, match="not a JSON object"):
         to_messages([ChatMessage(role="assistant", blocks=[call])])
 
 

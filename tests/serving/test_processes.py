@@ -152,7 +152,7 @@ def test_messages_and_tools_may_be_dictionaries_as_openai_has_them(folders: list
             engine.generate("Hello", tools=[{"type": "web_search"}])
         with pytest.raises(RequestError, match="'texts'"):
             engine.generate([{"role": "user", "texts": "Hello"}])
-        with pytest.raises(RequestError, match="no JSON object"):
+        with pytest.raises(RequestError, match="not a JSON object"):
             engine.generate(
                 [{"role": "assistant", "tool_calls": [{**call, "function": {"name": "x", "arguments": "["}}]}]
             )

@@ -168,7 +168,7 @@ def test_an_ambiguous_grammar_ends_its_answer_and_keeps_the_text(exact_engine: E
     ['{"a":' * 50_000 + "1" + "}" * 50_000, '{"a":' + "9" * 5000 + "}", '{"a":"\\ud800"}', '{"a":NaN}', "["],
 )
 def test_arguments_of_calls_that_are_no_json_are_refused(arguments: str) -> None:
-    with pytest.raises(RequestError, match="no JSON object") as error:
+    with pytest.raises(RequestError, match="not a JSON object") as error:
         ToolCall.from_dict({"function": {"name": "f", "arguments": arguments}})
     assert len(str(error.value)) < 200, "it does not repeat all of it"
 
