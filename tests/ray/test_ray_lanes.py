@@ -195,7 +195,8 @@ def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
         assert end is not None
         assert end.result.text == text
         assert lost == ["base"]
-        assert end.result.rounds[-1].active == ("chat",)
+        assert end.result.rounds[-1].active in (("chat",), ("chat", "base")), "it may have left in the last round"
+    assert any(end is not None and end.result.rounds[-1].active == ("chat",) for end in ends)
     without = apart.generate("Still there?", SamplingParams(max_tokens=10))
     assert [fault.member for fault in without.warnings] == ["base"]
     cluster.nodes_by_name[NODES[1]] = cluster.add_node(num_cpus=2, resources={NODES[1]: 1})
