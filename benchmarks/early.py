@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -124,7 +124,7 @@ def main(
     config = EnsembleConfig(demo_members(), first_segment_tokens=SEGMENT)
     recording = Recording(config.score_policy())
     console = Console(width=120)
-    with EnsembleEngine(EnsembleConfig(demo_members(), first_segment_tokens=SEGMENT, score=recording)) as engine:
+    with EnsembleEngine(replace(config, score=recording)) as engine:
         for task in tasks:
             asked = read_rows(data, [task], "choose", rows)
             found = [contest(engine, recording, question, METRICS[task]) for question in asked]
