@@ -121,7 +121,7 @@ def main(
     rows: Annotated[int, typer.Option(help="at most this many of each task")] = 60,
     tasks: Annotated[list[str], typer.Option(help="tasks, by name")] = ["open", "rag", "rag-sentence"],  # noqa: B006
 ) -> None:
-    config = EnsembleConfig(demo_members(), first_segment_tokens=SEGMENT)
+    config = EnsembleConfig(demo_members(), first_segment_tokens=SEGMENT, early_margin=0)
     recording = Recording(config.score_policy())
     console = Console(width=120)
     with EnsembleEngine(replace(config, score=recording)) as engine:

@@ -246,11 +246,11 @@ class MemberReport:
     that is not its own, using its prefix cache), "prefixes" (one request with every prefix of the candidates) or
     "prompt" (the context is read again each round). `advice`: what would make it cheaper. `probe_error`: largest
     |Δ log p| between the cached path and the model's own plain forward, or between a server's two ways of scoring.
-    `parameters` and `memory_bytes` are 0 if a server does not tell. `graphs`: "captured" (its steps run as CUDA
-    graphs), or "eager: " and the reason. `template`: "own", "given" or "plain". `context`: token limit, None if the
-    model states none. `backend`: the engine that runs it; `why`: the reason for that engine. `forwards`: counts of
-    forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as they came ("dynamic"); empty if
-    another engine runs it.
+    `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`: "captured" (its steps run
+    as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain". `context`: token limit,
+    None if the model states none. `backend`: the engine that runs it; `why`: the reason for that engine.
+    `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as they came
+    ("dynamic"); empty if another engine runs it.
     """
 
     name: str

@@ -216,9 +216,8 @@ def _told(before: EnsembleConfig, after: EnsembleConfig) -> str:
     """What changed, in words; empty where nothing did."""
     parts = []
     if before.member_configs != after.member_configs:
-        total = sum(member.weight for member in after.member_configs)
-        shares = ", ".join(f"{m.label} {m.weight / total:.0%}" for m in after.member_configs)
-        parts.append(f"weights {shares}")
+        changed = [new for old, new in zip(before.member_configs, after.member_configs, strict=True) if old != new]
+        parts.append("weight " + ", ".join(f"{m.weight:g} for {m.label}" for m in changed))
     if before.exit != after.exit:
         parts.append(f'exit = "{after.exit}"')
     return " and ".join(parts)

@@ -87,6 +87,13 @@ class AnswerPolicies:
         self.exit = config.exit_policy()
         self.verified_rounds = 0
         self.lead = Lead(traffic)
+        self.opened = False
+        """Whether the first segment is over: behind what was clear before its end, it goes on."""
+
+    def segment_limit(self, tokens: int) -> int:
+        """The most tokens of the next drafts, behind an answer of so many."""
+        first = 0 if self.opened else (self.config.first_segment_tokens or 0) - tokens
+        return max(first, self.config.segment_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,10 @@ class RoundState:
 
 
 class Drafting:
-    """The drafts of a round. `leader`: who drafted first."""
+    """The drafts of a round. `leader`: who drafted first. `agreed`: all that drafted said the same.
+
+    Drafts that are asked for again, with a higher limit, begin as before: what a member drafted is known to it.
+    """
 
     def __init__(self, state: RoundState) -> None:
         self._state = state
@@ -113,12 +123,16 @@ class Drafting:
         self._constraint = state.policies.constraint
         self.alone = len(state.active) == 1 and self._constraint is None
         self.leader: str | None = None
+        self.agreed = False
+        self._limit = 0
+        self._drafted = dict[str, int]()
 
-    def run(self) -> Generator[Ops, Results, list[DistinctCandidate]]:
-        """Every active member's candidate; equal ones count once.
+    def run(self, limit: int) -> Generator[Ops, Results, list[DistinctCandidate]]:
+        """Every active member's candidate of at most `limit` tokens; equal ones count once.
 
         What the grammar dictates is every member's draft, and no model has to run for it.
         """
+        self._limit, self.agreed = limit, True
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
             return [DistinctCandidate(forced, False, list(self._state.active), 0, over=over)]
@@ -137,13 +151,13 @@ class Drafting:
                 same.drafters.append(name)
             elif choice.text or choice.finishes or self.alone:
                 choices.append(choice)
+        self.agreed = len(choices) == 1 and len(choices[0].drafters) == len(drafts)
         return choices
 
     def _draft_ops(self) -> dict[str, Op]:
-        limit = self._config.segment_limit(self._state.index)
         if not self.alone:
             return {name: self._op() for name in self._drafters}
-        side = self._state.participants[self._state.active[0]]
+        limit, side = self._limit, self._state.participants[self._state.active[0]]
         if side is self._state.participants.reference:
             limit = min(limit, self._state.policies.params.max_tokens - side.counts.answer)
         side.alone = side.counts.answer
@@ -158,15 +172,14 @@ class Drafting:
         return willing or self._state.active
 
     def _op(self, guess: str = "") -> Draft:
-        return Draft(self._config.segment_limit(self._state.index), self._state.index, self.min_tokens_left, guess)
+        return Draft(self._limit, self._state.index, self.min_tokens_left, guess)
 
     # ── one first ────────────────────────────────────────────────────────────────────────────────
 
     def _chosen_leader(self) -> str | None:
         if self._config.speculation == "off" or self.alone:
             return None
-        limit = self._config.segment_limit(self._state.index)
-        return self._state.policies.lead.leader(self._state.participants, self._drafters, limit)
+        return self._state.policies.lead.leader(self._state.participants, self._drafters, self._limit)
 
     def _led(self, leader: str) -> Generator[Ops, Results, dict[str, Value]]:
         """The leader's draft, then the others', to whom it is a guess."""
@@ -185,7 +198,8 @@ class Drafting:
 
     def _count(self, name: str, draft: Drafted) -> None:
         side = self._state.participants[name]
-        side.drafted += draft.tokens
+        side.drafted += max(0, draft.tokens - self._drafted.get(name, 0))
+        self._drafted[name] = draft.tokens
         if self.alone:
             side.alone = (side.alone or 0) + draft.tokens
 

@@ -5,6 +5,7 @@ Members without room refuse a prompt before any model runs, and leave once their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -58,7 +59,7 @@ class Participants:
             check()
             prompts.append(tuple(member.encode_prompt(messages, tools)))
             self._check_room(member, len(prompts[-1]), len(members))
-        weights = normalised([member.info.weight for member in members])
+        weights = _first_weights(members, config.first_weights == "size")
         self.sides = {m.name: Participant(m, p, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
         self.reference = self.sides[config.reference_name]
@@ -147,3 +148,10 @@ class Participants:
         room, limit = self._room(members), member.context_limit
         if limit is not None and count + room > limit:
             raise PromptTooLongError(member.name, limit, count, room, at_least=at_least)
+
+
+def _first_weights(members: Sequence[Member], by_size: bool) -> list[float]:
+    """Weights (Σ = 1) before any round: those of the configuration, `by_size` times √parameters where all are known."""
+    sizes = [member.info.report.parameters for member in members]
+    shares = [math.sqrt(size) if by_size and all(sizes) else 1.0 for size in sizes]
+    return normalised([member.info.weight * share for member, share in zip(members, shares, strict=True)])

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from specfuse_shared.fusion.answer_text import TrimmedSegment
 from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
 from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.members.stages import CandidateVerdict, ScoringQuery, Value, Verdicts, Verify
-from specfuse_shared.policies import CandidateLogprobs, Electorate
+from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +39,17 @@ class Round:
         self._before = tuple(state.active)
         self._exits = state.participants.take_exits()
         self._drafting = Drafting(state)
-        self._clock = [time.monotonic()]
+        self._seconds = {"draft": 0.0, "verify": 0.0}
 
     def run(self) -> Generator[Ops, Results, RoundEnd]:
         """Draft, verify, select, learn. The last member alone decodes plainly: there is nothing to verify.
 
         Members commit the segment after it was streamed, so that nobody who reads it waits for that.
         """
-        choices = yield from self._drafting.run()
-        self._tick()
-        if not choices:
+        choices, winner = yield from self._decide()
+        if winner is None:
             return RoundEnd(None, TrimmedSegment("", FinishReason.STOP))
         judged = len(choices) > 1
-        winner = (yield from self._verify(choices)) if judged else choices[0]
-        self._tick()
         segment = self._state.answer.fit(*self._unstuck(winner), self._own_count())
         goes_on = segment.reason is None
         if goes_on and self._constraint is not None:
@@ -61,6 +60,29 @@ class Round:
         record = self._record(choices, winner, segment.text, weights, retention)
         return RoundEnd(record, segment, segment.text if goes_on and not self._drafting.alone else "")
 
+    def _decide(self) -> Generator[Ops, Results, tuple[list[DistinctCandidate], DistinctCandidate | None]]:
+        """Candidates and the one that wins, as soon as that is clear; None: nobody had anything to say."""
+        policies = self._state.policies
+        config, limit = policies.config, policies.segment_limit(self._state.answer.tokens)
+        for tokens in config.looks(limit):
+            choices = yield from self._timed("draft", self._drafting.run(tokens))
+            is_last = tokens == limit or (bool(choices) and all(choice.finishes for choice in choices))
+            if self._drafting.agreed and not is_last:
+                return choices, choices[0]
+            if len(choices) > 1:
+                election = yield from self._timed("verify", self._verify(choices))
+                if is_last or election.is_clear(config.early_margin):
+                    policies.opened = is_last
+                    return choices, choices[election.winner]
+        policies.opened = True
+        return choices, choices[0] if choices else None
+
+    def _timed(self, what: str, work: Generator[Ops, Results, T]) -> Generator[Ops, Results, T]:
+        began = time.monotonic()
+        done = yield from work
+        self._seconds[what] += time.monotonic() - began
+        return done
+
     def _record(
         self,
         choices: list[DistinctCandidate],
@@ -70,7 +92,6 @@ class Round:
         retention: Mapping[str, float],
     ) -> RoundRecord:
         start = len(self._state.answer.text)
-        began, drafted, verified = self._clock
         return RoundRecord(
             index=self._state.index,
             active=self._before,
@@ -83,17 +104,14 @@ class Round:
             weights=weights,
             retention=retention,
             exits=(*self._exits, *self._state.participants.exits),
-            timing=RoundTiming(drafted - began, verified - drafted, self._committing),
+            timing=RoundTiming(self._seconds["draft"], self._seconds["verify"], self._committing),
             leader=self._drafting.leader,
         )
 
-    def _tick(self) -> None:
-        self._clock.append(time.monotonic())
-
     # ── verify and select ────────────────────────────────────────────────────────────────────────
 
-    def _verify(self, choices: list[DistinctCandidate]) -> Generator[Ops, Results, DistinctCandidate]:
-        """Score every candidate; the winner."""
+    def _verify(self, choices: list[DistinctCandidate]) -> Generator[Ops, Results, Election]:
+        """Score every candidate, and compare them."""
         questions = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in choices)
         judged = yield from self._state.ask({name: Verify(questions) for name in self._state.active})
         table = [[_seen(*pair) for pair in zip(choices, _each(own), strict=True)] for own in judged.values()]
@@ -110,7 +128,7 @@ class Round:
         for index, choice in enumerate(choices):
             choice.scores = {name: row[index] for name, row in zip(judged, election.scores, strict=True)}
             choice.score = election.votes[index]
-        return choices[election.winner]
+        return election
 
     def _unstuck(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer; where all that is left is a circle, what closes the answer.

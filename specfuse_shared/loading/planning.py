@@ -48,7 +48,7 @@ def plan_ensemble(
     here = [member for member in members if member.server is None]
     stages = on_stage or dict.fromkeys(config.names, lambda stage: None)
     specs = [_spec(m, config.cache_dir, convert, stages[m.label]) for m in here]
-    workload = Workload(answers, context, config.longest_segment * len(members))
+    workload = Workload(answers, context, config.most_tried * len(members))
     return place(specs, devices or find_devices(), workload)
 
 

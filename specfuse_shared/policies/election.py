@@ -20,6 +20,11 @@ class Election:
     votes: Sequence[float]
     winner: int
 
+    def is_clear(self, margin: float) -> bool:
+        """Whether the vote for the winner is at least `margin` times the vote for every other candidate."""
+        others = [vote for i, vote in enumerate(self.votes) if i != self.winner]
+        return self.votes[self.winner] > 0 and self.votes[self.winner] >= margin * max(others, default=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Electorate:

@@ -30,6 +30,7 @@ AGGREGATES: dict[str, AggregatePolicy] = {
     "seconded_mean": policies.SecondedMean(),
     "geometric_mean": policies.geometric_mean,
 }
+FIRST_WEIGHTS = ("size", "equal")
 FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
@@ -46,6 +47,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "score": "mean_prob",
             "per": "token",
             "aggregate": "weighted_mean",
+            "first_weights": "equal",
             "feedback": "uniform",
             "exit": "entropy",
             "exit_threshold": 0.5,
@@ -57,6 +59,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "score": "mean_prob",
             "per": "token",
             "aggregate": "weighted_mean",
+            "first_weights": "equal",
             "feedback": "paper",
             "exit": "never",
             "repetition_guard": False,
@@ -78,8 +81,12 @@ class EnsembleConfig(Settings):
     segment_tokens: int = 5
     """The most tokens that a member drafts in a round, in its own tokens (papers: 10)."""
     first_segment_tokens: int | None = 20
-    """The same for the first round; `segment_tokens` if None. A long first segment chooses a short answer as a whole,
-    and sends the first words later."""
+    """The same for the first segment; `segment_tokens` if None. A long one chooses a short answer as a whole, and sends
+    the first words later."""
+    early_margin: float = 8.0
+    """First words early: candidates of a first segment are compared when `segment_tokens` tokens of them are drafted,
+    at twice as many, and so on. What all members say by then is streamed, and so is a candidate whose vote is at least
+    this many times that of every other one; else they draft on. 0: compare only what is drafted to the end."""
     score: str | ScorePolicy = "stretch"
     """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
     cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
@@ -91,6 +98,10 @@ class EnsembleConfig(Settings):
     """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member cannot carry its own
     candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one verifier finds impossible
     cannot win)."""
+    first_weights: str = "size"
+    """What members' votes count when an answer begins: "size" (√parameters · `MemberConfig.weight`, so that two small
+    members do not outvote one that is far better; "equal" where a size is not known) or "equal" (`MemberConfig.weight`
+    alone: the papers')."""
     feedback: str | FeedbackPolicy = "constant"
     """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
     "constant", "sqrt_decay" and "paper" (SpecEM)."""
@@ -142,6 +153,8 @@ class EnsembleConfig(Settings):
             count = getattr(self, name)
             unset = count is None and name == "first_segment_tokens"
             check(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
+        margin = self.early_margin
+        check(margin == 0 or margin >= 1, f"EnsembleConfig.early_margin must be 0 (never) or ≥ 1, not {margin!r}")
         for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
             value = getattr(self, name)
             if not callable(value):
@@ -153,6 +166,7 @@ class EnsembleConfig(Settings):
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
         )
         check(self.min_active >= 1, f"EnsembleConfig.min_active must be ≥ 1, not {self.min_active!r}")
+        check_choice("EnsembleConfig.first_weights", self.first_weights, FIRST_WEIGHTS)
         check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
         check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
         check_choice("EnsembleConfig.runtime", self.runtime, RUNTIMES)
@@ -190,9 +204,13 @@ class EnsembleConfig(Settings):
         kept = [member for member in self.member_configs if member.name in names]
         return replace(self, members=kept, reference=self.reference if self.reference in names else None)
 
-    def segment_limit(self, round_index: int) -> int:
-        """The most tokens of a draft in this round; rounds count from 1."""
-        return (self.first_segment_tokens or self.segment_tokens) if round_index == 1 else self.segment_tokens
+    def looks(self, limit: int) -> tuple[int, ...]:
+        """After how many tokens of drafts of up to `limit` tokens candidates are compared; the last is the limit."""
+        early, count = [], self.segment_tokens
+        while self.early_margin and count < limit:
+            early.append(count)
+            count *= 2
+        return (*early, limit)
 
     @property
     def units(self) -> str | None:
@@ -201,7 +219,12 @@ class EnsembleConfig(Settings):
 
     @property
     def longest_segment(self) -> int:
-        return max(self.segment_limit(1), self.segment_tokens)
+        return max(self.first_segment_tokens or 0, self.segment_tokens)
+
+    @property
+    def most_tried(self) -> int:
+        """Tokens of one member's candidates in a round, at most: where it ends differently at each look."""
+        return sum(self.looks(self.longest_segment))
 
     @property
     def member_configs(self) -> tuple[MemberConfig, ...]:

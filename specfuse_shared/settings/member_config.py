@@ -71,7 +71,7 @@ class MemberConfig(Settings):
     offload: bool = False
     """Allow layers that fit on no device to stay in main memory or on disk, which is very slow."""
     weight: float = 1.0
-    """Voting weight at the start of each answer, relative to the other members'."""
+    """Voting weight at the start of each answer, relative to the others' (`EnsembleConfig.first_weights`)."""
     chat_template: str | None = None
     """Jinja source that replaces the tokenizer's chat template. A base model without one gets a plain template
     (`specfuse_shared.text.chat_template.PLAIN_TEMPLATE`)."""

@@ -24,7 +24,7 @@ def test_the_plan_shows_members_and_devices(five: list[str], capsys: pytest.Capt
     assert err == ""
     rows = {line.split()[0]: " ".join(line.split()) for line in out.splitlines() if line.strip()}
     assert rows["llama-3-8b"].startswith("llama-3-8b cuda:0 8bit (bfloat16) 8.5 GiB 512 MiB ")
-    assert rows["llama-3-8b"].endswith(" 9.9 GiB")
+    assert rows["llama-3-8b"].endswith(" 10.0 GiB")
     assert rows["gemma-2-9b"].startswith("gemma-2-9b cuda:0 bfloat16 17.2 GiB 1.3 GiB ")
     assert rows["cuda:0"].startswith("cuda:0 74.5 GiB 74.")
     assert "room for 1 × 4,096 tokens" in out

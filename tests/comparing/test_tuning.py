@@ -41,7 +41,7 @@ def test_the_weight_of_a_worse_member_falls_and_the_other_half_confirms_it() -> 
     found = tune(["worse", "better"], ROWS, make_engine=fakes)
     weights = {m.label: m.weight for m in found.config.member_configs}
     assert weights["better"] > weights["worse"]
-    assert "better 67%" in found.change
+    assert found.change == "weight 2 for better"
     assert found.gained
     assert found.gain == Interval(100.0, 100.0, 100.0, 30, 0.0)
     assert found.best == "better"
@@ -137,9 +137,9 @@ def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> N
 
 def test_the_point_of_a_verdict_says_on_which_rows() -> None:
     gain = Interval(2.0, -1.0, 5.0, 30)
-    told = Tuned(CONFIG, "weights a 67%", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
+    told = Tuned(CONFIG, "weight 2 for a", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
     assert told == (
-        "weights a 67% gives +2.0 [-1.0, +5.0] points on the 30 questions that did not choose it (+9.0 on the 30 that "
+        "weight 2 for a gives +2.0 [-1.0, +5.0] points on the 30 questions that did not choose it (+9.0 on the 30 that "
         "did, of 5 settings tried): no gain is shown; to a alone +2.0 [-1.0, +5.0]."
     )
     assert ENSEMBLE not in told

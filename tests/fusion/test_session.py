@@ -267,14 +267,6 @@ def test_the_first_segment_has_its_own_length(tiny_engine: EnsembleEngine) -> No
     assert max(c.tokens for r in later for c in r.candidates) >= 8
 
 
-def test_own_weights_start_the_vote(tiny_engine: EnsembleEngine) -> None:
-    chat, base = tiny_engine.config.member_configs
-    config = EnsembleConfig(members=[replace(chat, weight=3.0), base], segment_tokens=6, first_segment_tokens=None)
-    with EnsembleEngine(config) as engine:
-        result = engine.generate(QUESTION, SamplingParams(max_tokens=10))
-    assert result.rounds[0].weights == {"chat": 0.75, "base": 0.25}
-
-
 def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_engine: EnsembleEngine) -> None:
     alone = EnsembleConfig(members=[tiny_engine.config.members[1]], segment_tokens=6, first_segment_tokens=None)
     with EnsembleEngine(alone) as engine:

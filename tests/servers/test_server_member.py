@@ -80,6 +80,7 @@ def test_members_behind_two_servers_need_nothing_of_this_machine(
             for question in QUESTIONS:
                 assert_same(engine.generate(question, WIDE), tiny_engine.generate(question, WIDE))
             assert {report.memory_bytes for report in engine.describe()} == {0}
+            assert all(report.parameters > 10_000 for report in engine.describe())
             assert engine.metrics().cache_bytes == 0
 
 

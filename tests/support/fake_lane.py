@@ -77,14 +77,15 @@ class WordText:
 class FakeLane:
     """Runs a stage as soon as it is asked for, in the thread that asks, and keeps what it was asked.
 
-    `says`: by member. `likes`: (member, text) → log p of each word of it; else −1. `disturb` injects faults. While
-    `held` is a list, requests wait there.
+    `says`: by member, as are the `sizes` in parameters. `likes`: (member, text) → log p of each word of it; else −1.
+    `disturb` injects faults. While `held` is a list, requests wait there.
     """
 
     says: Mapping[str, Say]
     likes: Mapping[tuple[str, str], float] = field(default_factory=dict)
     disturb: Disturb = lambda request: None
     context_limit: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     held: list[tuple[Sequence[StageRequest], Reply]] | None = None
     asked: list[StageRequest] = field(default_factory=list)
     submissions: list[Sequence[StageRequest]] = field(default_factory=list)
@@ -167,7 +168,7 @@ class FakeLane:
             name=name,
             model="words",
             architecture="words",
-            parameters=0,
+            parameters=self.sizes.get(name, 0),
             memory_bytes=0,
             device="fake",
             dtype="none",

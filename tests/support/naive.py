@@ -119,16 +119,33 @@ def naive_rounds(
     kind: type[NaiveMember] = NaiveMember,
 ) -> Iterator[NaiveRound]:
     active = [kind(m, messages, params) for m in members]
-    weight = {m.name: m.info.weight / sum(other.info.weight for other in members) for m in members}
+    power = 0.5 if config.first_weights == "size" else 0
+    first = {m.name: m.info.weight * m.info.report.parameters**power for m in members}
+    weight = {name: own / sum(first.values()) for name, own in first.items()}
     quality = dict.fromkeys(weight, 0.0)
-    answer, index, verified = "", 0, 0
+    answer, index, verified, opening = "", 0, 0, True
     while len(active) > 1:
         index += 1
-        drafts = {m.name: m.draft(answer, config.segment_limit(index), index) for m in active}
-        distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
-        judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in active if len(distinct) > 1}
-        authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
-        circling = {d for d in distinct if config.repetition_guard and judged and repeats(answer, d[0])}
+        left = (config.first_segment_tokens or 0) - len(members[0].codec.encode(answer)) if opening else 0
+        limit = max(left, config.segment_tokens)
+        count = config.segment_tokens if config.early_margin else limit
+        while True:
+            drafts = {m.name: m.draft(answer, min(count, limit), index) for m in active}
+            distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
+            judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in active if len(distinct) > 1}
+            authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
+            circling = {d for d in distinct if config.repetition_guard and judged and repeats(answer, d[0])}
+            is_last = count >= limit or (bool(distinct) and all(ends for _, ends in distinct))
+            if is_last or len(distinct) == len(set(drafts.values())) == 1:
+                opening = opening and not is_last
+                break
+            if judged:
+                best, _, votes = _elect(judged, weight, authors, circling, config)
+                if votes[best] > 0 and all(
+                    votes[best] >= config.early_margin * vote for d, vote in votes.items() if d != best
+                ):
+                    break
+            count *= 2
         (text, ended), table, total = _elect(judged, weight, authors, circling, config)
         scores = {name: {f"{t}|{e}": s for (t, e), s in row.items()} for name, row in table.items()}
         winner = next(name for name, d in drafts.items() if d == (text, ended))

@@ -24,6 +24,7 @@ from specfuse_shared.members.server.dialect import ScoredLine, ServerFacts
 from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.vllm import VllmDialect
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
+from specfuse_shared.placement.sizing import ModelSizes
 from specfuse_shared.policies import ROUNDING
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -54,6 +55,7 @@ class ServerMember:
         tokenizer = load_tokenizer(config, cache_dir)
         settings, generation = load_settings(config, cache_dir)
         self._architecture = (getattr(settings, "architectures", None) or ["unknown"])[0]
+        self._parameters = _parameters(settings)
         text = settings.get_text_config(decoder=True) if settings is not None else None
         size = getattr(text, "vocab_size", None) or len(tokenizer)
         prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, self.name, config.thinking)
@@ -142,7 +144,7 @@ class ServerMember:
             name=self.name,
             model=self._config.model,
             architecture=self._architecture,
-            parameters=0,
+            parameters=self._parameters,
             memory_bytes=0,
             device=str(self._config.server),
             dtype="the server's",
@@ -221,6 +223,14 @@ class ServerMember:
     def _sample(self) -> list[int]:
         tokenizer: Any = self.text.prompts.tokenizer
         return list(tokenizer.encode(_SAMPLE, add_special_tokens=False))
+
+
+def _parameters(settings: Any) -> int:
+    """Parameters of a model with these settings; 0 where the library cannot say."""
+    try:
+        return ModelSizes(settings).parameters if settings is not None else 0
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return 0
 
 
 def _key(config: MemberConfig) -> str | None:

@@ -1,0 +1,68 @@
+"""What members' votes count when an answer begins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, SamplingParams
+from tests.support.against_naive import local_members
+from tests.support.fake_engine import OTHER, TALE, FakeEngine
+from tests.support.fake_lane import FakeLane, scripted
+from tests.support.tiny import MESSAGES, pair_config, save_pair
+
+
+def first_weights(sizes: dict[str, int], **settings: str) -> dict[str, float]:
+    lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, sizes=sizes)
+    with FakeEngine(lane, **settings) as engine:
+        return dict(engine.generate("tell me", SamplingParams(max_tokens=9)).rounds[0].weights)
+
+
+def test_a_vote_counts_by_the_root_of_the_members_size() -> None:
+    assert first_weights({"a": 100, "b": 400}) == pytest.approx({"a": 1 / 3, "b": 2 / 3})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"), [({"a": 100, "b": 400}, {"first_weights": "equal"}), ({"a": 100}, {}), ({}, {})]
+)
+def test_votes_are_equal_if_asked_for_or_if_a_size_is_not_known(
+    sizes: dict[str, int], settings: dict[str, str]
+) -> None:
+    assert first_weights(sizes, **settings) == {"a": 0.5, "b": 0.5}
+
+
+def test_two_small_members_do_not_outvote_a_large_one() -> None:
+    """The small ones say the same, and like it about as much as the large one its own words."""
+
+    def winner(size: int) -> str:
+        texts = {"a": "red it is .", "b": "red it is .", "c": "blue as the sea ."}
+        likes = {("a", " red it is"): -0.9, ("b", " red it is"): -0.95, ("c", " blue as the"): -0.8}
+        likes |= dict.fromkeys((("a", " blue as the"), ("b", " blue as the"), ("c", " red it is")), -3.0)
+        says = {name: scripted(text) for name, text in texts.items()}
+        with FakeEngine(FakeLane(says, likes, sizes={"a": 1, "b": 1, "c": size}), speculation="off") as engine:
+            return engine.generate("tell me", SamplingParams(max_tokens=3)).rounds[0].winner
+
+    assert winner(1) == "a"
+    assert winner(100) == "c"
+
+
+def test_a_members_own_weight_comes_on_top(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folders: dict[str, Path] = save_pair(tmp_path_factory)
+    config = pair_config(folders)
+    chat, base = config.member_configs
+    with EnsembleEngine(replace(config, members=[replace(chat, weight=3.0), base])) as engine:
+        result = engine.generate(MESSAGES, SamplingParams(max_tokens=12))
+        sizes = [member.report.parameters for member in local_members(engine)]
+    shares = [3 * math.sqrt(sizes[0]), math.sqrt(sizes[1])]
+    assert sizes[0] != sizes[1] > 0
+    assert list(result.rounds[0].weights.values()) == pytest.approx([share / sum(shares) for share in shares])
+
+
+def test_the_papers_count_members_alike() -> None:
+    for preset in ("specfuse", "specem"):
+        assert EnsembleConfig.preset(preset, ["a", "b"]).first_weights == "equal"
+    with pytest.raises(ConfigError, match="first_weights"):
+        EnsembleConfig(["a"], first_weights="large")
