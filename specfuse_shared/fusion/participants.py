@@ -5,7 +5,6 @@ Members without room refuse a prompt before any model runs, and leave once their
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -151,7 +150,7 @@ class Participants:
 
 
 def _first_weights(members: Sequence[Member], by_size: bool) -> list[float]:
-    """Weights (Σ = 1) before any round: those of the configuration, `by_size` times √parameters where all are known."""
+    """Weights (Σ = 1) before any round: of the configuration; `by_size`, times parameters where all are known."""
     sizes = [member.info.report.parameters for member in members]
-    shares = [math.sqrt(size) if by_size and all(sizes) else 1.0 for size in sizes]
+    shares = [size if by_size and all(sizes) else 1 for size in sizes]
     return normalised([member.info.weight * share for member, share in zip(members, shares, strict=True)])

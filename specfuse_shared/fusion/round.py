@@ -67,15 +67,15 @@ class Round:
         for tokens in config.looks(limit):
             choices = yield from self._timed("draft", self._drafting.run(tokens))
             is_last = tokens == limit or (bool(choices) and all(choice.finishes for choice in choices))
-            if self._drafting.agreed and not is_last:
-                return choices, choices[0]
             if len(choices) > 1:
                 election = yield from self._timed("verify", self._verify(choices))
                 if is_last or election.is_clear(config.early_margin):
                     policies.opened = is_last
                     return choices, choices[election.winner]
-        policies.opened = True
-        return choices, choices[0] if choices else None
+            elif is_last or self._drafting.agreed:
+                policies.opened = is_last
+                return choices, choices[0] if choices else None
+        raise AssertionError("the last look decides")
 
     def _timed(self, what: str, work: Generator[Ops, Results, T]) -> Generator[Ops, Results, T]:
         began = time.monotonic()

@@ -99,7 +99,7 @@ class EnsembleConfig(Settings):
     candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one verifier finds impossible
     cannot win)."""
     first_weights: str = "size"
-    """What members' votes count when an answer begins: "size" (√parameters · `MemberConfig.weight`, so that two small
+    """What members' votes count when an answer begins: "size" (parameters · `MemberConfig.weight`, so that two small
     members do not outvote one that is far better; "equal" where a size is not known) or "equal" (`MemberConfig.weight`
     alone: the papers')."""
     feedback: str | FeedbackPolicy = "constant"
