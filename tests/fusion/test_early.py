@@ -147,3 +147,29 @@ def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_p
                 records = assert_equals_naive(own, local_members(engine), MESSAGES, params, rounds=3)
                 lengths.add(max(c.tokens for c in records[0].candidates))
     assert len(lengths) > 1, "some were clear at an early look, some were not"
+
+
+def test_static_drafts_go_on_ahead_behind_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each look one run of steps, of the tokens that are new; none is drafted by itself."""
+    from specfuse_shared.runtime.static.runner import StaticRunner
+
+    runs: list[int] = []
+    draft = StaticRunner.draft
+
+    def counted(self: StaticRunner, inputs: Any) -> Any:
+        runs.extend(each.count for each in inputs)
+        return draft(self, inputs)
+
+    monkeypatch.setattr(StaticRunner, "draft", counted)
+    for name, seed in (("one", 1), ("two", 0)):
+        save_model("qwen3", byte_level_tokenizer(), tmp_path / name, seed=seed)
+    members = [MemberConfig(str(tmp_path / name), name=name, dtype="float32") for name in ("one", "two")]
+    config = EnsembleConfig(
+        members, segment_tokens=3, execution="static", speculation="off", early_margin=1e12, repetition_guard=False
+    )
+    with EnsembleEngine(config) as engine:
+        engine.load()
+        runs.clear()
+        [record, *_] = engine.generate(MESSAGES, SamplingParams(max_tokens=40, ignore_eos=True)).rounds
+    assert max(candidate.tokens for candidate in record.candidates) == 20
+    assert runs[:8] == [3, 3, 4, 4, 7, 7, 9, 9], "a run chooses the last token again, which no step has read"

@@ -127,6 +127,9 @@ class SequenceState(ABC):
         """Whether it takes one now that goes on from this branch."""
         return False
 
+    def draft_behind(self, branch: Branch) -> None:  # noqa: B027 nothing is in the way where tokens come one by one
+        """Forget what would keep a draft from going on ahead behind this branch."""
+
     def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
         raise NotImplementedError

@@ -51,6 +51,7 @@ class LocalSession(Session[SequenceState]):
         )
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
+        self._round, self._draft = 0, Branch(0, ())
         self._guesses = Guesses(member.never_guessed, member.token_cost) if self.sequence.keeps_spare else None
 
     @property
@@ -65,6 +66,9 @@ class LocalSession(Session[SequenceState]):
             yield ForwardRequest(self.sequence, prompt=min(self.sequence.prompt_remaining, PREFILL_CHUNK))
 
     def _start(self, round_index: int) -> None:
+        if round_index == self._round and self._constraint is None:  # a longer draft begins like the one before
+            self.sequence.draft_behind(self._draft)
+        self._round = round_index
         self._sampler.start(round_index)
         if self._guesses is not None and not self._guesses.has_read:
             self._guesses.read((*self.sequence.prompt, *self.sequence.answer), 0)
@@ -74,6 +78,7 @@ class LocalSession(Session[SequenceState]):
             self._guesses.expect(self._branch(self._encoded(text)), TOLD)
 
     def _expect_own(self, branch: Branch) -> None:
+        self._draft = branch
         if self._guesses is not None:
             self._guesses.expect(branch, OWN)
 

@@ -149,6 +149,15 @@ class TreeSequence(SequenceState):
             self._fed_nodes.append(new)
         return numbers
 
+    def draft_behind(self, branch: Branch) -> None:
+        if not self.drafts_ahead:
+            return
+        path = list(self._path(branch))[: self.knows(branch)]
+        tree, rows, places = self._tree, self._rows, self._places
+        self._forget_tree()
+        numbers = self._plant(tree, rows, ROOT, path)
+        self._places = {numbers[node]: places[node] for node in path if node in places}
+
     def draft_input(self, draft: DraftRequest) -> DraftInput:
         """What the runner needs to go on from the draft's branch."""
         assert self._row is not None, "the sequence was released"
