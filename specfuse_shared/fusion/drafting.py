@@ -114,7 +114,8 @@ class RoundState:
 class Drafting:
     """The drafts of a round. `leader`: who drafted first. `agreed`: all that drafted said the same.
 
-    Drafts that are asked for again, with a higher limit, begin as before: what a member drafted is known to it.
+    Drafts that are asked for again, with a higher limit, begin as before. Members know what they drafted; only a server
+    that samples drafts it anew.
     """
 
     def __init__(self, state: RoundState) -> None:
