@@ -128,15 +128,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """Seconds spent in the stages of one round. `commit`: of the previous segment, with which the round began."""
+    """Seconds spent in the stages of one round. `draft`: members commit the segment before with their drafts."""
 
     draft: float = 0.0
     verify: float = 0.0
-    commit: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.draft + self.verify + self.commit
+        return self.draft + self.verify
 
 
 @dataclass(frozen=True, slots=True)

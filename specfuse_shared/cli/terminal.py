@@ -188,7 +188,7 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
 
 def _round_line(record: RoundRecord) -> str:
     timing = record.timing
-    stages = f"draft {duration(timing.draft)}, verify {duration(timing.verify)}, commit {duration(timing.commit)}"
+    stages = f"draft {duration(timing.draft)}, verify {duration(timing.verify)}"
     return visible(f"round {record.index} · {stages}{'' if record.verified else ' · not verified'}{lead_of(record)}")
 
 

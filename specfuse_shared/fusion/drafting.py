@@ -110,6 +110,11 @@ class RoundState:
     def active(self) -> list[str]:
         return self.participants.active
 
+    @property
+    def alone(self) -> bool:
+        """Whether one member is left, which decodes plainly; a grammar binds it as it binds several."""
+        return len(self.active) == 1 and self.policies.constraint is None
+
 
 class Drafting:
     """The drafts of a round. `leader`: who drafted first. `agreed`: all that drafted said the same.
@@ -122,7 +127,7 @@ class Drafting:
         self._state = state
         self._config = state.policies.config
         self._constraint = state.policies.constraint
-        self.alone = len(state.active) == 1 and self._constraint is None
+        self.alone = state.alone
         self.leader: str | None = None
         self.agreed = False
         self._limit = 0

@@ -19,6 +19,8 @@ from specfuse_shared.types import MemberExit, MemberUsage, Usage
 
 _ROOM_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
+_REENCODED = 16
+"""A text takes at most a token a byte, and what stood before it at most so many more than it did."""
 
 
 @dataclass(slots=True)
@@ -99,6 +101,11 @@ class Participants:
         """Members without room for another round leave, so that the others can go on."""
         self.drop([name for name in self.active if self._is_full(self.sides[name])], round_index, "context")
 
+    def may_be_full(self, uncommitted: str) -> bool:
+        """Whether a member may lack room for another round once it has committed this text."""
+        most = len(uncommitted.encode()) + _REENCODED
+        return any(self._is_full(self.sides[name], most) for name in self.active)
+
     @property
     def exits(self) -> tuple[MemberExit, ...]:
         """Exits that no round has told of yet."""
@@ -134,9 +141,9 @@ class Participants:
             return most
         return max(1, min(most, limit - len(side.prompt) - 2 * self._room(len(self.active))))
 
-    def _is_full(self, side: Participant) -> bool:
+    def _is_full(self, side: Participant, more: int = 0) -> bool:
         limit = side.member.context_limit
-        used = len(side.prompt) + side.counts.thinking + side.counts.answer
+        used = len(side.prompt) + side.counts.thinking + side.counts.answer + more
         return limit is not None and used + self._room(len(self.active)) > limit
 
     def _room(self, members: int) -> int:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class RoundEnd:
     """What a round came to: its record (None: nobody had anything to say), and its segment.
 
-    `uncommitted`: text that members have to commit before the next round.
+    `uncommitted`: text that members have to commit before they draft again.
     """
 
     record: RoundRecord | None
@@ -30,12 +30,11 @@ class RoundEnd:
 
 
 class Round:
-    """One round; `run` is the whole of it. `committing`: seconds in which members committed the segment before."""
+    """One round; `run` is the whole of it."""
 
-    def __init__(self, state: RoundState, committing: float = 0.0) -> None:
+    def __init__(self, state: RoundState) -> None:
         self._state = state
         self._constraint = state.policies.constraint
-        self._committing = committing
         self._before = tuple(state.active)
         self._exits = state.participants.take_exits()
         self._drafting = Drafting(state)
@@ -44,7 +43,7 @@ class Round:
     def run(self) -> Generator[Ops, Results, RoundEnd]:
         """Draft, verify, select, learn. The last member alone decodes plainly: there is nothing to verify.
 
-        Members commit the segment after it was streamed, so that nobody who reads it waits for that.
+        Members commit the segment with their next drafts, so that nobody who reads it waits for that.
         """
         choices, winner = yield from self._decide()
         if winner is None:
@@ -104,7 +103,7 @@ class Round:
             weights=weights,
             retention=retention,
             exits=(*self._exits, *self._state.participants.exits),
-            timing=RoundTiming(self._seconds["draft"], self._seconds["verify"], self._committing),
+            timing=RoundTiming(self._seconds["draft"], self._seconds["verify"]),
             leader=self._drafting.leader,
         )
 

@@ -25,6 +25,7 @@ from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,
     Commit,
+    Draft,
     Fault,
     Op,
     Open,
@@ -85,7 +86,7 @@ class AnswerSession:
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
-        self._closing = ""
+        self._closing = self._uncommitted = ""
         self._began = time.monotonic()
         self._prefilled = 0.0
         self.events: deque[Event] = deque()
@@ -120,12 +121,14 @@ class AnswerSession:
         yield from self._think()
         end = RoundEnd(None, TrimmedSegment("", None))
         while end.segment.reason is None:
-            seconds = yield from self._commit(end.uncommitted)
+            state = RoundState(self._policies, self.participants, self._answer, self._next, self._ask)
+            self._uncommitted += end.uncommitted
+            if state.alone or self.participants.may_be_full(self._uncommitted):  # how many tokens there are matters now
+                yield from self._ask({})
             self.participants.drop_full(self._next)
             self.events.extend(map(ExitEvent, self.participants.exits))
             if self._active:
-                state = RoundState(self._policies, self.participants, self._answer, self._next, self._ask)
-                end = yield from Round(state, seconds).run()
+                end = yield from Round(state).run()
                 self._publish(end)
             else:
                 end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
@@ -164,25 +167,32 @@ class AnswerSession:
                     del thinking[name]
             thinking = {n: most for n, most in thinking.items() if n in thoughts}
 
-    def _commit(self, text: str) -> Generator[Ops, Results, float]:
-        """Members take in the last segment, which is on its way already; the seconds of it."""
-        began = time.monotonic()
-        if text:
-            yield from self._ask({name: Commit(text) for name in self._active})
-        return time.monotonic() - began
-
     def _ask(self, ops: Ops) -> Generator[Ops, Results, dict[str, Value]]:
-        """Values of stages, in the members' order; members that failed have left. Those who left before are closed."""
-        results = yield {**self.participants.take_closes(), **ops}
+        """Values of stages, in the members' order; members that failed have left. Those who left before are closed.
+
+        Text that is not committed yet goes along: drafts carry it, and members that are asked for nothing commit it.
+        """
+        asked = self._with_commits(ops)
+        if not asked:
+            return {}
+        results = yield {**self.participants.take_closes(), **asked}
         values: dict[str, Value] = {}
         for name, result in results.items():
             self.participants[name].counts = result.counts
-        for name, op in ops.items():
+        for name, op in asked.items():
             if (fault := results[name].error) is not None:
                 self._lose(name, op.stage, fault)
-            else:
+            elif name in ops:
                 values[name] = results[name].value
         return values
+
+    def _with_commits(self, ops: Ops) -> Ops:
+        text, self._uncommitted = self._uncommitted, ""
+        if not text:
+            return ops
+        drafts = {name: replace(op, commit=text) for name, op in ops.items() if isinstance(op, Draft)}
+        assert drafts.keys() == ops.keys(), "text has to be committed before anything else"
+        return {name: drafts.get(name, Commit(text)) for name in self._active}
 
     def _lose(self, name: str, stage: StageName, fault: Fault) -> None:
         if self._active == [name]:

@@ -137,7 +137,11 @@ class Lane(Protocol):
         """Keep at most so many bytes of each member's past answers, for prompts that begin the same way."""
         ...
 
-    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+    def reply_to(self, reply: Reply) -> None:
+        """Give all results to `reply`; called once, before any stage is asked for."""
+        ...
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
         """Run stages; those of one call are drafted and verified together where they can be."""
         ...
 

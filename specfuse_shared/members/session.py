@@ -141,8 +141,8 @@ class Session(ABC, Generic[C]):
                 return self.prefill()
             case Think(limit=limit, most=most):
                 return self.think(limit, most)
-            case Draft(limit=limit, round_index=number, min_tokens_left=min_tokens_left, guess=guess):
-                return self.draft(limit, number, min_tokens_left, guess)
+            case Draft(limit=limit, round_index=number, min_tokens_left=min_tokens_left, guess=guess, commit=commit):
+                return self.draft(limit, number, min_tokens_left, guess, commit)
             case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left):
                 return self.draft_alone(limit, number, min_tokens_left)
             case Verify(questions=questions, top=top):
@@ -168,8 +168,12 @@ class Session(ABC, Generic[C]):
         fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
         return Thought(fresh, ended)
 
-    def draft(self, limit: int, round_index: int, min_tokens_left: int = 0, guess: str = "") -> Stage[Drafted]:
-        """Continue the answer by at most `limit` tokens, and a few more to finish a character."""
+    def draft(
+        self, limit: int, round_index: int, min_tokens_left: int = 0, guess: str = "", commit: str = ""
+    ) -> Stage[Drafted]:
+        """Commit `commit`, then continue the answer by at most `limit` tokens, and a few more to finish a character."""
+        if commit:
+            yield from self.commit(commit)
         self._start(round_index)
         if guess:
             self._expect_text(guess)

@@ -42,7 +42,7 @@ class Draft:
     """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Drafted`.
 
     `min_tokens_left`: the turn may end behind so many tokens of the draft. `guess`: what it may turn out to be, which
-    changes only how fast that is found.
+    changes only how fast that is found. `commit`: text that is part of the answer by now, to be committed first.
     """
 
     stage: ClassVar[StageName] = "draft"
@@ -50,6 +50,7 @@ class Draft:
     round_index: int
     min_tokens_left: int = 0
     guess: str = ""
+    commit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """`text` is now part of the answer."""
+    """`text` is now part of the answer, and the member does not draft behind it yet."""
 
     stage: ClassVar[StageName] = "commit"
     text: str
@@ -230,3 +231,7 @@ def unanswered(request: StageRequest, fault: Fault) -> StageResult:
 
 Reply = Callable[[Sequence[StageResult]], None]
 """Takes results, from any thread, in any order."""
+
+
+def nobody_waits(results: Sequence[StageResult]) -> None:
+    """The `Reply` of a lane before anybody asks it for stages."""

@@ -22,7 +22,7 @@ from specfuse_shared.types import AnswerRecord, Candidate, FinishReason, MemberE
 
 COLOURS, LINES = 6, 5
 """Member colours and underline styles in `report.css`; coprime, so that 30 members look different."""
-STAGES = ("draft", "verify", "commit")
+STAGES = ("draft", "verify")
 TICKS = 10
 ENDS = {
     FinishReason.STOP: "the answer was complete",

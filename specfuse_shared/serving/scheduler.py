@@ -54,6 +54,8 @@ class Scheduler:
         self._trim = IdleTrim()
         self._process = os.getpid()
         self._numbers = itertools.count(1)
+        for lane in assembly.lanes:
+            lane.reply_to(self._take)
         self._worker = threading.Thread(target=self._work, name="specfuse", daemon=True)
         self._worker.start()
 
@@ -187,7 +189,7 @@ class Scheduler:
         for request in wanted:
             by_lane[self.traffic.lane_of[request.member]].append(request)
         for number, requests in by_lane.items():
-            self._assembly.lanes[number].submit(requests, self._take)
+            self._assembly.lanes[number].submit(requests)
 
     def _receive(self, result: StageResult) -> None:
         if result.error is not None and result.error.is_fatal:

@@ -37,7 +37,7 @@ def record(index: int, text: str, winner: str, start: int) -> RoundRecord:
         weights={MEMBERS[0]: 0.5, MEMBERS[1]: 0.5},
         retention={MEMBERS[0]: 0.875, MEMBERS[1]: 0.125},
         exits=(LEAVING,) if index == 1 else (),
-        timing=RoundTiming(0.25, 0.125, 0.0),
+        timing=RoundTiming(0.25, 0.125),
     )
 
 
@@ -167,7 +167,7 @@ def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings(
     out = console()
     terminal.show_rounds(finished("One ", "two"), out)
     text = shown(out)
-    assert "round 1 · draft 0.25 s, verify 0.12 s, commit 0.00 s" in text
+    assert "round 1 · draft 0.25 s, verify 0.12 s" in text
     assert "round 2" in text
     winner = next(line for line in text.splitlines() if line.startswith("→"))
     assert winner.split() == ["→", "[red]a", '"One', '"', "0.900", "0.700", "0.800"]

@@ -41,11 +41,9 @@ def asked(fake: FakeLane, **settings: Any) -> tuple[list[tuple[type, int]], Ense
     """What member "a" was asked for, with the limits of drafts, up to the first commit; and the answer."""
     with Early(fake, **settings) as engine:
         result = engine.generate("tell me", SamplingParams(max_tokens=18))
-    found: list[tuple[type, int]] = []
-    for request in fake.asked:
-        if request.member == "a" and isinstance(request.op, (Draft, DraftAlone, Verify, Commit)):
-            found.append((type(request.op), getattr(request.op, "limit", 0)))
-    return found[: found.index((Commit, 0))], result
+    ops = fake.ops("a", Draft, DraftAlone, Verify, Commit)
+    first = next(n for n, op in enumerate(ops) if isinstance(op, Commit) or (isinstance(op, Draft) and op.commit))
+    return [(type(op), getattr(op, "limit", 0)) for op in ops[:first]], result
 
 
 def test_a_clear_lead_decides_after_the_first_words() -> None:

@@ -18,7 +18,7 @@ from specfuse_shared.members.stages import Close, Commit, Draft, DraftAlone, Fau
 from tests.support.fake_engine import OTHER, TALE, FakeEngine, two
 from tests.support.fake_lane import FakeLane, scripted
 
-STAGES = ("prefill", "draft", "verify", "commit")
+STAGES = ("prefill", "draft", "verify")
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def fake(*lanes: FakeLane, **settings: object) -> Iterator[FakeEngine]:
     assert all(lane.closed for lane in lanes)
 
 
-def test_a_round_asks_every_member_to_draft_to_verify_and_to_commit() -> None:
+def test_a_round_asks_every_member_to_draft_and_to_verify_and_drafts_carry_what_is_to_commit() -> None:
     first, second = two()
     with fake(first, second) as engine:
         result = engine.generate("tell me", SamplingParams(max_tokens=50))
@@ -36,12 +36,43 @@ def test_a_round_asks_every_member_to_draft_to_verify_and_to_commit() -> None:
         assert not second.answers
     assert result.text == " " + TALE.removesuffix(" .")
     kinds = [type(request.op) for request in first.asked]
-    assert kinds[:5] == [Open, Draft, Verify, Commit, Draft]
+    assert kinds[:5] == [Open, Draft, Verify, Draft, Verify]
     assert kinds[-1] is Close
     assert kinds == [type(request.op) for request in second.asked]
-    [commit, *_] = [request.op for request in second.asked if isinstance(request.op, Commit)]
-    assert commit == Commit(" the sea follows")
+    [_, draft, *_] = [request.op for request in second.asked if isinstance(request.op, Draft)]
+    assert draft.commit == " the sea follows"
     assert result.usage.members["b"].prompt == 2
+
+
+def test_while_one_member_leads_the_others_commit() -> None:
+    lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, may_guess=True)
+    with fake(lane) as engine:
+        assert engine.generate("tell me", SamplingParams(max_tokens=50)).text == " " + TALE.removesuffix(" .")
+    [led, behind, follower] = [request for request in lane.asked if not isinstance(request.op, (Open, Verify))][2:5]
+    assert isinstance(led.op, Draft)
+    assert isinstance(follower.op, Draft)
+    assert (led.op.commit, behind.op, follower.op.commit) == (" the sea follows", Commit(" the sea follows"), "")
+    assert led.member != behind.member == follower.member
+
+
+def test_text_is_committed_by_itself_where_a_context_may_be_full_with_it() -> None:
+    kept, limit, alone = SamplingParams(max_tokens=50), 100, 0
+    with fake(FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})) as engine:
+        expected = engine.generate("tell me", kept)
+    lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
+    with fake(lane) as engine:
+        assert engine.generate("tell me", kept).text == expected.text
+    assert not any(isinstance(request.op, Commit) for request in lane.asked), "all that may come has room"
+    for limit in range(26, 60):
+        lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
+        with fake(lane) as engine:
+            result, room = engine.generate("tell me", kept), 8 * engine.config.longest_segment
+        counts = [2 + len(expected.text[: record.start].split()) for record in expected.rounds]
+        assert len(result.rounds) == sum(used + room <= limit for used in counts)
+        committed = [op.text if isinstance(op, Commit) else op.commit for op in lane.ops("a", Commit, Draft)]
+        assert "".join(committed) == expected.text[: len("".join(committed))]
+        alone += len(lane.ops("a", Commit))
+    assert alone, "some contexts were nearly full"
 
 
 def test_all_that_answers_want_of_a_lane_comes_in_one_submission() -> None:
@@ -49,17 +80,16 @@ def test_all_that_answers_want_of_a_lane_comes_in_one_submission() -> None:
     with fake(lane, max_concurrent=3) as engine:
         streams = [engine.stream(f"question {n}", SamplingParams(max_tokens=20)) for n in range(3)]
         limit = time.monotonic() + 10
-        while sum(len(requests) for requests, _ in lane.held or ()) < 3:
+        while len(lane.held or ()) < 3:
             assert time.monotonic() < limit
             time.sleep(0.001)
         held, lane.held = lane.held or [], []
-        (reply,) = {reply for _, reply in held}
-        reply([lane._run(request) for requests, _ in held for request in requests])
+        before = len(lane.submissions)
+        lane.reply([lane._run(request) for request in held])
         while not lane.held:
             assert time.monotonic() < limit
             time.sleep(0.001)
-        [(requests, _)] = lane.held
-        assert len(requests) == 3, "three answers, one submission"
+        assert [len(requests) for requests in lane.submissions[before:]] == [3], "three answers, one submission"
         lane.release()
         assert all(isinstance(list(stream)[-1], FinishEvent) for stream in streams)
 
@@ -141,7 +171,7 @@ def test_nobody_waits_for_a_segment_until_members_have_committed_it() -> None:
     shown, waited = threading.Semaphore(0), list[bool]()
 
     def disturb(request: StageRequest) -> None:
-        if isinstance(request.op, Commit) and request.member == "a":
+        if isinstance(request.op, Draft) and request.op.commit and request.member == "a":
             waited.append(shown.acquire(timeout=10))
 
     with fake(*two(disturb=disturb)) as engine:

@@ -178,9 +178,10 @@ def test_a_thread_keeps_to_its_cores_and_others_keep_theirs() -> None:
 def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: EnsembleEngine) -> None:
     member = local_members(tiny_engine)[0]
     lane, found = LocalLane([member]), list[StageResult]()
+    lane.reply_to(found.extend)
 
     def ask(op: Open | Draft | Close, *answers: int) -> None:
-        lane.submit([StageRequest(answer, member.name, op) for answer in answers], found.extend)
+        lane.submit([StageRequest(answer, member.name, op) for answer in answers])
 
     def run() -> None:
         while lane.patience is not None:

@@ -114,6 +114,9 @@ def test_a_lane_whose_thread_ended_says_so(tiny_engine: EnsembleEngine) -> None:
         local = next(lane for lane in tiny_engine.load()._assembly.lanes if hasattr(lane, "local")).local
         patience = 0.0
 
+        def reply_to(self, reply: object) -> None:
+            pass
+
         def step(self) -> None:
             raise SystemExit("killed")
 
@@ -165,7 +168,8 @@ def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
         results.extend(found)
         answered.set()
 
-    lane.submit([ASKED], reply)
+    lane.reply_to(reply)
+    lane.submit([ASKED])
     assert answered.wait(10), "nobody may wait for a lane that is gone"
     return lane, results
 
@@ -189,7 +193,8 @@ def test_whatever_the_reader_of_a_pipe_meets_its_stages_get_a_fault(message: obj
     assert not result.error.is_fatal
     assert lane.fault == result.error
     late: list[StageResult] = []
-    lane.submit([ASKED], late.extend)
+    lane.reply_to(late.extend)
+    lane.submit([ASKED])
     assert [each.error for each in late] == [result.error]
     lane.close()
 

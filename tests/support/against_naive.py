@@ -64,12 +64,14 @@ class OpenAnswer:
         params: SamplingParams,
     ) -> None:
         self.lane = LocalLane(members)
+        self._found: list[StageResult] = []
+        self.lane.reply_to(self._found.extend)
         self._session = AnswerSession(config, [member.member for member in members], messages, params)
         self._work = self._session.run()
 
     def release(self) -> None:
         """Free the caches; the members stay."""
-        self.lane.submit([StageRequest(0, name, Close()) for name in self.lane.local], lambda results: None)
+        self.lane.submit([StageRequest(0, name, Close()) for name in self.lane.local])
         self.lane.step()
 
     @property
@@ -101,11 +103,11 @@ class OpenAnswer:
         yield from self._taken()
 
     def _results(self, ops: Mapping[str, Op]) -> dict[str, StageResult]:
-        found: list[StageResult] = []
-        self.lane.submit([StageRequest(0, name, op) for name, op in ops.items()], found.extend)
-        while len(found) < len(ops):
+        self._found.clear()
+        self.lane.submit([StageRequest(0, name, op) for name, op in ops.items()])
+        while len(self._found) < len(ops):
             self.lane.step()
-        return {result.member: result for result in found}
+        return {result.member: result for result in self._found}
 
     def _taken(self) -> Iterator[Event]:
         while self._session.events:

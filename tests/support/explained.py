@@ -38,7 +38,7 @@ def round_of(index: int, start: int, turn: Turn, active: Sequence[str]) -> Round
         weights=dict.fromkeys(active, 1 / len(active)),
         retention={name: (2 if name == winner else 1) / (len(active) + 1) for name in active},
         exits=(),
-        timing=RoundTiming(0.25, 0.125, 0.003),
+        timing=RoundTiming(0.25, 0.125),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.stages import (
@@ -16,6 +17,7 @@ from specfuse_shared.members.stages import (
     DraftAlone,
     Drafted,
     Fault,
+    Op,
     Open,
     Reply,
     StageRequest,
@@ -24,6 +26,7 @@ from specfuse_shared.members.stages import (
     Value,
     Verdicts,
     Verify,
+    nobody_waits,
 )
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Encoding
@@ -86,13 +89,15 @@ class FakeLane:
     disturb: Disturb = lambda request: None
     context_limit: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
-    held: list[tuple[Sequence[StageRequest], Reply]] | None = None
+    may_guess: bool = False
+    held: list[StageRequest] | None = None
     asked: list[StageRequest] = field(default_factory=list)
     submissions: list[Sequence[StageRequest]] = field(default_factory=list)
     answers: dict[tuple[int, str], str] = field(default_factory=dict)
     computed: Counter[tuple[int, str]] = field(default_factory=Counter)
     closed: bool = False
     fault: Fault | None = None
+    reply: Reply = nobody_waits
 
     @property
     def members(self) -> Sequence[MemberInfo]:
@@ -115,18 +120,24 @@ class FakeLane:
         self.closed = True
         self.answers.clear()
 
-    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+    def reply_to(self, reply: Reply) -> None:
+        self.reply = reply
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
         self.submissions.append(requests)
         if self.held is not None:
-            self.held.append((requests, reply))
+            self.held.extend(requests)
             return
-        reply([self._run(request) for request in requests])
+        self.reply([self._run(request) for request in requests])
+
+    def ops(self, member: str, *kinds: type[Op]) -> list[Any]:
+        """What a member was asked for, of these kinds."""
+        return [request.op for request in self.asked if request.member == member and isinstance(request.op, kinds)]
 
     def release(self) -> None:
         """Run what was held back, from now on at once."""
         held, self.held = self.held or [], None
-        for requests, reply in held:
-            reply([self._run(request) for request in requests])
+        self.reply([self._run(request) for request in held])
 
     def _run(self, request: StageRequest) -> StageResult:
         self.asked.append(request)
@@ -142,6 +153,8 @@ class FakeLane:
                 assert key not in self.answers, "opened twice"
                 self.answers[key] = ""
             case Draft(limit=limit) | DraftAlone(limit=limit) as op:
+                if isinstance(op, Draft):
+                    self.answers[key] += op.commit
                 words = self.says[request.member](self.answers[key], limit).split()
                 if ends := "." in words[op.min_tokens_left :]:
                     words = words[: words.index(".", op.min_tokens_left)]
@@ -192,4 +205,5 @@ class FakeLane:
             smallest_row=16,
             vocabulary_size=1,
             report=report,
+            may_guess=self.may_guess,
         )

@@ -10,7 +10,7 @@ import torch
 
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.members.local.session import LocalSession
-from specfuse_shared.members.stages import Commit, Op
+from specfuse_shared.members.stages import Draft, Op
 from tests.support.against_naive import local_members
 
 
@@ -44,7 +44,7 @@ def fault_in(
 
     def marked(session: Any, op: Op) -> Any:
         chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
-        if chosen and isinstance(op, Commit) and stage == "commit":
+        if chosen and isinstance(op, Draft) and op.commit and stage == "commit":
             session.sequence.commit = lambda branch: broken_commit(session.sequence, branch)
         inner, result = plain_stage(session, op), None
         try:

@@ -23,7 +23,17 @@ from specfuse_shared.members.local.batching import Job, feed_all, within
 from specfuse_shared.members.local.cores import use_cores
 from specfuse_shared.members.local.forwards import PREFILL_CHUNK
 from specfuse_shared.members.local.session import LocalSession
-from specfuse_shared.members.stages import Close, Closed, Fault, Open, Reply, StageRequest, StageResult, TokenCounts
+from specfuse_shared.members.stages import (
+    Close,
+    Closed,
+    Fault,
+    Open,
+    Reply,
+    StageRequest,
+    StageResult,
+    TokenCounts,
+    nobody_waits,
+)
 from specfuse_shared.placement.devices import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_room
@@ -42,10 +52,9 @@ _DEFAULT_SHARE = 0.9
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A stage on its way, and who asked for it."""
+    """A stage on its way."""
 
     request: StageRequest
-    reply: Reply
     session: LocalSession
     job: Job
 
@@ -75,10 +84,11 @@ class LocalLane:
         share_room([member.runner for member in members])
         self._cores = cores
         self._on_forward = on_forward
-        self._asked: deque[tuple[Sequence[StageRequest], Reply]] = deque()
+        self._reply: Reply = nobody_waits
+        self._asked: deque[Sequence[StageRequest]] = deque()
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
         self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
-        self._results: list[tuple[Reply, StageResult]] = []
+        self._results: list[StageResult] = []
         self._held = 0
         self._stepped = 0.0
         self._step_seconds = 0.0
@@ -107,8 +117,11 @@ class LocalLane:
         for name, limit in limits.items():
             self.local[name].remember(limit)
 
-    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
-        self._asked.append((requests, reply))
+    def reply_to(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
+        self._asked.append(requests)
 
     def cache_use(self) -> CacheUse:
         return sum((member.cache_use() for member in self.local.values()), CacheUse())
@@ -139,7 +152,7 @@ class LocalLane:
         most as long as the last step took; by drafts of whole segments a moment. None: there is nothing to do.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting]
-        here = {task.request.answer for task in tasks} | {r.answer for asked, _ in self._asked for r in asked}
+        here = {task.request.answer for task in tasks} | {r.answer for asked in self._asked for r in asked}
         if not here:
             return None
         away = {answer for sessions in self._sessions.values() for answer in sessions} - here
@@ -163,10 +176,9 @@ class LocalLane:
             self._cores = None
         began = time.monotonic()
         while self._asked:
-            requests, reply = self._asked.popleft()
-            for request in requests:
+            for request in self._asked.popleft():
                 with self._stream(request.member):
-                    self._start(request, reply)
+                    self._start(request)
         if not self._results:
             drafts = self._is_time_to_draft()
             fed = [task for name in self.local for task in self._feed(name, drafts)]
@@ -180,25 +192,25 @@ class LocalLane:
         self._stepped = time.monotonic()
         self._give()
 
-    def _start(self, request: StageRequest, reply: Reply) -> None:
+    def _start(self, request: StageRequest) -> None:
         sessions, op = self._sessions[request.member], request.op
         if isinstance(op, Close):
-            self._forget(request, reply, op)
+            self._forget(request, op)
             return
         try:
             if isinstance(op, Open):
                 member = self.local[request.member]
                 sessions[request.answer] = member.open(op.prompt, op.params, op.seed, op.speculates)
             session = sessions[request.answer]
-            task = _Task(request, reply, session, Job(session.stage(op)))
+            task = _Task(request, session, Job(session.stage(op)))
         except Exception as error:
-            self._results.append((reply, StageResult(request.answer, request.member, error=Fault.of(error))))
+            self._results.append(StageResult(request.answer, request.member, error=Fault.of(error)))
             return
         task.job.advance()
         self._waiting[request.member].append(task)
         self._settle(task)
 
-    def _forget(self, request: StageRequest, reply: Reply, op: Close) -> None:
+    def _forget(self, request: StageRequest, op: Close) -> None:
         waiting = self._waiting[request.member]
         for task in [task for task in waiting if task.request.answer == request.answer]:
             task.job.stage.close()
@@ -211,7 +223,7 @@ class LocalLane:
             except Exception as error:  # what it would have remembered only saves time
                 logger.warning("member %s could not remember an answer: %s", request.member, error)
                 session.release()
-        self._results.append((reply, StageResult(request.answer, request.member, Closed(), counts)))
+        self._results.append(StageResult(request.answer, request.member, Closed(), counts))
 
     def _is_time_to_draft(self) -> bool:
         """Whether this step runs the drafts that wait, or all else.
@@ -275,14 +287,10 @@ class LocalLane:
         if job.error is not None:
             fault = Fault.of(job.error)
             logger.warning("member %s failed in %s", request.member, request.op.stage, exc_info=job.error)
-        result = StageResult(request.answer, request.member, job.value, task.session.counts, fault)
-        self._results.append((task.reply, result))
+        self._results.append(StageResult(request.answer, request.member, job.value, task.session.counts, fault))
 
     def _give(self) -> None:
-        """Answer whoever asked, all at once."""
+        """Give what was found, all at once."""
         results, self._results = self._results, []
-        replies: dict[Reply, list[StageResult]] = {}
-        for reply, result in results:
-            replies.setdefault(reply, []).append(result)
-        for reply, answered in replies.items():
-            reply(answered)
+        if results:
+            self._reply(results)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from specfuse_shared.members.base import CacheUse, MemberInfo
 from specfuse_shared.members.local.cores import devices_of
 from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
+from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, nobody_waits, unanswered
 
 
 class LaneThread:
@@ -17,7 +17,9 @@ class LaneThread:
     def __init__(self, lane: LocalLane) -> None:
         self._lane = lane
         self._changed = threading.Condition()
-        self._replies: dict[tuple[int, str], Reply] = {}  # of every answer that was not closed
+        self._reply: Reply = nobody_waits
+        self._open: set[tuple[int, str]] = set()  # answers that were not closed, by member
+        lane.reply_to(self._give)
         self._closed = False
         self._fault: Fault | None = None
         name = f"specfuse lane {'+'.join(devices_of(next(iter(lane.local.values()))))}"
@@ -34,14 +36,17 @@ class LaneThread:
     def remember(self, limits: Mapping[str, int]) -> None:
         self._lane.remember(limits)
 
-    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+    def reply_to(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
         with self._changed:
             if self._fault is None:
-                self._replies.update({(request.answer, request.member): reply for request in requests})
-                self._lane.submit(requests, self._give)
+                self._open.update((request.answer, request.member) for request in requests)
+                self._lane.submit(requests)
                 self._changed.notify()
                 return
-        reply([unanswered(request, self._fault) for request in requests])
+        self._reply([unanswered(request, self._fault) for request in requests])
 
     def cache_use(self) -> CacheUse:
         return self._lane.cache_use()
@@ -72,19 +77,13 @@ class LaneThread:
             return not self._closed
 
     def _give(self, results: Sequence[StageResult]) -> None:
-        replies: dict[Reply, list[StageResult]] = {}
         with self._changed:
-            for result in results:
-                key = result.answer, result.member
-                reply = self._replies.pop(key) if isinstance(result.value, Closed) else self._replies[key]
-                replies.setdefault(reply, []).append(result)
-        for reply, answered in replies.items():
-            reply(answered)
+            self._open.difference_update((r.answer, r.member) for r in results if isinstance(r.value, Closed))
+        self._reply(results)
 
     def _die(self, error: BaseException) -> None:
         """Nobody may wait for a lane that is gone, whatever ended it."""
         with self._changed:
             self._fault = fault = Fault.of(error, is_fatal=True)
-            left, self._replies = self._replies, {}
-        for (answer, member), reply in left.items():
-            reply([StageResult(answer, member, error=fault)])
+            left, self._open = self._open, set()
+        self._reply([StageResult(answer, member, error=fault) for answer, member in left])

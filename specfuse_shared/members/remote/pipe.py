@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
 from specfuse_shared.members.loading import load_in_process
 from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, unanswered
+from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, nobody_waits, unanswered
 from specfuse_shared.settings.member_config import MemberConfig
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class PipedLane:
         self._reopened = reopened
         self._limits = dict[str, int]()
         self._closed = False
-        self._asked: dict[tuple[int, str], tuple[StageRequest, Reply]] = {}
+        self._reply: Reply = nobody_waits
+        self._asked: dict[tuple[int, str], StageRequest] = {}
         self._lock = threading.Lock()
         self._lost: Fault | None = None
         self._use = CacheUse()
@@ -105,15 +106,18 @@ class PipedLane:
         self._limits = dict(limits)
         self._send(self._limits)
 
-    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+    def reply_to(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
         with self._lock:
             lost = self._lost
             if lost is None:
-                self._asked.update({(request.answer, request.member): (request, reply) for request in requests})
+                self._asked.update({(request.answer, request.member): request for request in requests})
         if lost is None and (lost := self._send(tuple(requests))) is not None:
             requests = self._withdrawn(requests)
         if lost is not None:
-            reply([unanswered(request, lost) for request in requests])
+            self._reply([unanswered(request, lost) for request in requests])
 
     def cache_use(self) -> CacheUse:
         return self._use
@@ -175,17 +179,17 @@ class PipedLane:
         return True
 
     def _give(self, results: Sequence[StageResult]) -> None:
-        replies: dict[Reply, list[StageResult]] = {}
+        asked: list[StageResult] = []
         with self._lock:
             for result in results:
                 key = result.answer, result.member
-                asked = self._asked.pop(key, None) if isinstance(result.value, Closed) else self._asked.get(key)
-                if asked is None:
+                if key not in self._asked:
                     logger.warning("the lane of %s answers what it was not asked", self._name)
-                else:
-                    replies.setdefault(asked[1], []).append(result)
-        for reply, answered in replies.items():
-            reply(answered)
+                    continue
+                if isinstance(result.value, Closed):
+                    del self._asked[key]
+                asked.append(result)
+        self._reply(asked)
 
     def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
         """Those of the requests that nobody has answered meanwhile; from now on nobody will."""
@@ -195,8 +199,7 @@ class PipedLane:
     def _lose(self, fault: Fault) -> None:
         with self._lock:
             self._lost, asked, self._asked, self._use = fault, self._asked, {}, CacheUse()
-        for request, reply in asked.values():
-            reply([unanswered(request, fault)])
+        self._reply([unanswered(request, fault) for request in asked.values()])
 
     def _named(self, info: MemberInfo) -> MemberInfo:
         return replace(info, devices={self._device(device): share for device, share in info.devices.items()})
@@ -221,16 +224,17 @@ def serve_members(
         connection.send(Answered(tuple(results), lane.cache_use(), tuple(forwards)))
         forwards.clear()
 
+    lane.reply_to(reply)
     connection.send(Ready(tuple(lane.members), lane.memory()))
     try:
-        while _take(connection, lane, reply):
+        while _take(connection, lane):
             lane.step()
     except (EOFError, OSError):
         pass  # the coordinator is gone
     lane.close()
 
 
-def _take(connection: PolledWire, lane: LocalLane, reply: Reply) -> bool:
+def _take(connection: PolledWire, lane: LocalLane) -> bool:
     """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
     while (patience := lane.patience) != 0 or connection.poll():
         if patience and not connection.poll(patience):
@@ -241,5 +245,5 @@ def _take(connection: PolledWire, lane: LocalLane, reply: Reply) -> bool:
         if isinstance(message, dict):
             lane.remember(message)
         else:
-            lane.submit(message, reply)
+            lane.submit(message)
     return True

@@ -25,6 +25,7 @@ from specfuse_shared.members.stages import (
     Reply,
     StageRequest,
     StageResult,
+    nobody_waits,
     unanswered,
 )
 
@@ -45,6 +46,7 @@ class ServerLane:
         self.served = {member.name: member for member in members}
         self._sessions: dict[Key, ServerSession] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._reply: Reply = nobody_waits
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="specfuse servers", daemon=True)
@@ -74,11 +76,14 @@ class ServerLane:
         """A server that fails is no fault of the lane: its members are asked again in the next answer."""
         return None if self._thread.is_alive() else Fault("EngineClosedError", "the lane of servers has ended")
 
-    def submit(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+    def reply_to(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._start, requests, reply)
+            self._loop.call_soon_threadsafe(self._start, requests)
         except RuntimeError as error:  # the loop is closed
-            reply([unanswered(request, Fault.of(error)) for request in requests])
+            self._reply([unanswered(request, Fault.of(error)) for request in requests])
 
     def close(self) -> None:
         if self._closed:
@@ -113,14 +118,11 @@ class ServerLane:
         for member in self.served.values():
             await member.close()
 
-    def _start(self, requests: Sequence[StageRequest], reply: Reply) -> None:
+    def _start(self, requests: Sequence[StageRequest]) -> None:
         for request in requests:
             key = request.answer, request.member
             before = self._tasks.get(key)
-            if isinstance(request.op, Close):
-                work = self._forget(request, before, reply)
-            else:
-                work = self._stage(request, reply)
+            work = self._forget(request, before) if isinstance(request.op, Close) else self._stage(request)
             self._tasks[key] = task = self._loop.create_task(work)
             task.add_done_callback(partial(self._over, key))
 
@@ -128,7 +130,7 @@ class ServerLane:
         if self._tasks.get(key) is task:
             del self._tasks[key]
 
-    async def _stage(self, request: StageRequest, reply: Reply) -> None:
+    async def _stage(self, request: StageRequest) -> None:
         key, op, value, fault = (request.answer, request.member), request.op, None, None
         member = self.served[request.member]
         try:
@@ -139,13 +141,13 @@ class ServerLane:
             logger.warning("member %s failed in %s: %s", request.member, op.stage, error)
             fault = Fault.of(error)
         session = self._sessions.get(key)
-        reply([StageResult(*key, value, session.counts if session else NOTHING_YET, fault)])
+        self._reply([StageResult(*key, value, session.counts if session else NOTHING_YET, fault)])
 
-    async def _forget(self, request: StageRequest, before: asyncio.Task[None] | None, reply: Reply) -> None:
+    async def _forget(self, request: StageRequest, before: asyncio.Task[None] | None) -> None:
         """Cancel what still runs, and say so when it is over."""
         key = request.answer, request.member
         if before is not None:
             before.cancel()
             await asyncio.gather(before, return_exceptions=True)
         session = self._sessions.pop(key, None)
-        reply([StageResult(*key, Closed(), session.counts if session else NOTHING_YET)])
+        self._reply([StageResult(*key, Closed(), session.counts if session else NOTHING_YET)])
