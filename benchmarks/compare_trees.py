@@ -3,9 +3,9 @@
     python benchmarks/compare_trees.py BEFORE AFTER [--turns 5] [--models FOLDER] [--json FILE]
 
 Every turn runs each tree once in a process of its own (A B, then B A, …), so that what else the machine does meets
-both alike. A turn times a lone answer, eight at once, 64 requests and a chat of ten turns, in seconds and in seconds of
-the processor, which other work on the machine disturbs less; printed are AFTER ÷ BEFORE of the turns' pairs: their
-median, smallest and largest. Below 1 AFTER is faster.
+both alike. A turn times a lone answer, eight at once, 64 requests and a chat of ten turns: seconds, seconds of the
+processor, which other work on the machine disturbs less, and seconds to the first segment. Printed are AFTER ÷ BEFORE
+of the turns' pairs: their median, smallest and largest. Below 1 AFTER is faster.
 
 An answer has exactly `--tokens` tokens. A tree without `SamplingParams(ignore_eos=…)` is made to know no end of turn.
 """
@@ -42,30 +42,32 @@ with EnsembleEngine(config) as engine:
                 sorted({*member.banned_token_ids.tolist(), *member.stop_ids})
             )
     engine.generate("Warm up.", replace(params, max_tokens=8))
-    seconds, work, count = {}, {}, {}
+    seconds, work, first, count = {}, {}, {}, {}
     for name, size in (("a lone answer", 1), ("eight at once", 8), (f"{requests} requests", requests)):
         asked = [f"Tell me about number {n}." for n in range(size)]
         began, worked = time.perf_counter(), time.process_time()
         results = engine.generate_batch(asked, params)
         seconds[name], work[name] = time.perf_counter() - began, time.process_time() - worked
+        first[name] = sum(result.first_segment_seconds for result in results)
         count[name] = sum(result.usage.completion_tokens for result in results)
 with EnsembleEngine(replace(config, reuse_prefixes=True)) as engine:
     engine.generate("Warm up.", replace(params, max_tokens=8))
     name, turns = "a chat of ten turns", []
-    seconds[name], work[name], count[name] = 0.0, 0.0, 0
+    seconds[name], work[name], first[name], count[name] = 0.0, 0.0, 0.0, 0
     for n in range(10):
         turns.append({"role": "user", "content": f"Tell me about number {n}."})
         began, worked = time.perf_counter(), time.process_time()
         result = engine.generate(turns, params)
         seconds[name] += time.perf_counter() - began
         work[name] += time.process_time() - worked
+        first[name] += result.first_segment_seconds
         count[name] += result.usage.completion_tokens
         turns.append({"role": "assistant", "content": result.text})
-print(json.dumps({"seconds": seconds, "processor seconds": work, "tokens": count}))
+print(json.dumps({"seconds": seconds, "processor seconds": work, "first words": first, "tokens": count}))
 """
 
 
-KINDS = ("seconds", "processor seconds")
+KINDS = ("seconds", "processor seconds", "first words")
 
 
 def run(tree: Path, tokens: int, requests: int, folder: str) -> dict[str, dict[str, float]]:
