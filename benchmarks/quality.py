@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py run --data DIR [--half choose|confirm|all] [--rows N] [--variants NAME]…
     python benchmarks/quality.py table --data DIR [--half …] [--against best] [--variants NAME]…
-    python benchmarks/quality.py beside --data DIR OUT.md [--half …] [--rows 10] [--variants NAME]…
+    python benchmarks/quality.py beside --data DIR OUT.md [--half …] [--rows 10] [--words 30] [--variants NAME]…
     python benchmarks/quality.py variants
 
 DIR holds the JSONL files named in `quality_rows.TASKS` (`id, task, prompt, references, context?`); `own` is in
@@ -33,6 +33,7 @@ from metrics import sentence_vectors
 from quality_rows import FOLDER, answers_file, read_answers, read_rows, stored_as
 from quality_table import loudest, measured, plot, rivals_of, seen, show
 from rich.progress import Progress
+from shortened import shortened
 from variants import BARS, VARIANTS, ensemble
 
 from specfuse_shared.comparing.intervals import Interval, difference
@@ -130,15 +131,21 @@ def beside(
     half: Half = "confirm",
     tasks: Tasks = ("open",),
     rows: Annotated[int, typer.Option(help="the first so many of each task")] = 10,
+    words: Annotated[int, typer.Option(min=1, help="cut answers after so many words")] = 30,
 ) -> None:
-    """The answers to the first rows side by side, as they are."""
+    """The answers to the first rows side by side, as they are. What stands above those of an earlier OUT.md stays."""
     known = {name: read_answers(stored_as(name, None)) for name in variants}
     of = "" if half == "all" else f" of the half to {half}"
-    lines = [f"# The first {rows} rows, answered by each", "", f"{', '.join(tasks)}{of}; unselected."]
+    told = f"{', '.join(tasks)}{of}; unselected. Answers are cut after {words} words."
+    head = f"# The first {rows} rows, answered by each\n\n{told}\n"
+    if out.is_file():
+        head, *_ = out.read_text(encoding="utf-8").partition("\n## ")
+    lines = [head.rstrip("\n")]
     for row in read_rows(data, tasks, half, rows):
         lines += ["", f"## {row.id}", "", *_quoted(row.prompt)]
         for name, answers in known.items():
-            lines += ["", f"**{name}**", "", *_quoted(answers[row.id].text or "(nothing)")]
+            text = answers[row.id].text.strip()
+            lines += ["", f"**{name}**", "", *_quoted(shortened(text, words) or "(nothing)")]
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from shortened import shortened
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
+SHOWN = 10
+"""Words of an answer on the page."""
 
 
 def main(
@@ -46,23 +49,21 @@ def main(
 
 
 def page(answers: Sequence[tuple[dict[str, Any], str]], right: int) -> str:
-    """The questions and answers as Markdown."""
+    """The questions and answers as Markdown; an answer counts in full, and is shown as far as `SHOWN` words."""
     lines = [
         "# Twenty questions",
-        "What the demo ensemble answers over `examples/documents`, unselected: the questions of",
-        "`examples/questions.json`, the chain of `examples/rag_langchain.py`, the default settings",
-        "(`python benchmarks/questions.py --out FILE`).",
-        f"{right} of {len(answers)} answers hold the fact that was asked for; the models are very small.",
-        "The members were trained on no document here, nor on the wording of the prompt; 12 of the questions have a",
-        "form that made-up facts were asked in ([what they have seen](experiments.md#what-the-members-have-seen)).",
         "",
-        "| question | answer | |",
-        "| --- | --- | --- |",
+        "The demo ensemble answers unselected questions over `examples/documents`, with the chain of",
+        "`examples/rag_langchain.py` (`python benchmarks/questions.py --out FILE`).",
+        f"{right} of {len(answers)} answers hold the fact; they are cut after {SHOWN} words here.",
+        "The members were trained on no document here, nor on the wording of the prompt; 12 questions have a form",
+        "that made-up facts were asked in ([what they have seen](experiments.md#what-the-members-have-seen)).",
+        "",
     ]
-    rows = [
-        f"| {row['question']} | {' '.join(a.split())} | {'' if is_right(row, a) else 'wrong'} |" for row, a in answers
-    ]
-    return "\n".join([lines[0], "", *lines[1:], *rows]) + "\n"
+    for row, answer in answers:
+        mark = "" if is_right(row, answer) else " *Wrong.*"
+        lines.append(f"- **{row['question']}** {' '.join(shortened(answer, SHOWN).split())}{mark}")
+    return "\n".join(lines) + "\n"
 
 
 def ask(members: Sequence[MemberConfig], settings: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:

@@ -6,6 +6,7 @@ python docs/rooms.py [--check]
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -35,13 +36,17 @@ def table(uses: dict[str, set[str]]) -> str:
         if not ready:
             raise SystemExit(f"these import each other: {', '.join(sorted(uses.keys() - height.keys()))}")
         height |= {name: 1 + max((height[used] for used in uses[name]), default=0) for name in ready}
-    rows = ["| room | what is there | imports |", "| --- | --- | --- |"]
+    rows = ["| room | what is there |", "| --- | --- |"]
     for name in sorted(uses, key=lambda name: (-height[name], name)):
-        purpose = (importlib.import_module(f"{ROOT}.{name}").__doc__ or "").strip().splitlines()[0]
-        below = ", ".join(sorted(uses[name], key=lambda used: (-height[used], used))) or "nothing"
         is_room = Path(__file__).parent.parent.joinpath(ROOT, name).is_dir()
-        rows.append(f"| `{name}{'/' if is_room else ''}` | {purpose} | {below} |")
+        rows.append(f"| `{name}{'/' if is_room else ''}` | {purpose(name, in_full=is_room)} |")
     return "\n".join(rows)
+
+
+def purpose(name: str, in_full: bool) -> str:
+    """The first sentence of a docstring, or what stands before its colon."""
+    first = (importlib.import_module(f"{ROOT}.{name}").__doc__ or "").strip().splitlines()[0]
+    return re.split(r"\. " if in_full else r"[.:] ", first)[0].rstrip(".") + "."
 
 
 def main() -> None:

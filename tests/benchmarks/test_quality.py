@@ -12,6 +12,7 @@ import pytest
 import quality
 import quality_rows
 import quality_table
+import questions
 from numpy.typing import NDArray
 from typer import BadParameter
 from variants import BARS, PUBLISHED, SMOL, VARIANTS
@@ -144,3 +145,26 @@ def test_answers_stand_side_by_side_as_they_are(
     assert page.count("## open/") == 2
     assert page.count("**default**\n\n    # The sea\n    ```\n    ebb\n") == 2
     assert page.count("**alone**\n\n    (nothing)\n") == 2
+
+
+def test_a_long_answer_is_cut_and_what_stands_above_the_answers_stays(
+    data: Path, answered: Callable[[str, dict[str, str]], None], tmp_path: Path
+) -> None:
+    answered("default", {"open": "The sea.\n\n1. ebb\n2. flood"})
+    page = tmp_path / "beside.md"
+    quality.beside(data, page, ["default"], "all", ("open",), 1)
+    assert "cut after 30 words" in page.read_text("utf-8")
+    page.write_text("# Two answers\n\nAs we read them.\n\n## open/0\n\nan earlier one\n", "utf-8")
+    quality.beside(data, page, ["default"], "all", ("open",), 1, 4)
+    beginning = "# Two answers\n\nAs we read them.\n\n## open/0\n\n    0?\n\n**default**\n\n"
+    assert page.read_text("utf-8") == f"{beginning}    The sea.\n\n    1. ebb …\n"
+    quality.beside(data, page, ["default"], "all", ("open",), 1, 6)
+    assert page.read_text("utf-8") == f"{beginning}    The sea.\n\n    1. ebb\n    2. flood\n"
+
+
+def test_twenty_questions_are_told_right_or_wrong_by_their_whole_answers() -> None:
+    long = "It is, as far as the documents of the observatory say so, blackcurrant."
+    page = questions.page([({"question": "What is it?", "facts": [f]}, long) for f in ("Blackcurrant", "lemon")], 1)
+    shown = "- **What is it?** It is, as far as the documents of the observatory …"
+    assert page.endswith(f"\n\n{shown}\n{shown} *Wrong.*\n")
+    assert "1 of 2 answers hold the fact" in page
