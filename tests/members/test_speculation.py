@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,29 @@ def test_an_unknown_way_to_speculate_is_refused() -> None:
         EnsembleConfig(["a"], speculation="always")
 
 
+def test_guesses_have_to_come_true_more_often_where_answers_share_forwards(trio: EnsembleEngine) -> None:
+    member = local_members(trio)[0]
+    plain = member.sharing
+    costs = []
+    for member.sharing in (1, 8, 32):
+        costs.append(round(member.guess_cost, 2))
+    assert costs == [0.06, 0.34, 0.67]
+    card, cpu = {"cuda:0": 1.0}, member.devices
+    member.devices = card
+    assert member.guess_cost == 0.06, "a card waits for weights"
+    member.devices, member.sharing = cpu, plain
+    asked = [" ".join(random.Random(n).choices(WORDS, k=24)) for n in range(8)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    alone = [trio.generate(question, params) for question in asked]
+    together = trio.generate_batch(asked, params)
+    assert [result.text for result in together] == [result.text for result in alone]
+    assert 0 < _guessed(together) < _guessed(alone)
+
+
+def _guessed(results: Sequence[EnsembleResult]) -> int:
+    return sum(usage.guessed for result in results for usage in result.usage.members.values())
+
+
 def test_a_lookup_finds_what_followed_the_longest_equal_end() -> None:
     lookup = PromptLookup()
     lookup.read([1, 2, 3, 4, 9, 2, 3, 5, 6], 0)
@@ -247,12 +270,13 @@ def test_guesses_are_as_long_as_they_come_true() -> None:
     guesses = Guesses(barred={99})
     guesses.read([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], 0)
     before = [1, 2, 3, 4]
-    hopeful = guesses.behind(before, Branch(0, ()), room=24)
+    hopeful = guesses.behind(before, Branch(0, ()), room=24, cost=0.06)
     assert hopeful.tokens[:3] == (5, 6, 7)
+    assert len(guesses.behind(before, Branch(0, ()), room=24, cost=0.5).tokens) == 3, "0.8 ** 4 is less"
     for _ in range(30):
         guesses.records[4].add(False)
-    assert len(guesses.behind(before, Branch(0, ()), room=24).tokens) < len(hopeful.tokens)
-    assert not guesses.behind(before, Branch(0, ()), room=0).tokens
+    assert len(guesses.behind(before, Branch(0, ()), room=24, cost=0.06).tokens) < len(hopeful.tokens)
+    assert not guesses.behind(before, Branch(0, ()), room=0, cost=0.06).tokens
     record = Record(0.5)
     for _ in range(50):
         record.add(True)
@@ -262,7 +286,7 @@ def test_guesses_are_as_long_as_they_come_true() -> None:
 def test_accepted_guesses_are_counted_once_and_only_where_they_were_chosen() -> None:
     guesses = Guesses(barred=())
     guesses.read([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], 0)
-    guess = guesses.behind([1, 2, 3, 4], Branch(0, ()), room=3)
+    guess = guesses.behind([1, 2, 3, 4], Branch(0, ()), room=3, cost=0.06)
     guesses.feed(Branch(0, ()), guess, 0)
     assert guesses.guessed == len(guess.tokens) == 3
     guesses.observe((), (), 5)

@@ -59,6 +59,8 @@ class InProcessMember(ABC):
     bytes_per_token: int
     token_cost: float = TOKEN_COST
     """What a token more in a forward costs, as a share of a forward of one."""
+    sharing: int = 1
+    """How many answers shared its last forward."""
 
     def __init__(self, config: MemberConfig, tokenizer: Any) -> None:
         self._config = config
@@ -145,6 +147,16 @@ class InProcessMember(ABC):
     @property
     def vocabulary(self) -> Any:
         return self.text.vocabulary
+
+    @property
+    def guess_cost(self) -> float:
+        """How often a guessed token has to come true to pay.
+
+        With n answers a forward takes 1 + c·(n − 1), c = `token_cost`, and gives n tokens. A guess more in each takes
+        c·n. A card waits for its weights however many tokens there are, so others do not count there.
+        """
+        n = self.sharing if all(device == "cpu" for device in self.devices) else 1
+        return self.token_cost * n / (1 + self.token_cost * (n - 1))
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self.text.encode_prompt(messages, tools)

@@ -250,6 +250,7 @@ class LocalLane:
             return []
         with self._stream(name):
             watch = self.local[name].runner.stream.timed()
+            self.local[name].sharing = len(jobs)
             feed_all(jobs)
             watch.stop()
         self._timed.append((name, len(jobs), watch))

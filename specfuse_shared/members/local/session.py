@@ -52,7 +52,7 @@ class LocalSession(Session[SequenceState]):
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._round, self._draft = 0, Branch(0, ())
-        self._guesses = Guesses(member.never_guessed, member.token_cost) if self.sequence.keeps_spare else None
+        self._guesses = Guesses(member.never_guessed) if self.sequence.keeps_spare else None
 
     @property
     def counts(self) -> TokenCounts:
@@ -125,7 +125,7 @@ class LocalSession(Session[SequenceState]):
         before = (*self.sequence.prompt[-_BEFORE:], *self.sequence.answer[: branch.base][-_BEFORE:])
         if (limit := self._member.context_limit) is not None:
             room = min(room, limit - len(self.sequence.prompt) - branch.base - len(branch.tokens) - 1)
-        return self._guesses.behind(before, branch, room, share)
+        return self._guesses.behind(before, branch, room, self._member.guess_cost, share)
 
     def _fed_of(self, branch: Branch, guess: Guess) -> int:
         """How many tokens of a guess went through the model before."""

@@ -14,7 +14,7 @@ from specfuse_shared.members.token_tree import Branch
 MOST_GUESSED = 24
 """Tokens of one guess."""
 TOKEN_COST = 0.06
-"""What a token more costs, as a share of a forward of one; a guess ends where its tokens come true less often."""
+"""What a token more costs, as a share of a forward of one."""
 _GRAMS = (4, 3, 2)
 """So many equal last tokens are looked for, the longest first."""
 GuessKind = int | str
@@ -97,12 +97,10 @@ class _Fed:
 class Guesses:
     """The guesses of one answer of one member.
 
-    `barred`: ids that it never says. `token_cost`: what a token more costs it. `guessed` tokens went through the model;
-    `accepted` of them were chosen.
+    `barred`: ids that it never says. `guessed` tokens went through the model; `accepted` of them were chosen.
     """
 
     barred: Container[int]
-    token_cost: float = TOKEN_COST
     records: dict[GuessKind, Record] = field(default_factory=lambda: {k: Record(r) for k, r in _PRIOR.items()})
     guessed: int = 0
     accepted: int = 0
@@ -123,10 +121,11 @@ class Guesses:
         if branch.tokens and self._expected.get(branch) != OWN:
             self._expected[branch] = kind
 
-    def behind(self, before: Sequence[int], branch: Branch, room: int, share: float = 1.0) -> Guess:
+    def behind(self, before: Sequence[int], branch: Branch, room: int, cost: float, share: float = 1.0) -> Guess:
         """What may follow the branch, which follows the ids `before`: as many tokens as pay, at most `room`.
 
-        `share`: how likely it is that the branch matters at all.
+        A guess ends where its tokens come true less often than `cost`. `share`: how likely it is that the branch
+        matters at all.
         """
         most, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
         tokens: list[int] = []
@@ -135,20 +134,26 @@ class Guesses:
         expected = [(e.tokens[size:], kind) for e, kind in self._expected.items() if _begins(e, branch)]
         if expected:
             ids, kind = max(expected, key=lambda followers: (followers[1] == OWN, len(followers[0])))
-            chance = self._extend(tokens, kinds, ids[:most], kind, chance)
+            chance = self._extend(tokens, kinds, ids[:most], kind, chance, cost)
         if not expected or len(tokens) == len(ids):
             last = [*before[-_GRAMS[0] :], *branch.tokens[-_GRAMS[0] :], *tokens[-_GRAMS[0] :]]
             followers, equal = self._lookup.find(last, most - len(tokens))
-            self._extend(tokens, kinds, followers, equal, chance)
+            self._extend(tokens, kinds, followers, equal, chance, cost)
         return Guess(tuple(tokens), tuple(kinds))
 
     def _extend(
-        self, tokens: list[int], kinds: list[GuessKind], ids: Sequence[int], kind: GuessKind, chance: float
+        self,
+        tokens: list[int],
+        kinds: list[GuessKind],
+        ids: Sequence[int],
+        kind: GuessKind,
+        chance: float,
+        cost: float,
     ) -> float:
         """Take of `ids` what pays; how likely it is that all of that comes."""
         for token in ids:
             chance *= self.records[kind].rate
-            if chance < self.token_cost or token in self.barred:
+            if chance < cost or token in self.barred:
                 break
             tokens.append(token)
             kinds.append(kind)
