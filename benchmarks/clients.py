@@ -76,7 +76,7 @@ def served(
     server.start()
     try:
         address = told.get()
-        while httpx.get(f"{address}/health").status_code != 200:
+        while httpx.get(f"{address}/health", timeout=60).status_code != 200:
             time.sleep(0.5)
         yield address, psutil.Process(server.pid)
     finally:
@@ -126,7 +126,7 @@ def idle(address: str, headers: Mapping[str, str] | None = None) -> None:
     """Wait until nothing runs, waits or is held."""
     quiet = ("running", "waiting", "cache_bytes")
     while True:
-        told = httpx.get(f"{address}/metrics", headers=headers).text.splitlines()
+        told = httpx.get(f"{address}/metrics", headers=headers, timeout=60).text.splitlines()
         if all(float(next(v for v in told if v.startswith(f"specfuse_{name}{{")).split()[-1]) == 0 for name in quiet):
             return
         time.sleep(0.1)
