@@ -1,9 +1,9 @@
-"""Do agents over the demo call the right tool, and none where none helps? Ten and ten plain questions, two tools.
+"""Do agents over the demo call the right tool, and none where none helps? Twenty and twenty questions, four tools.
 
     python benchmarks/agents.py [--settings JSON]
 
-`create_agent` of LangChain and LlamaIndex's `FunctionAgent`, `tool_choice` "auto", no examples in the prompt. Neither
-the tools nor the questions, nor the questions' forms, are those the demo's members were taught with.
+`create_agent` of LangChain and LlamaIndex's `FunctionAgent`, `tool_choice` "auto", no examples in the prompt. The
+demo's members were taught with other tools, of other subjects, and with none of these questions.
 """
 
 from __future__ import annotations
@@ -24,42 +24,72 @@ from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
 
 NEEDED = (
-    ("Should I expect sun in San Francisco, CA?", "get_weather"),
-    ("What's the weather like in Madrid?", "get_weather"),
-    ("Is it raining in Glasgow right now?", "get_weather"),
-    ("Tell me the weather in Toronto.", "get_weather"),
-    ("How is the weather in Lisbon today?", "get_weather"),
-    ("Can you work out 17 × 25 for me?", "multiply"),
-    ("I need the product of 6 and 14.", "multiply"),
-    ("How much is 33 times 12?", "multiply"),
-    ("Please compute 19 * 8.", "multiply"),
-    ("What do you get if you multiply 41 and 7?", "multiply"),
+    ("Is the air at Harbour Street fit for a run?", "air_quality"),
+    ("I would like to know how clean the air at North Park is.", "air_quality"),
+    ("Could you check the air around the Old Mill station?", "air_quality"),
+    ("My son has asthma. May he play outside near Castle Square?", "air_quality"),
+    ("Give me the latest reading of the sensor on Mill Road.", "air_quality"),
+    ("Please keep a parking space in the Tower Garage for three hours.", "reserve_parking"),
+    ("I need to leave my car at Riverside for 2 hours.", "reserve_parking"),
+    ("Reserve parking at West Gate, I stay for five hours.", "reserve_parking"),
+    ("Can I get a space in the Opera Garage for four hours?", "reserve_parking"),
+    ("We arrive by car and want to park at Station Yard for 6 hours.", "reserve_parking"),
+    ("When can I see The Silent Valley in the cinema?", "film_times"),
+    ("Are there any showings of Blue Lantern tonight?", "film_times"),
+    ("At what times do you show Paper Moon?", "film_times"),
+    ("My friends want to watch Harvest Home. Which showings are left?", "film_times"),
+    ("Show me the programme for The Last Ferry.", "film_times"),
+    ("I want to borrow A Room of Stones.", "lend_book"),
+    ("Could you put The Glass Orchard on my library card?", "lend_book"),
+    ("May I take home Winter Atlas?", "lend_book"),
+    ("Please lend me Songs of the Marsh until next week.", "lend_book"),
+    ("I would love to read Letters to a Lighthouse, can I have it?", "lend_book"),
 )
 NOT_NEEDED = (
-    "Hi there!",
-    "Thanks, that was helpful.",
-    "What is the capital of Italy?",
-    "Who painted the Mona Lisa?",
-    "Name four colours.",
-    "Write a short sentence about cats.",
-    "What is the opposite of small?",
-    "How many days are in a week?",
-    "Tell me something about elephants.",
-    "What is photosynthesis?",
+    "Good evening, I only wanted to say hello.",
+    "That is all I needed, have a nice weekend.",
+    "Which ocean lies between Europe and America?",
+    "Why is sea water salty?",
+    "Who invented the telephone?",
+    "How many strings does a violin have?",
+    "Suggest a name for a black kitten.",
+    "Put these words in alphabetical order: pear, apple, fig.",
+    "Is a whale a fish?",
+    "What do you call a baby sheep?",
+    "Finish the sentence: The early bird",
+    "Which is heavier, a kilogram of iron or a kilogram of wool?",
+    "Say something kind to a friend who failed an exam.",
+    "List the primary colours.",
+    "How does a candle burn?",
+    "Who was the first person on the moon?",
+    "Explain to a child what a bank does.",
+    "Can penguins fly?",
+    "Rewrite this politely: Give me the salt.",
+    "What should I wear to a wedding?",
 )
 
 
-def get_weather(city: str) -> str:
-    """Get the current weather in a city."""
-    return f"It is sunny and 22 degrees in {city}."
+def air_quality(station: str) -> str:
+    """The air quality at a station."""
+    return f"The air at {station} is good, 18 points."
 
 
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers."""
-    return a * b
+def reserve_parking(garage: str, hours: int) -> str:
+    """Reserve a parking space in a garage."""
+    return f"A space in {garage} is reserved for {hours} hours."
 
 
-TOOLS: list[Callable[..., Any]] = [get_weather, multiply]
+def film_times(film: str) -> str:
+    """When a film is shown."""
+    return f"{film} is shown at 17:15 and 20:30."
+
+
+def lend_book(title: str) -> str:
+    """Lend a book to the reader who asks."""
+    return f"{title} is lent until the end of the month."
+
+
+TOOLS: list[Callable[..., Any]] = [air_quality, reserve_parking, film_times, lend_book]
 
 
 def main(settings: Annotated[str, typer.Option(help="settings of the ensemble, as JSON")] = "{}") -> None:
