@@ -38,7 +38,7 @@ def draw(page_file: Path, pointed_at: int, folder: Path) -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
         page.goto(page_file.as_uri())
         left, top = page.locator(f".s{pointed_at}").evaluate(
-            "e => (r => [r.left + 9, r.top + 9])(e.getClientRects()[0])"
+            "e => (r => [r.left + 9, r.top + 9])([...e.getClientRects()].sort((a, b) => b.width - a.width)[0])"
         )
         page.mouse.move(left, top)
         for target, top, bottom in ((WHOLE, "body", "figure"), (ROUND, ".stage", ".stage")):
