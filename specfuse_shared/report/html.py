@@ -145,6 +145,7 @@ def view(result: AnswerRecord) -> dict[str, Any]:
         "pieces": pieces,
         "cards": [_card(piece, piece.round) for piece in pieces if piece.round],
         "charts": list(_charts(result, members)),
+        "stages": STAGES,
         "times": times,
         "time_bars": _bars(times, {stage: stage for stage in times}, sum(times.values()) or 1.0),
         "finish": _finish(result),

@@ -233,17 +233,16 @@ def test_an_unknown_way_to_speculate_is_refused() -> None:
         EnsembleConfig(["a"], speculation="always")
 
 
-def test_guesses_have_to_come_true_more_often_where_answers_share_forwards(trio: EnsembleEngine) -> None:
+def test_guesses_have_to_come_true_more_often_where_answers_share_forwards(
+    trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     member = local_members(trio)[0]
-    plain = member.sharing
-    costs = []
-    for member.sharing in (1, 8, 32):
-        costs.append(round(member.guess_cost, 2))
-    assert costs == [0.06, 0.34, 0.67]
-    card, cpu = {"cuda:0": 1.0}, member.devices
-    member.devices = card
-    assert member.guess_cost == 0.06, "a card waits for weights"
-    member.devices, member.sharing = cpu, plain
+    with monkeypatch.context() as changed:
+        for sharing, cost in ((1, 0.06), (8, 0.34), (32, 0.67)):
+            changed.setattr(member, "sharing", sharing)
+            assert round(member.guess_cost, 2) == cost
+        changed.setattr(member, "devices", {"cuda:0": 1.0})
+        assert member.guess_cost == 0.06, "a card waits for weights"
     asked = [" ".join(random.Random(n).choices(WORDS, k=24)) for n in range(8)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     alone = [trio.generate(question, params) for question in asked]

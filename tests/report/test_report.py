@@ -298,6 +298,9 @@ def test_the_time_of_each_stage_is_shown_by_round_and_in_all() -> None:
     shown = page(result)
     assert "Round 2: draft 0.25 s, verify 0.12 s" in shown.texts("title")
     assert "prefill 0.50 s draft 0.75 s verify 0.38 s other 0.10 s" in words(shown.texts("legend")[1])
+    head, *rows = map(words, shown.texts("roomy")[-1].split("Exits"))
+    assert head == "Round Written by Score Weights Retention Draft Verify"
+    assert rows[0].count("0.25 s 0.12 s") == len(result.rounds)
     facts = words(shown.texts("facts")[0])
     assert "First segment 0.88 s prompt read in 0.50 s" in facts
     assert "Tokens 40 after a prompt of 31 Time 1.73 s 23.2 tokens/s" in facts
