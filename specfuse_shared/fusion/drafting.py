@@ -24,6 +24,7 @@ from specfuse_shared.members.stages import (
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
+from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import Candidate, FinishReason
 
 Ops = Mapping[str, Op]
@@ -75,11 +76,13 @@ class AnswerPolicies:
         self,
         config: EnsembleConfig,
         params: SamplingParams,
+        tools: ToolUse,
         constraint: AnswerConstraint | None,
         traffic: Traffic | None = None,
     ) -> None:
         self.config = config
         self.params = params
+        self.tools = tools
         self.constraint = constraint
         self.score = config.score_policy()
         self.aggregate = config.aggregate_policy()

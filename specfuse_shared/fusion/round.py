@@ -113,7 +113,7 @@ class Round:
         """Score every candidate, and compare them."""
         questions = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in choices)
         judged = yield from self._state.ask({name: Verify(questions) for name in self._state.active})
-        table = [[_seen(*pair) for pair in zip(choices, _each(own), strict=True)] for own in judged.values()]
+        table = [[self._seen(*pair) for pair in zip(choices, _each(own), strict=True)] for own in judged.values()]
         drafters = [
             [self._state.active.index(name) for name in c.drafters if name in self._state.active] for c in choices
         ]
@@ -128,6 +128,11 @@ class Round:
             choice.scores = {name: row[index] for name, row in zip(judged, election.scores, strict=True)}
             choice.score = election.votes[index]
         return election
+
+    def _seen(self, choice: DistinctCandidate, verdict: CandidateVerdict) -> CandidateLogprobs:
+        """A candidate in the eyes of a verifier."""
+        opened = self._state.policies.tools.opened_by(choice.text, behind=self._state.answer.text)
+        return CandidateLogprobs(choice.text, choice.ends, verdict.logprobs, verdict.token_bytes, opened)
 
     def _unstuck(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
         """The winner's text and why it ends the answer; where all that is left is a circle, what closes the answer.
@@ -177,8 +182,3 @@ class Round:
 def _each(verdicts: Value) -> tuple[CandidateVerdict, ...]:
     assert isinstance(verdicts, Verdicts)
     return verdicts.each
-
-
-def _seen(choice: DistinctCandidate, verdict: CandidateVerdict) -> CandidateLogprobs:
-    """A candidate in the eyes of a verifier."""
-    return CandidateLogprobs(choice.text, choice.ends, verdict.logprobs, verdict.token_bytes)

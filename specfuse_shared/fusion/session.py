@@ -82,7 +82,7 @@ class AnswerSession:
                 check()
                 member.text.prepare(params.grammar)
         self._answer = AnswerText(params, codec, constraint.is_value if constraint is not None else None)
-        self._policies = AnswerPolicies(config, params, constraint, traffic)
+        self._policies = AnswerPolicies(config, params, tools, constraint, traffic)
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from specfuse_shared.policies.aggregates import SECOND
 from specfuse_shared.policies.protocols import ROUNDING, AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
+from specfuse_shared.policies.scores import whether_to_call
 
 _EQUAL = 1e-6
 
@@ -120,10 +121,13 @@ class Electorate:
         return scores, self.aggregate(scores, self.weights, [drafters[i] for i in some])
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
-        """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities."""
+        """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities.
+
+        While calls of tools and text both stand, what counts is which of the two it shall be.
+        """
         seen = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
         known = [candidate for candidate, is_seen in zip(row, seen, strict=True) if is_seen]
-        found = iter(self.score(known) if known else ())
+        found = iter((whether_to_call(known) or self.score(known)) if known else ())
         return [next(found) if is_seen else 0.0 for is_seen in seen]
 
 

@@ -19,13 +19,15 @@ class CandidateLogprobs:
 
     `logprobs`: natural log p of each token. `token_bytes`: the number of UTF-8 bytes that each stands for (≥ 1). The
     tokens end where `text` ends; they may begin before it, in the answer, if encodings do not join there. For a
-    candidate that `ends` the turn, the last entry of both is the end of turn.
+    candidate that `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its
+    beginning that open a tool call; 0 for text.
     """
 
     text: str
     ends: bool
     logprobs: Sequence[float]
     token_bytes: Sequence[int]
+    call_bytes: int = 0
 
     @property
     def size(self) -> int:

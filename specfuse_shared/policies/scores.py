@@ -79,25 +79,42 @@ class Stretch:
     def _logprob(self, candidate: CandidateLogprobs, shorter: CandidateLogprobs | None, size: int) -> float:
         """ℓ_i; `shorter`: the shortest candidate that ends and behind which this one goes on."""
         reach = size if shorter is None else min(size, shorter.size)
-        logprob, read = self._beginning(candidate, reach)
+        logprob, read = log_beginning(candidate, reach, self.per)
         if candidate.ends and candidate.size <= reach:
             return logprob + candidate.logprobs[-1]
         if shorter is not None and read == reach == shorter.size:
             return logprob + _log_not(shorter.logprobs[-1])
         return logprob
 
-    def _beginning(self, candidate: CandidateLogprobs, reach: int) -> tuple[float, int]:
-        """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
-        count = len(candidate.logprobs) - candidate.ends
-        # an encoding may reach back into the answer: what stands for text before the candidate lies below 0
-        at, found = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
-        for logprob, size in zip(candidate.logprobs[:count], candidate.token_bytes, strict=False):
-            if at >= reach:
-                break
-            share = 1.0 if self.per == "token" else min(1.0, (reach - at) / size)
-            found.append(share * logprob)
-            at += size
-        return math.fsum(found), at
+
+def whether_to_call(candidates: Sequence[CandidateLogprobs]) -> list[float] | None:
+    """Scores that tell only tool calls from text: p of the tag that opens a call, and 1 − p. None: all are of a kind.
+
+    A call is an event of its own, as the end of the turn is. By their stretches a call would win too often: most of it
+    is dictated, while the same wish to answer is spread over many beginnings of a sentence.
+    """
+    calls = [c for c in candidates if c.call_bytes]
+    if not 0 < len(calls) < len(candidates):
+        return None
+    call = max(calls, key=lambda c: c.call_bytes)
+    p = min(1.0, math.exp(log_beginning(call, call.call_bytes)[0]))
+    return [p if c.call_bytes else 1 - p for c in candidates]
+
+
+def log_beginning(
+    candidate: CandidateLogprobs, reach: int, per: Literal["token", "byte"] = "token"
+) -> tuple[float, int]:
+    """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
+    count = len(candidate.logprobs) - candidate.ends
+    # an encoding may reach back into the answer: what stands for text before the candidate lies below 0
+    at, found = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
+    for logprob, size in zip(candidate.logprobs[:count], candidate.token_bytes, strict=False):
+        if at >= reach:
+            break
+        share = 1.0 if per == "token" else min(1.0, (reach - at) / size)
+        found.append(share * logprob)
+        at += size
+    return math.fsum(found), at
 
 
 def _goes_on(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:

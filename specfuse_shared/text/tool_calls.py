@@ -74,6 +74,14 @@ class ToolUse:
         """
         return call_grammar(self.offered, self.choice, self.parallel, otherwise) if self.offered else otherwise
 
+    def opened_by(self, text: str, behind: str) -> int:
+        """Bytes of the tag, or of its beginning, with which `text` opens the answer's first call; 0: it opens none.
+
+        `behind`: the answer so far.
+        """
+        opens = text.startswith(CALL_OPEN) or (text and CALL_OPEN.startswith(text))
+        return min(len(text), len(CALL_OPEN)) if self.offered and opens and CALL_OPEN not in behind else 0
+
     def begins(self, text: str) -> bool:
         """Whether an answer under `grammar` that is not complete is calls so far, and no other value."""
         return bool(self.offered) and (CALL_OPEN in text or CALL_OPEN.startswith(text))
