@@ -28,6 +28,7 @@ def found_in(out: Path, step: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> None:
     first = subprocess.run(command(tmp_path, "--only", "versions"), capture_output=True, text=True, timeout=250)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -51,6 +52,7 @@ def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> 
     assert (tmp_path / "versions.json").stat().st_mtime_ns > before
 
 
+@pytest.mark.slow
 def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
     running = subprocess.Popen(command(tmp_path, "--only", "versions", "soak"), stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 200
@@ -85,6 +87,7 @@ def processes_with(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_graphs_that_go_give_the_answers_of_dynamic_execution(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path, "--only", "graphs"), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,6 +31,7 @@ def run(*arguments: str, script: str = "gpu.py") -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None:
     done = run("--tiny", "--repeats", "1", "--without", "context", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
@@ -50,6 +51,7 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
     assert int(static.split()[0]) > int(dynamic.split()[0]) > 0, "prompts are dynamic"
 
 
+@pytest.mark.slow
 def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> None:
     done = run("--tiny", "--only", "context 48", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr

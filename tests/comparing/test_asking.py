@@ -253,6 +253,7 @@ compare(["first", "second"], rows, run={run!r}, make_engine=slow, timed=0)
 """
 
 
+@pytest.mark.slow
 def test_a_thousand_questions_killed_three_times_ask_nothing_twice_and_lose_nothing(tmp_path: Path) -> None:
     run, root = tmp_path / "run.jsonl", str(Path(__file__).parents[2])
     sizes = [0]

@@ -61,6 +61,7 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
     assert len({tuple(r.weights.values()) for r in records}) > 1, "feedback must have moved the weights"
 
 
+@SLOW
 @pytest.mark.parametrize(
     "chance", [{}, pytest.param({"temperature": 0.8, "seed": 4}, marks=SLOW)], ids=["greedy", "seeded"]
 )
@@ -87,6 +88,7 @@ def test_a_prompt_beyond_the_sliding_window_equals_the_naive_round(exact_engine:
     assert_equals_naive(config, members, messages, SamplingParams(max_tokens=200), rounds=1)
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("index", "asked"),
     [

@@ -53,6 +53,7 @@ def test_configurable_fields_and_retries_keep_the_engine(model: ChatSpecFuse, de
     assert demo_engine.metrics().forwards != forwards, "all of them ran on the one engine"
 
 
+@pytest.mark.slow
 def test_loading_and_answering_need_no_network() -> None:
     done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -59,6 +59,7 @@ def test_the_chat_engine_remembers() -> None:
     assert "Ada" in turns[2].partition("Ensemble")[2]
 
 
+@pytest.mark.slow
 def test_the_extraction_fills_the_form() -> None:
     *_, last = printed("extraction_llamaindex.py").splitlines()
     form = json.loads(last)

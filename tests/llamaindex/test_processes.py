@@ -39,6 +39,7 @@ def pipeline(llm: SpecFuseLLM) -> IngestionPipeline:
     return IngestionPipeline(transformations=[KeywordExtractor(llm=llm, keywords=2)], cache=IngestionCache())
 
 
+@pytest.mark.slow
 @two_processors
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's extractors ask asyncio in an old way
 @pytest.mark.timeout(280)
@@ -51,6 +52,7 @@ def test_a_pipeline_extracts_in_two_processes_and_once(tiny_members: list[Member
     assert [node.metadata for node in again] == [node.metadata for node in first]
 
 
+@pytest.mark.slow
 @two_processors
 @pytest.mark.timeout(280)
 def test_an_error_in_a_worker_comes_back(tiny_members: list[MemberConfig]) -> None:

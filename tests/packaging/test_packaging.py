@@ -140,6 +140,7 @@ def test_a_report_is_drawn_without_any_extra(metadata: Distribution, unpacked: P
     assert "<style>\n:is(.specfuse-report" in html
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "extra"), [("langchain_specfuse", "langchain"), ("llamaindex_specfuse", "llamaindex")]
 )
@@ -168,6 +169,7 @@ def test_an_adapter_without_its_extra_says_what_to_install(
     assert f'pip install "specfuse-llm[{extra}]"' in said
 
 
+@pytest.mark.slow
 def test_comparing_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:
     code = (
         "from specfuse_shared.comparing import ENSEMBLE, Answer, Comparison, own_questions\n"
@@ -184,6 +186,7 @@ def test_comparing_works_with_its_extra_alone_and_asks_for_it_without(metadata: 
     assert 'needs the "compare" extra' in run_with_extra(metadata, unpacked, "", without)
 
 
+@pytest.mark.slow
 def test_the_server_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:
     code = (
         "import sys\n"
