@@ -1,6 +1,6 @@
 """The first election of each answer, held again under other policies: no model runs for that.
 
-    python benchmarks/elections.py collect FILE --data DIR [--task rag] [--rows N] [--member PATH]…
+    python benchmarks/elections.py collect FILE --data DIR [--task rag] [--rows N] [--half choose] [--member PATH]…
     python benchmarks/elections.py table FILE [--metric f1]
 
 `collect` has the demo's two members and the given ones (hub ids, folders, GGUF files) draft a first segment of twenty
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 from specfuse_shared.comparing import Question
 from specfuse_shared.comparing.intervals import difference
 from specfuse_shared.comparing.metrics import score
@@ -102,6 +102,11 @@ def shares(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence
     return weighted_mean([[score / (sum(row) or 1.0) for score in row] for row in scores], weights, drafters)
 
 
+def own_drafts(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """A vote on keys: what a member drafted has its vote, as far as it is sure of it, and nothing else has."""
+    return [math.fsum(weights[j] * scores[j][i] for j in authors) for i, authors in enumerate(drafters)]
+
+
 POLICIES: Mapping[str, tuple[AggregatePolicy, float]] = {
     "seconded, size (the default)": (SecondedMean(), 1.0),
     "seconded, equal": (SecondedMean(), 0.0),
@@ -111,6 +116,8 @@ POLICIES: Mapping[str, tuple[AggregatePolicy, float]] = {
     "geometric mean, equal": (geometric_mean, 0.0),
     "geometric mean, size": (geometric_mean, 1.0),
     "one vote to share out, size": (shares, 1.0),
+    "own drafts alone, size": (own_drafts, 1.0),
+    "own drafts alone, equal": (own_drafts, 0.0),
     "confidence and consistency, equal": (confidence, 0.0),
     "confidence and consistency, size": (confidence, 1.0),
 }
@@ -122,6 +129,7 @@ def collect(
     data: Annotated[Path, typer.Option(help="folder of JSONL files")],
     task: Annotated[str, typer.Option(help="a task, by name")] = "rag",
     rows: Annotated[int, typer.Option(help="at most this many")] = 75,
+    half: Annotated[str, typer.Option(help="choose, confirm or all")] = "choose",
     member: Annotated[list[str], typer.Option(help="a further member")] = [],  # noqa: B006
 ) -> None:
     """Draft and verify first segments; one line of JSON for each row."""
@@ -130,13 +138,14 @@ def collect(
     config = EnsembleConfig(members, score=recording, first_segment_tokens=SEGMENT, early_margin=0)
     with EnsembleEngine(config) as engine, file.open("w", encoding="utf-8") as out:
         sizes = [report.parameters for report in engine.describe()]
-        for question in track(read_rows(data, [task], "choose", rows), task):
+        for question in track(read_rows(data, [task], half, rows), task):
             out.write(json.dumps(asdict(ballot(engine, recording, question, sizes))) + "\n")
+            out.flush()
 
 
 def ballot(engine: EnsembleEngine, recording: Recording, question: Question, sizes: Sequence[int]) -> Ballot:
     recording.seen.clear()
-    first = engine.generate(question.prompt, SamplingParams(max_tokens=SEGMENT)).rounds[0]
+    first = engine.generate(question.prompt, replace(question.params(), max_tokens=SEGMENT)).rounds[0]
     return Ballot(
         members=first.active,
         sizes=sizes,

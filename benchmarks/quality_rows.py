@@ -22,6 +22,10 @@ TASKS = {
     "math": "gsm8k",
     "rag-zh": "rag_zh",
     "own": "own_questions",
+    "squad": "squad",
+    "facts": "nq_open",
+    "choice": "arc_challenge",
+    "math-more": "gsm8k_more",
 }
 """Set of rows → file of the data folder, without its ending."""
 BUDGET = {
@@ -33,17 +37,31 @@ BUDGET = {
     "math": 128,
     "rag-zh": 32,
     "own": 128,
+    "squad": 32,
+    "facts": 32,
+    "choice": 8,
+    "math-more": 160,
 }
 """Most tokens (of the reference member) of an answer."""
 PLEAS = {
     "rag": "Answer the question with a few words.",
     "rag-sentence": "Read the passage, then reply to the question with one full sentence.",
     "rag-zh": "请用原文中的几个字回答问题。",
+    "squad": "Answer the question with a few words.",
 }
 """What comes before a passage and its question; no row that taught the demo's members says it so."""
 FOLDER = RESULTS / "quality"
 
-KINDS = {"open": "text", "instruct": "text", "rag": "short", "math": "number", "ifeval": "instructions", "own": "open"}
+KINDS = {
+    "open": "text",
+    "instruct": "text",
+    "rag": "short",
+    "qa": "short",
+    "math": "number",
+    "choice": "choice",
+    "ifeval": "instructions",
+    "own": "open",
+}
 """Task of a row → kind of its question."""
 
 
@@ -70,7 +88,8 @@ def question(row: Mapping[str, Any], task: str, budget: int) -> Question:
     return Question(
         text=asked,
         id=f"{task}/{row['id']}",
-        references=row.get("references", ()),
+        references=row.get("references", ()) or [row["choices"][row["answer"]] for _ in row.get("choices", ())[:1]],
+        choices=row.get("choices", ()),
         instructions=[{**settings, "name": name} for name, settings in checks],
         kind=KINDS[row["task"]],
         group=task,
