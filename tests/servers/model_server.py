@@ -65,6 +65,8 @@ class Ways:
     broken_rows: int = 0
     """So many of its answers fail on such rows, which JSON cannot say."""
     keeps_grammars: bool = True
+    fails_under: str = "(?!)"
+    """An expression: under a grammar that it is found in, the token endpoint fails."""
     block: int = 16
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     running: int = 0

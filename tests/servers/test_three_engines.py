@@ -44,7 +44,9 @@ def engine() -> Iterator[EnsembleEngine]:
     file = gguf_file(smol)
     assert file is not None
     folder = str(converted(file, None, lambda stage: None))
-    with vllm_server.vllm_server(folder, "bfloat16", "--block-size", "32", "--enable-scale-out") as url:
+    with vllm_server.vllm_server(
+        folder, "bfloat16", "--block-size", "32", "--enable-scale-out", *vllm_server.GUIDANCE
+    ) as url:
         members = [
             MemberConfig(folder, name="on-vllm", server=url),
             replace(smol, name="on-llama.cpp", adapter=None, backend="llama.cpp"),

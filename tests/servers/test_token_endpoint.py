@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,20 +167,41 @@ def test_a_draft_under_a_grammar_is_few_requests(
         assert any("structured_outputs" in draft for draft in drafts)
 
 
+@pytest.mark.parametrize("lack", [{"keeps_grammars": False}, {"fails_under": r"\]> <\[0-.*\*"}], ids=["all", "ranges"])
 def test_a_server_without_such_grammars_is_asked_for_a_token_a_request(
-    tiny_engine: EnsembleEngine, folders: dict[str, Path]
+    tiny_engine: EnsembleEngine, folders: dict[str, Path], lack: dict[str, Any]
 ) -> None:
     with (
-        model_server(folders["chat"], Ways(tokens=True, keeps_grammars=False)) as (url, ways),
+        model_server(folders["chat"], Ways(tokens=True, **lack)) as (url, ways),
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
     ):
-        assert "take no ranges of tokens" in engine.describe()[0].advice
+        assert "do not keep to ranges of tokens" in engine.describe()[0].advice
         ways.asked.clear()
         params = SamplingParams(max_tokens=20, grammar=Grammar.regex("[a-f]{3,9}"))
         assert_same(engine.generate(QUESTIONS[2], params), tiny_engine.generate(QUESTIONS[2], params))
         drafts, _ = drafts_and_verdicts(ways)
         assert not [draft for draft in drafts if "structured_outputs" in draft]
         assert [draft for draft in drafts if "allowed_token_ids" in draft]
+
+
+def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
+    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does whose xgrammar takes no part of the grammars that llguidance takes."""
+    engine, ways = chat
+    params = SamplingParams(max_tokens=60, grammar=Grammar.json_schema(SCHEMA))
+    expected = tiny_engine.generate(QUESTIONS[2], params)
+    engine.load()
+    for expression in ("", r"\*"):
+        ways.asked.clear()
+        monkeypatch.setattr(ways, "fails_under", expression)
+        result = engine.generate(QUESTIONS[2], params)
+        assert_same(result, expected)
+        assert result.warnings == ()
+        drafts, _ = drafts_and_verdicts(ways)
+        bound = [draft["structured_outputs"]["grammar"] for draft in drafts if "structured_outputs" in draft]
+        assert any(re.search(expression, grammar) for grammar in bound), "it was asked, and failed"
+        assert any("allowed_token_ids" in draft for draft in drafts)
 
 
 # ── rows that are missing, or were never written ─────────────────────────────────────────────────

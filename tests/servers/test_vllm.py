@@ -66,7 +66,7 @@ class Served:
 
     def __init__(self, way: str) -> None:
         self.way = way
-        smol, gemma = (replace(m, adapter=None, dtype="float32") for m in demo_members())
+        smol, gemma = (replace(m, adapter=None, dtype="float32", backend="transformers") for m in demo_members())
         file = gguf_file(smol)
         assert file is not None
         self.folder = str(converted(file, None, lambda stage: None))
@@ -78,7 +78,7 @@ class Served:
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
-        flags = ("--enable-scale-out",) if self.way == "tokens" else ()
+        flags = ("--enable-scale-out", *vllm_server.GUIDANCE) if self.way == "tokens" else ()
         return vllm_server.start(self.folder, self.port, "float32", "--api-key", KEY, "--block-size", "32", *flags)
 
 
@@ -143,7 +143,7 @@ def test_a_draft_under_a_schema_is_few_requests(served: Served) -> None:
         found = engine.generate("A ship, as JSON.", SamplingParams(max_tokens=48, grammar=Grammar.json_schema(SHIP)))
         requests = engine.metrics().forwards["smollm2-135m"] - before - 1
     tokens = [record.candidates[0].tokens for record in found.rounds if record.candidates[0].tokens]
-    assert 2 * requests <= sum(tokens)
+    assert 3 * requests <= 2 * sum(tokens)
 
 
 def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,7 @@ class TokenRoute:
         import llguidance
         import llguidance.hf
 
-        if not self._ways.keeps_grammars:
+        if not self._ways.keeps_grammars or re.search(self._ways.fails_under, grammar):
             raise RefusedError("Invalid grammar specification")
         tokens = llguidance.hf.from_tokenizer(self._server.tokenizer, n_vocab=self._server.size)
         matcher = llguidance.LLMatcher(tokens, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0)

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 
 COMMAND = os.environ.get("SPECFUSE_VLLM", "")
+GUIDANCE = ("--structured-outputs-config.backend", "guidance")
 _SECONDS_TO_START = 400.0
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

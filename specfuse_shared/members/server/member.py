@@ -39,7 +39,10 @@ _SAMPLE = (
 _JUDGED = 8
 """Tokens at the end of the sample that both ways of scoring are compared on."""
 _SAVED = "; then a verification is a request for each candidate of others, and a draft under a grammar takes fewer"
-_NO_GRAMMARS = "its structured outputs take no ranges of tokens, so a draft under a grammar is a request a token"
+_NO_GRAMMARS = (
+    "its structured outputs do not keep to ranges of tokens, so a draft under a grammar is a request a token: start it "
+    "with --structured-outputs-config.backend guidance"
+)
 
 
 class ServerMember:

@@ -9,6 +9,7 @@ prefix cache. The token endpoint (`specfuse_shared.members.server.tokens`) does 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Sequence
 from typing import Literal
@@ -25,6 +26,7 @@ from specfuse_shared.members.server.dialect import (
     ServerFacts,
     cut_at_stop,
     distance,
+    first_of,
     sampling_of,
     scores_of,
 )
@@ -32,6 +34,8 @@ from specfuse_shared.members.server.tokens import TokenEndpoint
 from specfuse_shared.members.stages import Top
 from specfuse_shared.policies import ROUNDING
 from specfuse_shared.settings.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 FLAG_MISSING = "it has no token endpoint: start it with --enable-scale-out"
 _PENALTY, _TRIES = 8.0, 3
@@ -80,7 +84,21 @@ class VllmDialect:
         return await self._client.tokenized(self.model, text)
 
     async def continued(self, wanted: Continuation) -> Continued:
-        """Ids up to the end of the turn, whether that came, and what the token endpoint tells of their places."""
+        """Ids up to the end of the turn, whether that came, and what the token endpoint tells of their places.
+
+        Nothing where the server fails under the grammar, which not each of its libraries can follow.
+        """
+        try:
+            return await self._continued(wanted)
+        except ServerUnreachableError:
+            raise
+        except ServerError as error:
+            if wanted.grammar is None:
+                raise
+            logger.debug("asking for single tokens: %s", error)
+            return Continued([], False)
+
+    async def _continued(self, wanted: Continuation) -> Continued:
         body = sampling_of(wanted)
         if self._tokens is not None:
             watched = wanted.stop_ids[: MOST_IDS - 1]
@@ -158,13 +176,18 @@ class VllmDialect:
         return error
 
     async def _keeps_grammars(self, endpoint: TokenEndpoint, line: ScoredLine) -> bool:
-        """Whether a grammar of tokens binds what is drafted: two that hardly come by themselves."""
+        """Whether grammars of tokens bind what is drafted: tokens that hardly come by themselves, in each form."""
         first, second = line.prefix[:2]
-        grammar = f"start: <[{first}]> <[{second}]>"
-        wanted = Continuation(line.prefix, 2, SamplingParams(), 0, (), grammar=grammar)
+        size = max(*line.prefix, *line.stop_ids) + 1
+        forms = {f"start: <[{first}]> <[{second}]>": [first, second]}
+        forms |= {first_of((token,), (), size): [token] for token in (first, second)}
         try:
-            choice, _ = await endpoint.generated(self.model, line.prefix, sampling_of(wanted))
-            return list(choice["token_ids"][:2]) == [first, second]
+            for grammar, expected in forms.items():
+                wanted = Continuation(line.prefix, 2, SamplingParams(), 0, (), grammar=grammar)
+                choice, _ = await endpoint.generated(self.model, line.prefix, sampling_of(wanted))
+                if list(choice["token_ids"][: len(expected)]) != expected:
+                    return False
+            return True
         except ServerUnreachableError:
             raise
         except _OTHERWISE:
