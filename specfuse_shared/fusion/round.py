@@ -122,7 +122,8 @@ class Round:
                 self._state.answer.text, choice.text
             )
         weights = list(self._state.participants.weights.values())
-        voters = Electorate(self._state.policies.score, self._state.policies.aggregate, weights)
+        whole = self._constraint is not None and all(c.finishes for c in choices)
+        voters = Electorate(self._state.policies.score, self._state.policies.aggregate, weights, whole)
         election = voters.elect(table, drafters, [c.repeats for c in choices])
         for index, choice in enumerate(choices):
             choice.scores = {name: row[index] for name, row in zip(judged, election.scores, strict=True)}

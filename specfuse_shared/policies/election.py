@@ -29,11 +29,16 @@ class Election:
 
 @dataclass(frozen=True, slots=True)
 class Electorate:
-    """How candidates are compared: the verifiers' `weights` (Σ = 1), and the two policies."""
+    """How candidates are compared: the verifiers' `weights` (Σ = 1), and the two policies.
+
+    `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote out among them, for
+    what it would have said beside the grammar is no choice (on ARC, a strong member else loses to weak ones).
+    """
 
     score: ScorePolicy
     aggregate: AggregatePolicy
     weights: Sequence[float]
+    whole_values: bool = False
 
     def elect(
         self, table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]], barred: Sequence[bool]
@@ -117,7 +122,9 @@ class Electorate:
         self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
     ) -> tuple[Matrix, list[float]]:
         """Scores and votes of these candidates, as if there were no others."""
-        scores = [self._scores([row[i] for i in some]) for row in table]
+        scores: Matrix = [self._scores([row[i] for i in some]) for row in table]
+        if self.whole_values:
+            scores = [[score / (math.fsum(row) or 1.0) for score in row] for row in scores]
         return scores, self.aggregate(scores, self.weights, [drafters[i] for i in some])
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, PromptTooLongError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.fusion.repetition import repeats
@@ -65,6 +65,22 @@ def test_the_result_is_json_and_names_everything(tiny_engine: EnsembleEngine) ->
     assert data["usage"]["total_tokens"] == result.usage.prompt_tokens + result.usage.completion_tokens
     assert {s.member for s in result.summary()} == {"chat", "base"}
     assert sum(s.segments_won for s in result.summary()) == len(result.rounds)
+
+
+def test_each_member_shares_one_vote_out_among_whole_values_and_nothing_else(tiny_engine: EnsembleEngine) -> None:
+    words = Grammar.choice(["lighthouse", "harbour", "tide", "ship", "a", "b", "c", "d"])
+    verified = []
+    for question in ("Which?", "Say one.", "北京?", "def f(x):"):
+        for grammar in (words, None):
+            result = tiny_engine.generate(question, SamplingParams(max_tokens=16, grammar=grammar))
+            rounds = [record for record in result.rounds if record.verified]
+            sums = [sum(c.scores[name] for c in r.candidates) for r in rounds for name in ("chat", "base")]
+            if grammar is None:
+                assert not any(total == pytest.approx(1) for total in sums)
+            elif all(c.ends for r in rounds for c in r.candidates):
+                verified += sums
+    assert verified
+    assert verified == pytest.approx([1.0] * len(verified))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 23])

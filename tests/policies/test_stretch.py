@@ -390,3 +390,16 @@ def test_the_winner_does_not_hang_on_the_order_of_candidates(
         again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)
         assert drafts[found.winner] == moved[again.winner]
         assert all(0 <= vote <= 1 + 1e-9 for vote in found.votes)
+
+
+def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
+    """What a verifier would have said beside the grammar makes its vote no smaller."""
+    strong = [candidate(("A", 0.2)), candidate(("B", 0.03))]
+    weak = [candidate(("A", 0.1)), candidate(("B", 0.5))]
+    rows, drafters = [strong, weak], [[0], [1]]
+    plain = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4])
+    assert plain.elect(rows, drafters, [False] * 2).winner == 1
+    found = Electorate(WHOLE, policies.weighted_mean, [0.6, 0.4], whole_values=True).elect(rows, drafters, [False] * 2)
+    assert found.winner == 0
+    assert found.scores[0] == pytest.approx([20 / 23, 3 / 23])
+    assert found.votes == pytest.approx([0.6 * 20 / 23 + 0.4 / 6, 0.6 * 3 / 23 + 0.4 * 5 / 6])
