@@ -122,7 +122,8 @@ class Round:
                 self._state.answer.text, choice.text
             )
         weights = list(self._state.participants.weights.values())
-        whole = self._constraint is not None and all(c.finishes for c in choices)
+        bound = self._constraint is not None and not self._state.policies.tools.leaves_text
+        whole = bound and all(choice.finishes for choice in choices)
         voters = Electorate(self._state.policies.score, self._state.policies.aggregate, weights, whole)
         election = voters.elect(table, drafters, [c.repeats for c in choices])
         for index, choice in enumerate(choices):

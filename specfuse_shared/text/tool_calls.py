@@ -67,6 +67,11 @@ class ToolUse:
             return tuple(self.tools)
         return tuple(tool for tool in self.tools if tool.name == self.choice)
 
+    @property
+    def leaves_text(self) -> bool:
+        """Whether the answer may also be free text."""
+        return bool(self.offered) and self.choice == "auto"
+
     def grammar(self, otherwise: Grammar | None) -> Grammar | None:
         """What the whole answer must be: `otherwise`, or the calls that it may make instead of it.
 

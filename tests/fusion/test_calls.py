@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, Tool, policies
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, SamplingParams, Tool, policies
 from specfuse_shared.policies import CandidateLogprobs, Electorate, MeanLogprob, Stretch
 from specfuse_shared.text.tool_calls import CALL_OPEN, ToolUse
 from tests.support.reciting import reciting_model, reciting_tokenizer
@@ -95,15 +96,20 @@ def test_the_tag_opens_the_first_call_and_only_where_tools_are_offered(text: str
     assert ToolUse(TOOLS, "none").opened_by(text, behind) == ToolUse().opened_by(text, behind) == 0
 
 
-def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there_is_none(tmp_path: Path) -> None:
-    """Both votes weigh the same. The second one's words have 60 % each, so that its five together have 8 %."""
-    tokenizer = reciting_tokenizer(f"{CALL} {TEXT}")
-    for name, speech, certainty in (("caller", CALL, 8.6), ("talker", TEXT, 6.0)):
-        reciting_model(tokenizer, speech, certainty, endless=False).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    members = [MemberConfig(str(tmp_path / name), name=name) for name in ("caller", "talker")]
+def first_round(folder: Path, speeches: dict[str, tuple[str, float]], tools: Sequence[Tool]) -> EnsembleResult:
+    """What members answer that recite these speeches, so surely; their votes weigh the same."""
+    tokenizer = reciting_tokenizer(" ".join(speech for speech, _ in speeches.values()))
+    for name, (speech, certainty) in speeches.items():
+        reciting_model(tokenizer, speech, certainty, endless=False).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    members = [MemberConfig(str(folder / name), name=name) for name in speeches]
     with EnsembleEngine(EnsembleConfig(members, first_segment_tokens=5)) as engine:
-        result = engine.generate("Why is the sea salty?", SamplingParams(max_tokens=10), tools=TOOLS)
+        return engine.generate("Why is the sea salty?", SamplingParams(max_tokens=10), tools=tools)
+
+
+def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there_is_none(tmp_path: Path) -> None:
+    """The second one's words have 60 % each, so that its five together have 8 %."""
+    result = first_round(tmp_path, {"caller": (CALL, 8.6), "talker": (TEXT, 6.0)}, TOOLS)
     first = result.rounds[0]
     call, text = sorted(first.candidates, key=lambda c: CALL_OPEN not in c.text)
     assert (call.drafters, text.drafters, first.winner) == (("caller",), ("talker",), "talker")
@@ -114,3 +120,13 @@ def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there
         "talker": pytest.approx(1),
     }
     assert result.text.startswith("the sea is")
+
+
+def test_short_texts_beside_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:
+    """They are compared as they are where no tool is offered."""
+    speeches = {"one": (" yes it is", 6.0), "other": (" no it was", 6.0)}
+    found = [first_round(tmp_path / str(len(tools)), speeches, tools).rounds[0] for tools in (TOOLS, [])]
+    scores = [[dict(candidate.scores) for candidate in record.candidates] for record in found]
+    assert scores[0] == scores[1]
+    assert all(candidate.ends for candidate in found[0].candidates)
+    assert sum(each["one"] for each in scores[0]) < 0.9
