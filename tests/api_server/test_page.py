@@ -88,7 +88,7 @@ def test_an_answer_grows_while_it_is_written(
 
 def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
-    ask(page, tokens=1000)
+    ask(page, tokens=300)
     expect(page.locator("#status")).to_have_text("Finished", timeout=120_000)
     assert page.locator("#report .facts dd").first.inner_text() in ("length", "stop")
     assert page.locator("#asked").inner_text() == "Why is the sea salty?"

@@ -60,6 +60,7 @@ def served(request: pytest.FixtureRequest, tiny_members: list[MemberConfig]) -> 
         yield address, psutil.Process(process.pid)
 
 
+@pytest.mark.slow
 def test_two_programs_share_the_weights_of_one_server(
     served: tuple[str, psutil.Process], record_property: Callable[[str, object], None], request: pytest.FixtureRequest
 ) -> None:

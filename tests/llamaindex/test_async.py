@@ -92,6 +92,7 @@ async def test_cancelling_a_workflow_stops_the_compute(llm: SpecFuseLLM, demo_en
     assert demo_engine.metrics().requests["cancelled"] == cancelled + 1
 
 
+@pytest.mark.slow
 async def test_langchain_and_llamaindex_answer_at_the_same_time(exact_engine: EnsembleEngine) -> None:
     heard: list[str] = []
     chat = ChatSpecFuse(engine=exact_engine, max_tokens=40, on_segment=lambda event: heard.append("langchain"))

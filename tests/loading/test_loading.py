@@ -135,6 +135,7 @@ def test_an_adapter_is_merged_into_the_weights(folder: Path, tmp_path: Path) -> 
     assert member.report.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_hub_is_pinned_by_its_revision(folder: Path, tmp_path: Path) -> None:
     for number, revision in enumerate(("one", "two")):
         torch.manual_seed(number)

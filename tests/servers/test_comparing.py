@@ -15,6 +15,7 @@ QUESTIONS = [{"text": f"Name {n} things of the sea.", "references": ["the tide"]
 KEY = "a-key-that-nobody-may-see"
 
 
+@pytest.mark.slow
 def test_members_on_a_server_and_here_are_compared_as_if_both_were_here(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
