@@ -108,14 +108,14 @@ def own_drafts(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequ
 
 
 POLICIES: Mapping[str, tuple[AggregatePolicy, float]] = {
-    "seconded, size (the default)": (SecondedMean(), 1.0),
+    "seconded, size (the default but for choices)": (SecondedMean(), 1.0),
     "seconded, equal": (SecondedMean(), 0.0),
     "seconded, √size": (SecondedMean(), 0.5),
     "weighted mean, equal": (weighted_mean, 0.0),
     "weighted mean, size": (weighted_mean, 1.0),
     "geometric mean, equal": (geometric_mean, 0.0),
     "geometric mean, size": (geometric_mean, 1.0),
-    "one vote to share out, size": (shares, 1.0),
+    "one vote to share out, size (for choices the default)": (shares, 1.0),
     "own drafts alone, size": (own_drafts, 1.0),
     "own drafts alone, equal": (own_drafts, 0.0),
     "confidence and consistency, equal": (confidence, 0.0),

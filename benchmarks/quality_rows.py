@@ -84,12 +84,13 @@ def read_rows(
 def question(row: Mapping[str, Any], task: str, budget: int) -> Question:
     """A row as it is asked; a passage comes with a plea for a short answer."""
     asked = f"{PLEAS[task]}\n\n{row['context']}\n\n{row['prompt']}" if task in PLEAS else row["prompt"]
+    choices = row.get("choices", ())
     checks = zip(row.get("instruction_id_list", ()), row.get("kwargs", ()), strict=True)
     return Question(
         text=asked,
         id=f"{task}/{row['id']}",
-        references=row.get("references", ()) or [row["choices"][row["answer"]] for _ in row.get("choices", ())[:1]],
-        choices=row.get("choices", ()),
+        references=[choices[row["answer"]]] if choices else row.get("references", ()),
+        choices=choices,
         instructions=[{**settings, "name": name} for name, settings in checks],
         kind=KINDS[row["task"]],
         group=task,

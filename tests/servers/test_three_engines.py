@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not vllm_server.COMMAND, reason="$SPECFUSE_VLLM names no vllm command"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # LlamaIndex's agents use old pydantic
 ]
-PLACES = {"on-vllm": "vllm", "on-llama.cpp": "llama.cpp", "here": "transformers"}
+NAMES = ("on-vllm", "on-llama.cpp", "here")
 FACTS = ["The observatory opens at seven in the evening.", "Tickets of the observatory cost nine euros."]
 QUESTION = "When does the observatory open?"
 VISIT = "What are the opening hours on Friday?"
@@ -60,7 +60,7 @@ def assert_all_three(record: Mapping[str, Any]) -> None:
     """Every member drafted for this answer, and none failed."""
     assert record["warnings"] == []
     assert {name: usage["drafted"] > 0 for name, usage in record["usage"]["members"].items()} == dict.fromkeys(
-        PLACES, True
+        NAMES, True
     )
 
 
