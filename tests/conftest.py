@@ -49,6 +49,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(mark in file.read_text("utf-8") for file in files for mark in _MARKS) else True
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever needs the demo ensemble in float32 is slow: the README's test command does without that load."""
+    for item in items:
+        if "exact_engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def demo_engine() -> Iterator[EnsembleEngine]:
     """The demo ensemble, with a short first segment, so that short answers have several; and a prompt is read anew each

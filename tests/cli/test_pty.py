@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.terminals import COMMAND, hear_interrupts
 
+pytestmark = pytest.mark.slow
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 HOSTILE = "Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok"
 

@@ -22,6 +22,8 @@ from tests.support.whole_answers import ASKED, everything
 
 CORES = max(1, torch.get_num_threads() // 2)
 
+pytestmark = pytest.mark.slow
+
 
 class Elsewhere(EnsembleEngine):
     """An engine whose members named in `distant` run in processes of their own."""

@@ -185,7 +185,10 @@ def test_a_server_without_such_grammars_is_asked_for_a_token_a_request(
 
 
 def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
-    tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], monkeypatch: pytest.MonkeyPatch
+    tiny_engine: EnsembleEngine,
+    chat: tuple[EnsembleEngine, Ways],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As vLLM does whose xgrammar takes no part of the grammars that llguidance takes."""
     engine, ways = chat
@@ -202,6 +205,9 @@ def test_where_a_server_fails_under_a_grammar_it_is_asked_for_single_tokens(
         bound = [draft["structured_outputs"]["grammar"] for draft in drafts if "structured_outputs" in draft]
         assert any(re.search(expression, grammar) for grammar in bound), "it was asked, and failed"
         assert any("allowed_token_ids" in draft for draft in drafts)
+    said = [record for record in caplog.records if "--structured-outputs-config.backend guidance" in record.message]
+    assert len(said) == 1, "it is said once"
+    assert said[0].levelname == "WARNING"
 
 
 # ── rows that are missing, or were never written ─────────────────────────────────────────────────

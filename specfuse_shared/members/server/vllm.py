@@ -38,6 +38,10 @@ from specfuse_shared.settings.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 FLAG_MISSING = "it has no token endpoint: start it with --enable-scale-out"
+_NO_GRAMMAR = (
+    "%s fails under a grammar, so drafts under one cost a request a token: start it with "
+    "--structured-outputs-config.backend guidance (%s)"
+)
 _PENALTY, _TRIES = 8.0, 3
 _OTHERWISE = (ServerError, LookupError, TypeError, ValueError, AttributeError)
 """What comes of an answer of another shape."""
@@ -59,6 +63,7 @@ class VllmDialect:
         self.verification: Literal["tokens", "prefixes", "prompt"] = "prefixes"
         self.takes_grammars = False
         self.no_tokens = ""
+        self._complained = False
         self._completions = CompletionsEndpoint(client)
         self._tokens: TokenEndpoint | None = None
 
@@ -95,7 +100,8 @@ class VllmDialect:
         except ServerError as error:
             if wanted.grammar is None:
                 raise
-            logger.debug("asking for single tokens: %s", error)
+            logger.log(logging.DEBUG if self._complained else logging.WARNING, _NO_GRAMMAR, self._client.address, error)
+            self._complained = True
             return Continued([], False)
 
     async def _continued(self, wanted: Continuation) -> Continued:
