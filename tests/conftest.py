@@ -51,9 +51,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever needs the demo ensemble in float32 is slow: the README's test command does without that load."""
+    """Whatever needs one of the shared demo ensembles is slow: the README's test command loads the demo for the
+    README's examples and the programs of examples/ only."""
     for item in items:
-        if "exact_engine" in getattr(item, "fixturenames", ()):
+        if not {"demo_engine", "exact_engine"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 
 

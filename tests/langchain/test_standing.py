@@ -80,7 +80,6 @@ async def test_answers_of_one_loop_interleave(model: ChatSpecFuse) -> None:
     assert order != sorted(order, reverse=True)
 
 
-@pytest.mark.slow
 def test_a_batch_is_one_batch_of_the_engine(demo_engine: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=demo_engine, max_tokens=8)
     questions = [f"Write one sentence about the number {number}." for number in range(8)]

@@ -8,8 +8,6 @@ from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
 from specfuse_shared.runtime.cache.prefix_cache import common_length
 from tests.support.against_naive import local_members, open_session, with_settings
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize(
