@@ -113,6 +113,7 @@ def test_many_clients_of_which_a_third_leave_get_their_own_answers(client: httpx
 # ── the command ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_server_that_is_told_to_stop_lets_answers_finish(tiny_members: list[MemberConfig]) -> None:
     models = [arg for member in tiny_members for arg in ("--member", member.model)]
     with command(*models, SPECFUSE_API_KEY="") as (process, address):
@@ -134,6 +135,7 @@ def test_a_server_that_is_told_to_stop_lets_answers_finish(tiny_members: list[Me
     assert "salty" not in said
 
 
+@pytest.mark.slow
 def test_a_server_whose_members_cannot_be_loaded_stops_with_the_reason(tmp_path: Path) -> None:
     with command("--member", str(tmp_path / "nobody"), SPECFUSE_API_KEY="") as (process, _):
         assert process.wait(60) == 1

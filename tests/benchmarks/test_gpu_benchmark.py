@@ -87,6 +87,7 @@ class Server(BaseHTTPRequestHandler):
         """Tests are quiet."""
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_run_found_is_written_beside_a_server_s_decode(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
@@ -109,6 +110,7 @@ def test_what_an_interrupted_run_found_is_written_beside_a_server_s_decode(tmp_p
     assert "| measured | ratio | aim | from |" in shown
 
 
+@pytest.mark.slow
 def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
     done = run("--tiny", "--minutes", "0", "--json", str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr

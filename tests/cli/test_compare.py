@@ -96,6 +96,7 @@ def test_mistakes_are_named_before_any_model_is_loaded(
     assert "loading" not in err
 
 
+@pytest.mark.slow
 def test_members_rate_and_weights_are_tuned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"question": f"Speak {n}", "reference": SPEECH} for n in range(40)]
     (folder / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,6 +110,7 @@ def test_members_rate_and_weights_are_tuned(folder: Path, capsys: pytest.Capture
     assert not (folder / "tuned.toml").exists(), "nothing is gained, so nothing is written"
 
 
+@pytest.mark.slow
 def test_a_gain_is_written_and_read_by_ask(
     folder: Path, recite: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

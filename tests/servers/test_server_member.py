@@ -70,6 +70,7 @@ def test_alone_it_decodes_as_it_does_here(
         assert_same(found, tiny_engine.generate(question, WIDE, members=["chat"]))
 
 
+@pytest.mark.slow
 def test_members_behind_two_servers_need_nothing_of_this_machine(
     tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
 ) -> None:
@@ -90,6 +91,7 @@ def test_tools_are_called_as_they_are_here(tiny_engine: EnsembleEngine, mixed: t
     assert_same(mixed[0].generate("Ring!", params, **options), tiny_engine.generate("Ring!", params, **options))
 
 
+@pytest.mark.slow
 def test_eight_answers_at_once_are_those_of_one_after_another(
     tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways]
 ) -> None:
