@@ -22,7 +22,7 @@ from specfuse_shared.members.base import Member, MemberInfo, OnForward
 from specfuse_shared.members.server.client import ServerClient
 from specfuse_shared.members.server.dialect import ScoredLine, ServerFacts
 from specfuse_shared.members.server.session import ServerSession
-from specfuse_shared.members.server.vllm import VllmDialect
+from specfuse_shared.members.server.vllm import TOKEN_BY_TOKEN, VllmDialect
 from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
 from specfuse_shared.placement.sizing import ModelSizes
 from specfuse_shared.policies import ROUNDING
@@ -39,10 +39,7 @@ _SAMPLE = (
 _JUDGED = 8
 """Tokens at the end of the sample that both ways of scoring are compared on."""
 _SAVED = "; then a verification is a request for each candidate of others, and a draft under a grammar takes fewer"
-_NO_GRAMMARS = (
-    "its structured outputs do not keep to ranges of tokens, so a draft under a grammar is a request a token: start it "
-    "with --structured-outputs-config.backend guidance"
-)
+_NO_GRAMMARS = f"its structured outputs do not keep to ranges of tokens, so {TOKEN_BY_TOKEN}"
 
 
 class ServerMember:

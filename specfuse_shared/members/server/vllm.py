@@ -38,10 +38,10 @@ from specfuse_shared.settings.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 FLAG_MISSING = "it has no token endpoint: start it with --enable-scale-out"
-_NO_GRAMMAR = (
-    "%s fails under a grammar, so drafts under one cost a request a token: start it with "
-    "--structured-outputs-config.backend guidance (%s)"
+TOKEN_BY_TOKEN = (
+    "a draft under a grammar is a request a token: start it with --structured-outputs-config.backend guidance"
 )
+_FAILED = f"the server at %s failed under a grammar (%s). Where it always does, {TOKEN_BY_TOKEN}"
 _PENALTY, _TRIES = 8.0, 3
 _OTHERWISE = (ServerError, LookupError, TypeError, ValueError, AttributeError)
 """What comes of an answer of another shape."""
@@ -100,7 +100,7 @@ class VllmDialect:
         except ServerError as error:
             if wanted.grammar is None:
                 raise
-            logger.log(logging.DEBUG if self._complained else logging.WARNING, _NO_GRAMMAR, self._client.address, error)
+            logger.log(logging.DEBUG if self._complained else logging.WARNING, _FAILED, self._client.address, error)
             self._complained = True
             return Continued([], False)
 
