@@ -162,10 +162,11 @@ class ModelRunner:
         self.dynamic += len(pieces)
         return torch.cat([self._forward(piece, cache, place, None) for piece, place in pieces])
 
-    def plain(self, ids: Sequence[int]) -> torch.Tensor:
-        """The model's own forward over a whole sequence, without a cache; logits (Q, V)."""
-        out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
-        return torch.as_tensor(out.logits[0])
+    def plain(self, ids: Sequence[int], last: int | None = None) -> torch.Tensor:
+        """The model's own forward over a whole sequence, without a cache; logits (Q, V), or (`last`, V) of its end."""
+        keep = {} if last is None else self.keep_last(last)
+        out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False, **keep)
+        return torch.as_tensor(out.logits[0, -last:] if last else out.logits[0])
 
     def new_cache(self, ids: Sequence[int]) -> tuple[torch.Tensor, Any]:
         """Feed a prompt into the cache that the model makes for itself; logits (V) after it, and that cache."""

@@ -189,7 +189,7 @@ def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
     assert chosen.plan.window == 12
     assert chosen.error < 1e-4
     with _small_windows(model.config) as shrunk:
-        wrong = _attempt(model, Attempt(MaskPlan(("full_attention",), False)), shrunk, [])
+        wrong = _attempt(model, Attempt(MaskPlan(("full_attention",), False)), shrunk, [], {})
     assert wrong.error > 100 * chosen.error
     assert wrong.error > 2e-3
 
@@ -202,7 +202,8 @@ def test_coarse_rounding_is_told_of_and_wrong_probabilities_are_refused(
     model.set_attn_implementation(GROUPED)
     errors = {"packed": 0.5, "rows": 0.6}
     monkeypatch.setattr(
-        "specfuse_shared.members.local.probe._measure", lambda runner: errors["packed" if runner.plan else "rows"]
+        "specfuse_shared.members.local.probe._measure",
+        lambda runner, _known: errors["packed" if runner.plan else "rows"],
     )
     chosen = probe(model.to(torch.bfloat16), "tiny")
     assert (chosen.verification, chosen.error) == ("packed", 0.5)

@@ -32,6 +32,10 @@ from specfuse_shared.settings.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+Known = dict[tuple[tuple[int, ...], int], torch.Tensor]
+"""The model's own log-probabilities of a sequence's last tokens, by its ids and their number. All ways are measured on
+the same sequences, so each sequence takes one plain forward."""
+
 _WINDOW = 8
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _PROMPT, _FIRST, _SECOND = 21, 4, 5
@@ -82,22 +86,22 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
     """
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
-    problems: list[str] = []
+    problems, known = list[str](), Known()
     start = Attempt(None, stream=ModelStream(model_home(model)))
     ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
     tried: list[Attempt] = []
     with _small_windows(config) as shrunk:
         for group in (ways, [start], [replace(start, one_by_one=True)]):
-            tried += [_attempt(model, way, shrunk, problems) for way in group]
+            tried += [_attempt(model, way, shrunk, problems, known) for way in group]
             best = min(tried, key=lambda way: way.error, default=None)
             if best is not None and best.error <= tolerance:
                 logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
-                return _executed(model, best, shrunk, member, execution)
+                return _executed(model, best, shrunk, member, execution, known)
         best = min(tried, key=lambda way: way.error)
         if best.error <= _COARSE.get(model.dtype, tolerance):
             dtype = str(model.dtype).removeprefix("torch.")
             logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
-            return _executed(model, best, shrunk, member, execution)
+            return _executed(model, best, shrunk, member, execution, known)
     raise UnsupportedModelError(
         f"member {member!r} ({type(model).__name__}): neither packed nor row-by-row verification reproduces the "
         f"model's own probabilities within {tolerance:g} nats (off by {best.error:.3g}); use another model, or "
@@ -110,12 +114,13 @@ def _is_packable(model: Any) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def _executed(model: Any, way: Attempt, shrunk: dict[str, int], member: str, execution: str) -> Attempt:
+def _executed(model: Any, way: Attempt, shrunk: dict[str, int], member: str, execution: str, known: Known) -> Attempt:
     """The way with what it takes for static execution, or why it runs dynamically."""
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
     if reason := _unfit(model, way, execution):
         return replace(way, dynamic=reason)
-    fixed = _attempt(model, replace(way, error=float("inf"), graphs=Graphs(model.device, member)), shrunk, problems)
+    static = replace(way, error=float("inf"), graphs=Graphs(model.device, member))
+    fixed = _attempt(model, static, shrunk, problems, known)
     assert fixed.graphs is not None
     fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
     if fixed.error <= tolerance:
@@ -138,7 +143,7 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
     return "no CUDA device" if execution == "auto" and model.device.type != "cuda" else None
 
 
-def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[str]) -> Attempt:
+def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[str], known: Known) -> Attempt:
     """The way with its error measured while windows are shrunk, infinite where it does not run."""
     plan = way.plan and replace(
         way.plan,
@@ -147,14 +152,14 @@ def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[st
     )
     try:
         runner = replace(way, plan=plan).runner(model)
-        return replace(way, error=_measure(runner), slots=runner.pool.slots)
+        return replace(way, error=_measure(runner, known), slots=runner.pool.slots)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])
         return way
 
 
 @torch.inference_mode()
-def _measure(runner: ModelRunner) -> float:
+def _measure(runner: ModelRunner, known: Known) -> float:
     """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk, while a
     shorter answer is fed along; then of drafts of both, where the runner drafts ahead."""
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
@@ -167,22 +172,22 @@ def _measure(runner: ModelRunner) -> float:
         sequence.extend([Branch(0, first[:size])])
     branches, beside = (Branch(0, first), Branch(0, second)), Branch(0, first)
     feed_together([ForwardRequest(sequence, branches), ForwardRequest(neighbour, (beside,))])
-    deltas = [_deltas(runner, sequence, b) for b in branches]
-    deltas.append(_deltas(runner, neighbour, beside))
+    deltas = [_deltas(runner, sequence, b, known) for b in branches]
+    deltas.append(_deltas(runner, neighbour, beside, known))
     sequence.commit(branches[1])
     later = (Branch(len(second), third), Branch(len(second) - 2, third[:3]))
     feed_together([ForwardRequest(neighbour, (Branch(0, second),)), ForwardRequest(sequence, later)])
-    deltas += [_deltas(runner, sequence, b) for b in later]
+    deltas += [_deltas(runner, sequence, b, known) for b in later]
     if sequence.drafts_ahead:
         sequence.commit(later[0])
         neighbour.commit(Branch(0, second))
-        deltas += _draft_deltas(runner, [sequence, neighbour])
+        deltas += _draft_deltas(runner, [sequence, neighbour], known)
     sequence.release()
     neighbour.release()
     return float(torch.cat(deltas).mean())
 
 
-def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState]) -> list[torch.Tensor]:
+def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState], known: Known) -> list[torch.Tensor]:
     drafts = [
         DraftRequest(Branch(len(sequence.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
         for n, sequence in enumerate(sequences)
@@ -194,17 +199,16 @@ def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState]) -> li
     for sequence, draft, chosen in zip(sequences, drafts, drafted, strict=True):
         assert isinstance(chosen, ChosenTokens)
         ids, _ = sequence.drafted(draft, chosen, ())
-        deltas.append(_deltas(runner, sequence, Branch(draft.branch.base, tuple(ids))))
+        deltas.append(_deltas(runner, sequence, Branch(draft.branch.base, tuple(ids)), known))
     return deltas
 
 
-def _deltas(runner: ModelRunner, sequence: SequenceState, branch: Branch) -> torch.Tensor:
-    kept = [*sequence.prompt, *sequence.answer[: branch.base]]
-    whole = torch.tensor([*kept, *branch.tokens])
-    plain = runner.plain(whole.tolist()).float().log_softmax(-1).cpu()
-    start = len(kept)
-    expected = plain[start - 1 : -1].gather(1, whole[start:, None])[:, 0]
-    return (torch.tensor(sequence.logprobs(branch)) - expected).abs()
+def _deltas(runner: ModelRunner, sequence: SequenceState, branch: Branch, known: Known) -> torch.Tensor:
+    ids, count = (*sequence.prompt, *sequence.answer[: branch.base], *branch.tokens), len(branch.tokens)
+    if (ids, count) not in known:
+        plain = runner.plain(ids, count + 1)[:-1].float().log_softmax(-1).cpu()
+        known[ids, count] = plain.gather(1, torch.tensor(branch.tokens)[:, None])[:, 0]
+    return (torch.tensor(sequence.logprobs(branch)) - known[ids, count]).abs()
 
 
 def _random_ids(model: Any, count: int) -> list[int]:
