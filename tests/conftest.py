@@ -1,4 +1,4 @@
-"""What many tests share: the real demo ensemble, loaded once per number format, two tiny members, and a browser.
+"""What many tests share: the real demo ensemble, loaded once, two tiny members, and a browser.
 
 `pytest -m gpu` has to start on a lent card, where there is pytest and little else: settings of plugins that are missing
 are known all the same, and files without a test that needs a card are not even imported.
@@ -17,7 +17,7 @@ import pytest
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
-from tests.support.against_naive import FAULT_ROW, local_members
+from tests.support.against_naive import FAULT_ROW, EngineOver, local_members
 from tests.support.browser import CHROMIUM, DESK, QUIET
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, pair_config, save_pair
 
@@ -59,18 +59,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_engine() -> Iterator[EnsembleEngine]:
-    """The demo ensemble, with a short first segment, so that short answers have several; and a prompt is read anew each
-    time: else bf16 would let the same question have two answers, as what was read in other pieces is rounded in other
-    places."""
-    with EnsembleEngine(EnsembleConfig(demo_members(), first_segment_tokens=5, reuse_prefixes=False)) as engine:
+def exact_engine() -> Iterator[EnsembleEngine]:
+    """The demo ensemble in float32, for comparisons with the naive round."""
+    with EnsembleEngine(EnsembleConfig(demo_members(dtype="float32"), first_segment_tokens=None)) as engine:
         yield engine.load()
 
 
 @pytest.fixture(scope="session")
-def exact_engine() -> Iterator[EnsembleEngine]:
-    """The demo ensemble in float32, for comparisons with the naive round."""
-    with EnsembleEngine(EnsembleConfig(demo_members(dtype="float32"), first_segment_tokens=None)) as engine:
+def demo_engine(exact_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    """The same members with a short first segment, so that short answers have several; and a prompt is read anew each
+    time, so that what a test counts does not hang on the tests before it."""
+    config = replace(exact_engine.config, first_segment_tokens=5, reuse_prefixes=False)
+    with EngineOver(exact_engine, config) as engine:
         yield engine.load()
 
 

@@ -26,7 +26,7 @@ from specfuse_shared.members.local.speculation import Guesses, PromptLookup, Rec
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.telemetry.metrics import MetricsSnapshot
-from tests.support.against_naive import local_members, open_session, run_rounds, with_settings
+from tests.support.against_naive import EngineOver, local_members, open_session, run_rounds, with_settings
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 WAYS = {
@@ -102,11 +102,14 @@ def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[Ensemb
     return found  # type: ignore[return-value]
 
 
-def assert_same_with_and_without(config: EnsembleConfig, asked: Asked, **options: Any) -> dict[str, MetricsSnapshot]:
-    """The same answers, for no more forwards; the metrics of both engines."""
+def assert_same_with_and_without(
+    config: EnsembleConfig, asked: Asked, over: EnsembleEngine | None = None, **options: Any
+) -> dict[str, MetricsSnapshot]:
+    """The same answers, for no more forwards; the metrics of both engines. `over`: whose members are asked."""
     found, counted = {}, {}
     for speculation in ("off", "auto"):
-        with EnsembleEngine(replace(config, speculation=speculation)) as engine:
+        wanted = replace(config, speculation=speculation)
+        with EngineOver(over, wanted) if over is not None else EnsembleEngine(wanted) as engine:
             found[speculation] = answers(engine, asked, **options)
             counted[speculation] = engine.metrics()
     for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
@@ -154,7 +157,7 @@ def test_fifty_answers_of_five_members_are_the_same_with_and_without(five: Ensem
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_of_the_demo_are_the_same_with_and_without(way: str) -> None:
+def test_answers_of_the_demo_are_the_same_with_and_without(exact_engine: EnsembleEngine, way: str) -> None:
     plain = [(text, SamplingParams(max_tokens=24)) for text in REAL]
     sampled = [(text, SamplingParams(max_tokens=24, temperature=0.8, seed=number)) for number, text in enumerate(REAL)]
     others = [
@@ -162,10 +165,10 @@ def test_answers_of_the_demo_are_the_same_with_and_without(way: str) -> None:
         (REAL[1], SamplingParams(max_tokens=24, min_tokens=12)),
         ("Is the sky blue?", SamplingParams(max_tokens=8, grammar=Grammar.choice(["yes", "no", "perhaps"]))),
     ]
-    config = EnsembleConfig(demo_members(dtype="float32"), **WAYS[way])
-    assert_same_with_and_without(config, [*plain, *sampled, *others])
+    config = EnsembleConfig(exact_engine.config.members, **WAYS[way])
+    assert_same_with_and_without(config, [*plain, *sampled, *others], exact_engine)
     calls = [("Ring the bell twice.", SamplingParams(max_tokens=40))]
-    assert_same_with_and_without(config, calls, tools=[TOOL], tool_choice="any")
+    assert_same_with_and_without(config, calls, exact_engine, tools=[TOOL], tool_choice="any")
 
 
 @pytest.mark.parametrize("chance", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "seed": 4}], ids=str)

@@ -112,7 +112,8 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 
 def ready(address: str) -> bool:
-    return httpx.get(f"{address}/health").status_code == 200
+    """Whether the models are loaded; while they are, an answer may take seconds on a busy machine."""
+    return httpx.get(f"{address}/health", timeout=60).status_code == 200
 
 
 ADD = {
