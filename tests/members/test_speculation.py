@@ -202,8 +202,7 @@ def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:
 
 @pytest.mark.slow
 def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward. Either may
-    lead, by the seconds that were measured, so both count."""
+    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward."""
     monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
     one = demo_members(dtype="float32")[0]
     config = EnsembleConfig(
@@ -214,8 +213,8 @@ def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatc
     for speculation in ("off", "auto"):
         with EnsembleEngine(replace(config, speculation=speculation)) as engine:
             results = answers(engine, asked)
-        forwards[speculation] = sum(usage.forwards for r in results for usage in r.usage.members.values())
-    assert forwards["auto"] < 0.6 * forwards["off"]
+        forwards[speculation] = [sum(r.usage.members[name].forwards for r in results) for name in ("one", "again")]
+    assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 
 
 def test_members_of_static_execution_guess_and_else_draft_ahead(trio: EnsembleEngine) -> None:
