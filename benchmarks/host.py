@@ -79,18 +79,22 @@ def share(options: argparse.Namespace) -> tuple[float, float]:
     """Milliseconds of processor a round outside of the models' calls and inside of them."""
     with loaded(options.execution, options.speculation) as (engine, some):
         calls, params = Calls(some), SamplingParams(max_tokens=options.tokens)
-        asked = [prompt(some, 60, f"Entry {n}. ") for n in range(options.answers)]
-        engine.generate_batch(asked[:2], params)
+        engine.generate_batch(_asked(some, 2, 0), params)
         found = []
-        for _ in range(options.repeats):
-            calls.seconds = 0.0
+        for repeat in range(options.repeats):
+            calls.seconds, asked = 0.0, _asked(some, options.answers, repeat + 1)
             began = time.process_time()
             results: list[Any] = engine.generate_batch(asked, params)
             spent, rounds = time.process_time() - began, max(len(result.rounds) for result in results)
             found.append((1e3 * (spent - calls.seconds) / rounds, 1e3 * calls.seconds / rounds))
         if options.profile:
-            _profile(engine, asked, params)
+            _profile(engine, _asked(some, options.answers, options.repeats + 1), params)
     return statistics.median(own for own, _ in found), statistics.median(inside for _, inside in found)
+
+
+def _asked(some: Sequence[LocalMember], answers: int, repeat: int) -> list[Any]:
+    """Prompts that nobody asked before: nothing of their answers is known from an earlier repeat."""
+    return [prompt(some, 60, f"Entry {repeat}-{n}. ") for n in range(answers)]
 
 
 def _profile(engine: EnsembleEngine, asked: Sequence[Any], params: SamplingParams) -> None:

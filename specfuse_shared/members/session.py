@@ -114,8 +114,8 @@ class Session(ABC, Generic[C]):
     def _keep(self, branch: Branch) -> Stage[None]:
         """The branch becomes the end of the committed answer."""
 
-    def _expect_text(self, text: str) -> None:
-        """The answer may go on with this text: another member says so."""
+    def _expect(self, encoding: Encoding) -> None:
+        """The answer may become this one: another member says so."""
 
     def _expect_own(self, branch: Branch) -> None:
         """The answer may go on with this branch, which this member drafted itself."""
@@ -176,7 +176,7 @@ class Session(ABC, Generic[C]):
             yield from self.commit(commit)
         self._start(round_index)
         if guess:
-            self._expect_text(guess)
+            self._expect(self._encoded(guess))
         if self._constraint is not None:
             self._constraint.start()
         ids, ended = yield from self._decode([], limit, min_tokens_left)
@@ -196,10 +196,11 @@ class Session(ABC, Generic[C]):
 
     def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Stage[Verdicts]:
         """Judge candidates, all at once."""
-        branches = [self._branch(self._encoded(q.text)) for q in questions]
-        for question in questions:
+        encodings = [self._encoded(q.text) for q in questions]
+        branches = [self._branch(encoding) for encoding in encodings]
+        for question, encoding in zip(questions, encodings, strict=True):
             if question.overrun:
-                self._expect_text(question.text + question.overrun)
+                self._expect(self._codec.extend(encoding, question.overrun))
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
         judged = yield from self._judge(branches, stops)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ROOT = -1
+_TOKEN_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,38 +22,42 @@ class Branch:
 
 
 @dataclass(slots=True)
-class Node:
-    """One token. `trunk`: committed tokens it may see; `position`: its place in the sequence; `slot`: in the cache."""
-
-    token: int
-    parent: int
-    trunk: int
-    position: int
-    slot: int | None = None
-
-
-@dataclass(slots=True)
 class TokenTree:
-    """Nodes by number; a parent always has a smaller number than its children."""
+    """Nodes by number; a parent always has a smaller number than its children.
 
-    nodes: list[Node] = field(default_factory=list)
-    _children: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    A round makes thousands of nodes, so each is an entry in lists of numbers, which Python's garbage collector does not
+    look at: its token and its parent, how many committed tokens it may see (`trunks`), its place in the sequence
+    (`positions`) and in the cache (`slots`).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    trunks: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int | None] = field(default_factory=list)
+    _children: dict[int, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def child(self, parent: int, trunk: int, token: int) -> int:
         """The node of `token` behind `parent` (or behind the first `trunk` committed tokens), made if new."""
-        key = (parent, trunk, token)
-        if key not in self._children:
-            position = trunk if parent == ROOT else self.nodes[parent].position + 1
-            self.nodes.append(Node(token, parent, trunk, position))
-            self._children[key] = len(self.nodes) - 1
-        return self._children[key]
+        key = _key(parent, trunk, token)
+        node = self._children.get(key)
+        if node is None:
+            node = self._children[key] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.trunks.append(trunk)
+            self.positions.append(trunk if parent == ROOT else self.positions[parent] + 1)
+            self.slots.append(None)
+        return node
 
     def path(self, trunk: int, tokens: tuple[int, ...]) -> list[int]:
         """Nodes of `tokens` in a row behind the first `trunk` committed tokens."""
-        node, path, known = ROOT, [], self._children
+        node, path = ROOT, []
         for token in tokens:
-            next_node = known.get((node, trunk, token))
-            node = self.child(node, trunk, token) if next_node is None else next_node
+            node = self.child(node, trunk, token)
             path.append(node)
         return path
 
@@ -60,7 +65,7 @@ class TokenTree:
         """As `path`, as far as there are nodes; makes none."""
         node, path = ROOT, []
         for token in tokens:
-            next_node = self._children.get((node, trunk, token))
+            next_node = self._children.get(_key(node, trunk, token))
             if next_node is None:
                 break
             node = next_node
@@ -71,8 +76,8 @@ class TokenTree:
         """Those of `numbers`, parents first, that descend from `node` (of those at the root: behind `trunk` tokens)."""
         descendants: set[int] = set()
         for number in numbers:
-            parent = self.nodes[number].parent
-            if parent in descendants or (parent == node and (node != ROOT or self.nodes[number].trunk == trunk)):
+            parent = self.parents[number]
+            if parent in descendants or (parent == node and (node != ROOT or self.trunks[number] == trunk)):
                 descendants.add(number)
         return sorted(descendants)
 
@@ -81,5 +86,10 @@ class TokenTree:
         ancestors = []
         while node != ROOT:
             ancestors.append(node)
-            node = self.nodes[node].parent
+            node = self.parents[node]
         return ancestors
+
+
+def _key(parent: int, trunk: int, token: int) -> int:
+    """A node by its parent and its token; by the trunk where it has no parent."""
+    return ~(trunk << _TOKEN_BITS | token) if parent == ROOT else parent << _TOKEN_BITS | token

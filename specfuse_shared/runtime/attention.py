@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -49,8 +51,8 @@ class ForwardInput:
 
     row: CacheRow
     ids: Sequence[int]
-    visible: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
+    visible: NDArray[np.bool_] | None = None
+    positions: NDArray[np.int64] | None = None
     wanted: int = 0
 
     @property
@@ -58,14 +60,14 @@ class ForwardInput:
         """K: slots in use once these tokens are cached."""
         return self.row.used + len(self.ids)
 
-    def slot_positions(self) -> torch.Tensor:
-        return torch.arange(self.slots) if self.positions is None else self.positions
+    def slot_positions(self) -> NDArray[np.int64]:
+        return np.arange(self.slots) if self.positions is None else self.positions
 
-    def seen(self) -> torch.Tensor:
+    def seen(self) -> NDArray[np.bool_]:
         if self.visible is not None:
             return self.visible
-        slots = torch.arange(self.slots)
-        return slots[None, :] <= slots[self.row.used :, None]
+        slots = np.arange(self.slots)
+        return np.less_equal(slots[None, :], slots[self.row.used :, None])
 
 
 @dataclass(slots=True)
@@ -191,7 +193,7 @@ class Batch(Cache):
                 # a kernel that knows by itself what is visible, so that no mask is made, read or sent
                 masks[kind] = causal_lower_right(queries, slots) if first.row.used else None
                 continue
-            seen = seen or tuple(upload(tensor, self._device) for tensor in _seen_by(found, rows, queries, slots))
+            seen = seen or tuple(upload(array, self._device) for array in _seen_by(found, rows, queries, slots))
             masks[kind] = additive(self._plan.restrict(kind, *seen), self._dtype)[:, None]
         return masks
 
@@ -208,12 +210,12 @@ class Batch(Cache):
         return upload(values, self._device)
 
 
-def _seen_by(found: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[torch.Tensor, ...]:
+def _seen_by(found: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[NDArray[Any], ...]:
     """Which slots each query of these segments' rows sees (B, Q, K), its position (B, Q), and those of slots (B, K)."""
-    visible = torch.zeros(rows, queries, slots, dtype=torch.bool)
+    visible = np.zeros((rows, queries, slots), dtype=bool)
     # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
     visible[:, :, 0] = True
-    at, places = torch.zeros(rows, queries, dtype=torch.long), torch.arange(slots).repeat(rows, 1)
+    at, places = np.zeros((rows, queries), dtype=np.int64), np.tile(np.arange(slots), (rows, 1))
     for segment in found:
         row, count, own = segment.row.index - found[0].row.index, len(segment.ids), segment.slot_positions()
         visible[row, :count, : segment.slots] = segment.seen()

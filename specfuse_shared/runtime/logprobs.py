@@ -60,7 +60,8 @@ class PendingLogprobs:
         self.tops: list[list[TopTokens]] = [[] for _ in lines]
         """Of each line's tokens, once it was read."""
         self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))
-        self._asked = [pair for line in lines for pair in zip(line.nodes, line.tokens, strict=False)]
+        self._asked = list(chain.from_iterable(line.nodes[: len(line.tokens)] for line in lines))
+        """The nodes that tell of each token, in the order of the lines."""
         self._numbers: _Numbers | None = None
         self._places: list[slice] = []
 
@@ -72,13 +73,13 @@ class PendingLogprobs:
             return
         rows = {id(j): {n: j._logits(n) for n in j._nodes} for j in some}
         found = [_log_masses([row for own in rows.values() for row in own.values()])]
-        if asked := [(rows[id(j)][n], token) for j in some for n, token in j._asked]:
-            found.append(_picked([row for row, _ in asked], [token for _, token in asked]))
+        if asked := [rows[id(j)][n] for j in some for n in j._asked]:
+            found.append(_picked(asked, [token for j in some for line in j._lines for token in line.tokens]))
         ends = [(rows[id(j)][line.nodes[-1]], line.stops) for j in some for line in j._lines if line.stops]
         found += [_log_mass_of(row, stops) for row, stops in ends]
         for j in some:
             if j._top:
-                found += _most_probable([rows[id(j)][n] for n, _ in j._asked], j._top)
+                found += _most_probable([rows[id(j)][n] for n in j._asked], j._top)
         numbers, start = _Numbers(found), 0
         for size in (_nodes_of, _asked_of, _ends_of, _tops_of):
             for j in some:
@@ -94,9 +95,7 @@ class PendingLogprobs:
         mass = {node: next(numbers) for node in self._nodes}
         if not all(map(math.isfinite, mass.values())):
             raise NotFiniteError
-        judged = [
-            [next(numbers) - mass[n] for n, _ in zip(line.nodes, line.tokens, strict=False)] for line in self._lines
-        ]
+        judged = [[next(numbers) - mass[n] for n in line.nodes[: len(line.tokens)]] for line in self._lines]
         for line, logprobs in zip(self._lines, judged, strict=True):
             logprobs += [next(numbers) - mass[line.nodes[-1]]] if line.stops else []
         if self._top:
@@ -111,7 +110,7 @@ class PendingLogprobs:
         return [
             [
                 tuple((token, score - mass[node]) for token, score in next(places))
-                for node, _ in zip(line.nodes, line.tokens, strict=False)
+                for node in line.nodes[: len(line.tokens)]
             ]
             for line in self._lines
         ]

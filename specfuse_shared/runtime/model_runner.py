@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from specfuse_shared.runtime.attention import Batch, ForwardInput, running
@@ -136,7 +137,7 @@ class ModelRunner:
     def _packed(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
         self.dynamic += 1
         batch = Batch(segments, plan, self.device, self.dtype)
-        at = torch.cat([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
+        at = np.concatenate([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
         ids = [token for s in batch.segments for token in s.ids]
         wanted: list[int] = []
         ends = 0

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
-def upload(values: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor, or numbers as int64, on `device`.
+def upload(values: Sequence[int] | NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor, an array, or numbers as int64, on `device`.
 
     Page-locked memory on the way to a CUDA device: from pageable memory the driver may wait for all that is queued.
     """
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(values)
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.long)
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)

@@ -64,6 +64,7 @@ class Codec:
         self._text_encoder = _text_encoder(tokenizer, control_ids)
         self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
         self._guard_length = len(self.encode(_GUARD))
+        self._encode_window = lru_cache(maxsize=4096)(self._window_ids)  # candidates go on from the same last words
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
@@ -80,12 +81,11 @@ class Codec:
         text, tail, settled = encoding.text + addition, encoding.tail + addition, encoding.settled
         if not self.windowed:
             return Encoding(text, tuple(self.encode(text)), (), text)
-        anchors = [m.start() for m in _ANCHOR.finditer(tail) if m.start() > 0]
         first = len(tail) == len(text)
-        if len(anchors) >= 2:
-            settled += tuple(self._encode_window(tail[: anchors[-2]], first))
-            tail, first = tail[anchors[-2] :], False
-        return Encoding(text, settled + tuple(self._encode_window(tail, first)), settled, tail)
+        if end := _last_but_one_anchor(tail):
+            settled += self._encode_window(tail[:end], first)
+            tail, first = tail[end:], False
+        return Encoding(text, settled + self._encode_window(tail, first), settled, tail)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; control tokens have none, unfinished characters read as U+FFFD."""
@@ -133,9 +133,9 @@ class Codec:
         size = next(n for n in range(len(encoding.text), -1, -1) if len(self.encode(encoding.text[:n])) <= count)
         return encoding.text[:size]
 
-    def _encode_window(self, text: str, first: bool) -> list[int]:
+    def _window_ids(self, text: str, first: bool) -> tuple[int, ...]:
         """Ids of a piece that starts at an anchor; the guard keeps tokenizers from treating it as a text's start."""
-        return self.encode(text) if first else self.encode(_GUARD + text)[self._guard_length :]
+        return tuple(self.encode(text) if first else self.encode(_GUARD + text)[self._guard_length :])
 
     def _windows_agree(self, text: str) -> bool:
         """Whether the text's encoding falls apart at every anchor."""
@@ -160,6 +160,17 @@ class Codec:
 
     def _count_bytes(self, token_id: int) -> int:
         return max(1, len(self._token_bytes(token_id)))
+
+
+def _last_but_one_anchor(text: str) -> int:
+    """Where it is, behind the text's beginning; 0 if there is none. Looked for from the end, where it is near."""
+    found, at = 0, text.rfind(" ")
+    while at > 0:
+        found += not text[at - 1].isspace() and text[at + 1 : at + 2].isalnum()
+        if found == 2:
+            return at
+        at = text.rfind(" ", 0, at)
+    return 0
 
 
 def _text_encoder(tokenizer: Any, control_ids: frozenset[int]) -> Any:

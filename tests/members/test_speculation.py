@@ -266,6 +266,8 @@ def test_a_lookup_finds_what_followed_the_longest_equal_end() -> None:
     assert lookup.find([7, 8], 3) == ((), 0)
     lookup.read([7], 7)  # the answer was encoded anew from there
     assert lookup.find([2, 3], 2) == ([7], 2)
+    lookup.read([1, 2, 9, 256, 512, 0, 7], 0)  # its bytes hold those of 1 and 2 a second time, across three ids
+    assert lookup.find([1, 2], 2) == ([9, 256], 2)
 
 
 def test_guesses_are_as_long_as_they_come_true() -> None:

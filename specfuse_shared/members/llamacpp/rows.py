@@ -34,18 +34,17 @@ class LlamaRows(LlamaSequence):
 
     def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
         for path in sorted(paths, key=len, reverse=True):
-            if all(node in self._rows or node in planned.nodes for node in path):
+            if all(node in self._logits.places or node in planned.nodes for node in path):
                 continue
             run, first = self._start(path, planned)
-            nodes = [self._tree.nodes[node] for node in path[first:]]
-            fed = [FedToken(node.token, node.position, (run.sequence,), True) for node in nodes]
-            planned.tokens += fed
+            tokens, positions, own = self._tree.tokens, self._tree.positions, (run.sequence,)
+            planned.tokens += [FedToken(tokens[node], positions[node], own, True) for node in path[first:]]
             planned.nodes += path[first:]
             planned.grown[id(run)] = run, list(path[first:])
 
     def _start(self, path: Sequence[int], planned: Feed) -> tuple[CellRun, int]:
         """The run to go on with, and how many of the path's nodes it holds."""
-        trunk = self._tree.nodes[path[0]].trunk
+        trunk = self._tree.trunks[path[0]]
         for run in self._runs:
             size = len(run.nodes)
             if size and run.trunk == trunk and run.nodes == list(path[:size]) and id(run) not in planned.grown:
@@ -88,7 +87,7 @@ class LlamaRows(LlamaSequence):
         state = next((state for state in self._runs if state.nodes == path), None)
         if state is None:
             for node in path:
-                self._rows.pop(node, None)
+                self._logits.places.pop(node, None)
             self.run(ForwardRequest(self, (branch,)))
             state = next(state for state in self._runs if state.nodes == path)
         return state

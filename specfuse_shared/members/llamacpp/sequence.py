@@ -15,7 +15,7 @@ import torch
 
 from specfuse_shared.members.llamacpp.context import FedToken, LlamaContext
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
-from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.forwards import ForwardRequest, NodeLogits
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 
@@ -124,10 +124,10 @@ class LlamaSequence(SequenceState):
         if planned.prompt:
             self._take_prompt(planned, rows)
         elif planned.tokens:
-            self._rows.update(zip(planned.nodes, rows, strict=True))
+            self._logits.add(planned.nodes, rows.__getitem__)
             self.computed_tokens += len(planned.tokens)
             self.forwards += 1
-        self.runner.held[id(self)] = self.length + len(self._tree.nodes)
+        self.runner.held[id(self)] = self.length + len(self._tree)
 
     def _take_prompt(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
         self._runs[-1].trunk += planned.prompt
@@ -161,7 +161,7 @@ class LlamaTree(LlamaSequence):
 
     @property
     def room(self) -> int:
-        return max(0, TREE_ROOM - len(self._rows))
+        return max(0, TREE_ROOM - len(self._logits.places))
 
     def _plan_prompt(self, count: int, planned: Feed) -> None:
         start, [run] = len(self.prompt) - self.prompt_remaining, self._runs
@@ -172,22 +172,22 @@ class LlamaTree(LlamaSequence):
 
     def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
         """Every leaf of what is new gets a sequence; a token belongs to those of all leaves below it."""
-        new = sorted({node for path in paths for node in path if node not in self._rows})
-        parents = {self._tree.nodes[node].parent for node in new}
+        new = sorted({node for path in paths for node in path if node not in self._logits.places})
+        parents = {self._tree.parents[node] for node in new}
         owners: dict[int, list[int]] = {node: [] for node in new}
         for leaf in (node for node in new if node not in parents):
             line = [node for node in reversed(self._tree.lineage(leaf)) if node in owners]
-            run = self._run_behind(self._tree.nodes[line[0]].parent, self._tree.nodes[line[0]].trunk, planned)
+            run = self._run_behind(self._tree.parents[line[0]], self._tree.trunks[line[0]], planned)
             planned.grown[id(run)] = run, line
             for node in line:
                 owners[node].append(run.sequence)
-        nodes = self._tree.nodes
-        planned.tokens += [FedToken(nodes[n].token, nodes[n].position, owners[n], True) for n in new]
+        tokens, positions = self._tree.tokens, self._tree.positions
+        planned.tokens += [FedToken(tokens[n], positions[n], owners[n], True) for n in new]
         planned.nodes += new
 
     def _run_behind(self, parent: int, trunk: int, planned: Feed) -> CellRun:
         """A run that ends with the node `parent`, or with so much of the trunk: one that is there, or a copy."""
-        size = trunk if parent == ROOT else self._tree.nodes[parent].position + 1
+        size = trunk if parent == ROOT else self._tree.positions[parent] + 1
         holding = [run for run in self._runs if self._reach(run, parent, trunk) is not None]
         for run in holding:
             if run.length == size and id(run) not in planned.grown:
@@ -211,9 +211,9 @@ class LlamaTree(LlamaSequence):
             return
         self.extend([branch])
         last, trunk = self._end_of(branch)
-        tree, rows, below = self._tree, self._rows, self._tree.below(last, trunk, sorted(self._rows))
+        tree, logits, below = self._tree, self._logits, self._tree.below(last, trunk, sorted(self._logits.places))
         super().commit(branch)
-        self._plant(tree, rows, last, below)
+        self._plant(tree, logits, last, below)
 
     def _end_of(self, branch: Branch) -> tuple[int, int]:
         """The branch's last node, and how many tokens are committed with it."""
@@ -244,12 +244,12 @@ class LlamaTree(LlamaSequence):
         if not self.prompt_remaining and self.context.model.window:
             self._anchors = (self.context.copy(self._runs[0].sequence, len(self.prompt)),)
 
-    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> None:
+    def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
         """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
         numbers = {root: ROOT}
         for old in below:
-            new = self._tree.child(numbers[tree.nodes[old].parent], self.length, tree.nodes[old].token)
-            numbers[old], self._rows[new] = new, rows[old]
+            numbers[old] = self._tree.child(numbers[tree.parents[old]], self.length, tree.tokens[old])
+        self._logits = logits.moved({old: numbers[old] for old in below})
         for run in self._runs:
             run.nodes = [numbers[node] for node in run.nodes]
 

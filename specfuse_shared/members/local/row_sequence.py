@@ -77,15 +77,15 @@ class RowSequence(SequenceState):
 
     def _feed(self, paths: Sequence[Sequence[int]]) -> None:
         for path in paths:
-            if all(node in self._rows for node in path):
+            if all(node in self._logits.places for node in path):
                 continue
             run, missing = self._start(path)
-            lead = self._committed(run.length, self._tree.nodes[path[0]].trunk) if not run.nodes else []
-            ids = lead + [self._tree.nodes[n].token for n in missing]
+            lead = self._committed(run.length, self._tree.trunks[path[0]]) if not run.nodes else []
+            ids = lead + [self._tree.tokens[n] for n in missing]
             rows = self._append(run, ids)[len(lead) :]
             run.nodes = tuple(path)
             run.length += len(lead)
-            self._rows.update(zip(missing, rows, strict=True))
+            self._logits.add(missing, rows.__getitem__)
             self._runs[run.nodes] = run
             self.computed_tokens += len(ids)
             self.forwards += 1
@@ -95,7 +95,7 @@ class RowSequence(SequenceState):
         before = self._runs.pop(tuple(path[:-1]), None) if len(path) > 1 else None
         if before is not None:
             return before, [path[-1]]
-        trunk = self._tree.nodes[path[0]].trunk
+        trunk = self._tree.trunks[path[0]]
         nearest = max((s for s in self._snapshots if s.length <= trunk), key=lambda s: s.length)
         return nearest.copy(), list(path)
 
@@ -111,7 +111,7 @@ class RowSequence(SequenceState):
     def _rerun(self, branch: Branch) -> None:
         """Feed a branch whose own state was carried on by a longer draft."""
         for node in self._path(branch):
-            self._rows.pop(node, None)
+            self._logits.places.pop(node, None)
         self._feed([self._path(branch)])
         self._keep(branch, self._path(branch))
 

@@ -17,14 +17,12 @@ from specfuse_shared.members.local.forwards import (
     DraftRequest,
     ForwardRequest,
     LogprobRequest,
+    NodeLogits,
+    Place,
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.logprobs import PendingLogprobs, TokenRow
 from specfuse_shared.runtime.model_runner import Reclaimable
-from specfuse_shared.runtime.top_tokens import TopTokens
-
-_Place = tuple[TopTokens, int]
-"""Where the likeliest token behind a node is told."""
 
 
 class SequenceState(ABC):
@@ -43,7 +41,7 @@ class SequenceState(ABC):
         self.answer: tuple[int, ...] = ()
         self.computed_tokens = self.forwards = 0
         self._end: torch.Tensor | None = None
-        self._end_place: _Place | None = None
+        self._end_place: Place | None = None
         self._forget_tree()
 
     @property
@@ -71,17 +69,17 @@ class SequenceState(ABC):
             lines = [self._line(branch, bool(stops)) for branch, stops in request.logprobs.questions]
         else:
             lines = [self._path(branch) for branch in request.branches]
-        rows = self._rows
+        fed = self._logits.places
         for line in lines:
             for node in line:
-                if node not in rows and node != ROOT:
+                if node not in fed and node != ROOT:
                     return True
         return False
 
     def knows(self, branch: Branch) -> int:
         """How many of the branch's tokens, from its first on, went through the model."""
         path = self._paths.get((branch.base, branch.tokens)) or self._tree.find(*self._behind(branch))
-        count = next((n for n, node in enumerate(path) if node not in self._rows), len(path))
+        count = next((n for n, node in enumerate(path) if node not in self._logits.places), len(path))
         return max(0, count - (branch.base < len(self.answer)))
 
     @property
@@ -97,7 +95,7 @@ class SequenceState(ABC):
     def likeliest(self, branch: Branch) -> int | None:
         """The likeliest token after the branch where the forward that fed it told; all of those wait but once."""
         path = self._path(branch)
-        place = self._places.get(path[-1]) if path else self._end_place
+        place = self._logits.likeliest(path[-1]) if path else self._end_place
         return None if place is None else place[0].token(place[1])
 
     def logprobs(self, branch: Branch, stop_ids: Sequence[int] = ()) -> list[float]:
@@ -139,7 +137,7 @@ class SequenceState(ABC):
         self.extend([branch])  # feeds nothing where the caller saw to it
         path = self._path(branch)
         end = self._logits_row(path[-1] if path else ROOT).clone()
-        self._end_place = self._places.get(path[-1]) if path else self._end_place
+        self._end_place = self._logits.likeliest(path[-1]) if path else self._end_place
         self._keep(branch, path[len(path) - len(branch.tokens) :])
         self.answer, self._end = self.answer[: branch.base] + branch.tokens, end
         self._forget_tree()
@@ -196,7 +194,7 @@ class SequenceState(ABC):
         if node == ROOT:
             assert self._end is not None, "prefill comes first"
             return self._end
-        return self._rows[node]
+        return self._logits.row(node)
 
     def _line(self, branch: Branch, ends: bool) -> Sequence[int]:
         """The nodes whose logits judge the branch's tokens, and what follows them if it `ends`."""
@@ -209,5 +207,4 @@ class SequenceState(ABC):
     def _forget_tree(self) -> None:
         self._tree = TokenTree()
         self._paths: dict[tuple[int, tuple[int, ...]], Sequence[int]] = {}
-        self._rows: dict[int, torch.Tensor] = {}
-        self._places: dict[int, _Place] = {}
+        self._logits = NodeLogits()

@@ -21,6 +21,7 @@ from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import Sampler, masked
 from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +74,9 @@ class LocalSession(Session[SequenceState]):
         if self._guesses is not None and not self._guesses.has_read:
             self._guesses.read((*self.sequence.prompt, *self.sequence.answer), 0)
 
-    def _expect_text(self, text: str) -> None:
+    def _expect(self, encoding: Encoding) -> None:
         if self._guesses is not None:
-            self._guesses.expect(self._branch(self._encoded(text)), TOLD)
+            self._guesses.expect(self._branch(encoding), TOLD)
 
     def _expect_own(self, branch: Branch) -> None:
         self._draft = branch

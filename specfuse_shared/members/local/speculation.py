@@ -6,6 +6,7 @@ and where that is what was guessed, it is known already. So guesses change nothi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -32,8 +33,9 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
+        self._ids = array("I")
+        self._bytes = bytearray()
+        """Those of the ids: in bytes, Python finds a row of them many at a time."""
 
     @property
     def size(self) -> int:
@@ -42,21 +44,25 @@ class PromptLookup:
 
     def read(self, ids: Sequence[int], start: int) -> None:
         """From place `start` on, the sequence is `ids` now."""
-        del self._ids[start:]
-        for at, token in enumerate(ids, start=start):
-            self._ids.append(token)
-            for n in _GRAMS:
-                if at >= n:
-                    self._after[tuple(self._ids[at - n : at])] = at
+        fresh = array("I", ids)
+        self._ids[start:] = fresh
+        self._bytes[start * fresh.itemsize :] = fresh.tobytes()
 
     def find(self, last: Sequence[int], most: int) -> tuple[Sequence[int], int]:
         """What followed `last` where it stood before, at most `most` tokens, and how many tokens were equal."""
         for n in _GRAMS:
-            gram = tuple(last[-n:])
-            at = self._after.get(gram, len(self._ids)) if len(gram) == n else len(self._ids)
-            if at < len(self._ids) and tuple(self._ids[at - n : at]) == gram:
-                return self._ids[at : at + most], n
+            if len(last) >= n and (at := self._last(array("I", last[-n:]))) is not None:
+                return self._ids[at + n : at + n + most].tolist(), n
         return (), 0
+
+    def _last(self, gram: array[int]) -> int | None:
+        """Where the gram stood last with a token behind it."""
+        sought, end = gram.tobytes(), len(self._bytes) - gram.itemsize
+        while (at := self._bytes.rfind(sought, 0, end)) >= 0:
+            if at % gram.itemsize == 0:
+                return at // gram.itemsize
+            end = at + len(sought) - 1
+        return None
 
 
 @dataclass(slots=True)

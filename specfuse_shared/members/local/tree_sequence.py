@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specfuse_shared.members.local.forwards import (
     PREFILL_CHUNK,
@@ -13,6 +15,7 @@ from specfuse_shared.members.local.forwards import (
     DraftRequest,
     ForwardRequest,
     ForwardResult,
+    NodeLogits,
 )
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
@@ -65,13 +68,13 @@ class TreeSequence(SequenceState):
         self._read_again_if_long(row)
         branches = request.branches if request.draft is None else (request.draft.branch,)
         paths = [self._path(branch) for branch in (*branches, *request.guesses)]
-        nodes = sorted({node for path in paths for node in path if node not in self._rows})
+        nodes = sorted({node for path in paths for node in path if node not in self._logits.places})
         if not nodes:
             return None
         for slot, node in enumerate(nodes, start=row.used):
-            self._tree.nodes[node].slot = slot
+            self._tree.slots[node] = slot
         visible, positions = self._visible(nodes)
-        tokens = [self._tree.nodes[n].token for n in nodes]
+        tokens = [self._tree.tokens[n] for n in nodes]
         return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
 
     def _started(self) -> CacheRow:
@@ -97,9 +100,8 @@ class TreeSequence(SequenceState):
         `likeliest`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
         """
         if nodes:
-            self._take(nodes, list(rows))
-            if likeliest is not None:
-                self._places.update((node, (likeliest, first + n)) for n, node in enumerate(nodes))
+            self._logits.add(nodes, rows.__getitem__, likeliest, first)
+            self._count(nodes)
             return
         assert self._row is not None
         self.prompt_remaining = len(self.prompt) - self._row.used
@@ -131,32 +133,29 @@ class TreeSequence(SequenceState):
         path = self._path(branch)
         last = path[-1] if path else ROOT
         trunk = len(self.prompt) + branch.base + len(branch.tokens)
-        tree, rows, below = self._tree, self._rows, self._tree.below(last, trunk, self._fed_nodes)
-        places = self._places
+        tree, logits, below = self._tree, self._logits, self._tree.below(last, trunk, self._fed_nodes)
         super().commit(branch)
-        numbers = self._plant(tree, rows, last, below)
-        self._places = {numbers[node]: places[node] for node in below if node in places}
+        self._plant(tree, logits, last, below)
 
-    def _plant(self, tree: TokenTree, rows: dict[int, torch.Tensor], root: int, below: Sequence[int]) -> dict[int, int]:
-        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk; the new number of each."""
+    def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
+        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
         assert self._row is not None
-        slots = [slot for n in below if (slot := tree.nodes[n].slot) is not None]
+        slots = [slot for n in below if (slot := tree.slots[n]) is not None]
         self._row.keep(self.length, slots)
         numbers = {root: ROOT}
         for slot, old in enumerate(below, start=self.length):
-            new = self._tree.child(numbers[tree.nodes[old].parent], self.length, tree.nodes[old].token)
-            self._tree.nodes[new].slot, numbers[old], self._rows[new] = slot, new, rows[old]
+            new = self._tree.child(numbers[tree.parents[old]], self.length, tree.tokens[old])
+            self._tree.slots[new], numbers[old] = slot, new
             self._fed_nodes.append(new)
-        return numbers
+        self._logits = logits.moved({old: numbers[old] for old in below})
 
     def draft_behind(self, branch: Branch) -> None:
         if not self.drafts_ahead:
             return
         path = list(self._path(branch))[: self.knows(branch)]
-        tree, rows, places = self._tree, self._rows, self._places
+        tree, logits = self._tree, self._logits
         self._forget_tree()
-        numbers = self._plant(tree, rows, ROOT, path)
-        self._places = {numbers[node]: places[node] for node in path if node in places}
+        self._plant(tree, logits, ROOT, path)
 
     def draft_input(self, draft: DraftRequest) -> DraftInput:
         """What the runner needs to go on from the draft's branch."""
@@ -174,41 +173,38 @@ class TreeSequence(SequenceState):
         path = self._path(Branch(draft.branch.base, draft.branch.tokens + tuple(fed)))
         nodes = path[len(path) - len(fed) :]
         for n, node in enumerate(nodes):
-            self._tree.nodes[node].slot = start + n
+            self._tree.slots[node] = start + n
         self._row.used = start + len(nodes)
-        self._take(nodes, chosen.run.logits(chosen.column, len(nodes)), draft.count - 1)
+        self._logits.add(nodes, partial(chosen.run.logits, chosen.column))
+        self._count(nodes, draft.count - 1)
         return ids, ended
 
-    def _take(self, nodes: Sequence[int], rows: Sequence[torch.Tensor], forwards: int = 1) -> None:
-        self._rows.update(zip(nodes, rows, strict=True))
+    def _count(self, nodes: Sequence[int], forwards: int = 1) -> None:
         self.computed_tokens += len(nodes)
         self.forwards += forwards
         self._fed_nodes += nodes
 
-    def _visible(self, nodes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _visible(self, nodes: Sequence[int]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
-        tree, fed = self._tree.nodes, [*self._fed_nodes, *nodes]
+        tree, fed = self._tree, [*self._fed_nodes, *nodes]
         slots = self.length + len(fed)
         visible = np.zeros((len(nodes), slots), dtype=bool)
         row_of = dict(zip(nodes, range(len(nodes)), strict=True))
         for row, node in enumerate(nodes):
-            new = tree[node]
-            if (parent := row_of.get(new.parent)) is not None:  # parents come first
-                visible[row] = visible[parent]
+            parent = tree.parents[node]
+            if (above := row_of.get(parent)) is not None:  # parents come first
+                visible[row] = visible[above]
             else:
-                visible[row, : new.trunk] = True
-                visible[row, [slot for a in self._tree.lineage(new.parent) if (slot := tree[a].slot) is not None]] = (
-                    True
-                )
-            assert new.slot is not None
-            visible[row, new.slot] = True
+                visible[row, : tree.trunks[node]] = True
+                visible[row, [slot for a in tree.lineage(parent) if (slot := tree.slots[a]) is not None]] = True
+            visible[row, tree.slots[node]] = True
         positions = np.arange(slots)
-        positions[self.length :] = [tree[n].position for n in fed]
-        return torch.from_numpy(visible), torch.from_numpy(positions)
+        positions[self.length :] = [tree.positions[n] for n in fed]
+        return visible, positions
 
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         assert self._row is not None
-        slots = [slot for n in nodes if (slot := self._tree.nodes[n].slot) is not None]
+        slots = [slot for n in nodes if (slot := self._tree.slots[n]) is not None]
         self._row.keep(len(self.prompt) + branch.base, slots)
 
     def _forget_tree(self) -> None:

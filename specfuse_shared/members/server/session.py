@@ -22,6 +22,7 @@ from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import allowed_ids, number_of_draw
 from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:
     from specfuse_shared.members.server.member import ServerMember
@@ -89,8 +90,8 @@ class ServerSession(Session[SentIds]):
     def _start(self, round_index: int) -> None:
         self._round, self._drawn, self._guess, self._strayed = round_index, 0, (), False
 
-    def _expect_text(self, text: str) -> None:
-        branch = self._branch(self._encoded(text))
+    def _expect(self, encoding: Encoding) -> None:
+        branch = self._branch(encoding)
         self._guess = branch.tokens if branch.base == len(self.sequence.answer) else ()
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────

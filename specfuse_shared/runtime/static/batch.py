@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import Cache
 
 from specfuse_shared.runtime.attention import ForwardInput, Kernel
@@ -123,17 +125,15 @@ class StaticStep(Cache):
     def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
         """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
         inputs = self._inert()
-        seen = [torch.zeros_like(part.visible, device="cpu") for part in self.parts if part.visible is not None]
-        places = [torch.arange(part.places.shape[1]).repeat(len(part.places), 1) for part in self.parts]
+        seen = [np.zeros(part.visible.shape, dtype=bool) for part in self.parts if part.visible is not None]
+        places = [np.tile(np.arange(part.places.shape[1]), (len(part.places), 1)) for part in self.parts]
         for mask in seen:
             mask[:, :, 0] = True
         wanted: list[int] = []
         for segment in segments:
             part, row, count = self.part_of(segment.row), segment.row, len(segment.ids)
             first, number, at = part.first(row), self.parts.index(part), segment.slot_positions()
-            inputs[:, first : first + count] = torch.stack(
-                [torch.tensor(segment.ids), at[-count:], torch.arange(row.used, segment.slots)]
-            )
+            inputs[:, first : first + count] = segment.ids, at[-count:], np.arange(row.used, segment.slots)
             seen[number][row.index, :count, : segment.slots] = segment.seen()
             places[number][row.index, : segment.slots] = at
             wanted += range(first + count - segment.wanted, first + count)
@@ -147,7 +147,7 @@ class StaticStep(Cache):
     def begin(self, rows: Sequence[CacheRow]) -> torch.Tensor:
         """Start drafts behind what these rows hold; the number of each one's token, on the device."""
         inputs, numbers = self._inert(), [self.part_of(row).first(row) for row in rows]
-        moving = torch.zeros(self.tokens, dtype=torch.long)
+        moving = np.zeros(self.tokens, dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
             inputs[1:, number] = row.used
             moving[number] = 1
@@ -159,8 +159,8 @@ class StaticStep(Cache):
         """On to the next token of every draft."""
         self.inputs[1:].add_(self.moving)
 
-    def _inert(self) -> torch.Tensor:
-        inputs = torch.zeros(3, self.tokens, dtype=torch.long)
+    def _inert(self) -> NDArray[np.int64]:
+        inputs = np.zeros((3, self.tokens), dtype=np.int64)
         for part in self.parts:
             inputs[2, part.start : part.stop] = part.shape.block.capacity - 1
         return inputs

@@ -76,9 +76,9 @@ class DraftRun:
             ids.append(row[column])
         return ids, False
 
-    def logits(self, column: int, count: int) -> list[torch.Tensor]:
-        """Logits (V) behind each of the first `count` tokens of a draft."""
-        return [rows[column] for rows in self._behind[:count]]
+    def logits(self, column: int, place: int) -> torch.Tensor:
+        """Logits (V) behind the token in one place of a draft."""
+        return self._behind[place][column]
 
 
 class StaticRunner:
