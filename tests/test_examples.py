@@ -38,6 +38,7 @@ def printed(store: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_demo_extra
 def test_the_example_streams_segments_of_both_kinds_of_member(printed: str) -> None:
     segments = printed.partition("Segments")[2].partition("\nAnswer\n")[0]
@@ -45,12 +46,14 @@ def test_the_example_streams_segments_of_both_kinds_of_member(printed: str) -> N
     assert len(lines) >= 2
 
 
+@pytest.mark.slow
 @needs_demo_extra
 def test_the_default_question_gets_a_true_sentence_of_the_documents(printed: str) -> None:
     answer = printed.partition("\nAnswer\n")[2].partition("\nSources\n")[0]
     assert re.search(r"The Long Glass is a refract(or|ing telescope)", answer)
 
 
+@pytest.mark.slow
 @needs_demo_extra
 def test_the_example_names_its_sources(printed: str) -> None:
     sources = printed.partition("\nSources\n")[2]

@@ -64,6 +64,7 @@ def served(examples: list[Example]) -> Iterator[list[Example]]:
         yield [replace(example, code=example.code.replace(SERVER, address)) for example in examples]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_demo", "_surroundings")
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_an_example_of_the_readme_runs_by_itself(code: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,8 +49,15 @@ def test_tiny_models_equal_the_naive_round(kind: str, execution: str, partner: P
                 assert_equals_naive(learning, local_members(engine), MESSAGES, SamplingParams(max_tokens=300), rounds=4)
 
 
-@pytest.mark.parametrize("speculation", ["off", "auto"])
-@pytest.mark.parametrize("score", SCORES, ids=str)
+@pytest.mark.parametrize(
+    ("score", "speculation"),
+    [
+        (SCORES[0], "off"),
+        *((score, "auto") for score in SCORES),
+        *(pytest.param(score, "off", marks=pytest.mark.slow) for score in SCORES[1:]),
+    ],
+    ids=str,
+)
 def test_three_members_equal_the_naive_round(
     partner: Path, tmp_path: Path, score: dict[str, str], speculation: str
 ) -> None:

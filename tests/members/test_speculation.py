@@ -120,8 +120,14 @@ def assert_same_with_and_without(
     return counted
 
 
-@pytest.mark.parametrize("execution", ["dynamic", "static"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "execution"),
+    [
+        ("the defaults", "static"),
+        *((way, "dynamic") for way in WAYS),
+        *(pytest.param(way, "static", marks=pytest.mark.slow) for way in list(WAYS)[1:]),
+    ],
+)
 def test_answers_are_the_same_with_and_without(
     trio: EnsembleEngine, way: str, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,8 @@ class Wire:
         self.inbox.put(Ready((), {}))
 
     def send(self, message: object, /) -> None:
+        if message is None:  # the other end leaves
+            self.inbox.put(EOFError())
         if not isinstance(message, tuple):
             return
         if self.unsendable:
