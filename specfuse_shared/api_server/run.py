@@ -20,6 +20,7 @@ from specfuse_shared.api_server.app import Service, build_app
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
 from specfuse_shared.errors import ConfigError, EngineClosedError
+from specfuse_shared.serving import memory
 from specfuse_shared.serving.engine import EnsembleEngine
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models)
         except BaseException:
             server.should_exit = True
             raise
+        memory.settle()
         logger.info("ready: %s", ", ".join(model.id for model in models.all()))
 
     async def watch() -> None:

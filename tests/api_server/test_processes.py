@@ -35,6 +35,22 @@ index = SummaryIndex.from_documents([Document(text="The observatory opens at sev
 answer = index.as_query_engine(llm=llm).query("When does the observatory open?")
 print(json.dumps({"text": str(answer), "members": llm.complete("Hi").raw["specfuse"]["members"]}))
 """
+SERVED = """
+import gc, os, signal, sys, threading, time
+from specfuse_shared import EnsembleConfig
+from specfuse_shared.api_server.run import serve
+from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
+
+def look():
+    until = time.monotonic() + 60
+    while not gc.get_freeze_count() and time.monotonic() < until:
+        time.sleep(0.05)
+    print(gc.get_freeze_count(), len(gc.get_objects()))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+config = ServeConfig({"tiny": EnsembleConfig(sys.argv[1:])}, ServerSettings(port=0))
+serve(config, lambda address: threading.Thread(target=look).start())
+"""
 WEIGHTS = (".safetensors", ".gguf")
 MEASURE = """
 import psutil
@@ -81,3 +97,11 @@ def test_two_programs_share_the_weights_of_one_server(
     sizes |= {f"program {n}": size for n, (_, size, _) in enumerate(outcomes)}
     for name, size in sizes.items():
         record_property(f"MiB of the {name}", round(size / 2**20))
+
+
+def test_garbage_is_not_looked_for_among_what_was_loaded(tiny_members: list[MemberConfig]) -> None:
+    members = [member.model for member in tiny_members]
+    done = subprocess.run([sys.executable, "-c", SERVED, *members], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    settled, others = map(int, done.stdout.split())
+    assert settled > 100_000 > 10 * others
