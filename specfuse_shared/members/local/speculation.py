@@ -6,7 +6,6 @@ and where that is what was guessed, it is known already. So guesses change nothi
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -33,9 +32,8 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._ids = array("I")
-        self._bytes = bytearray()
-        """Those of the ids: in bytes, Python finds a row of them many at a time."""
+        self._ids = ""
+        """A character for each, by its number: among those Python finds a row of them many at a time."""
 
     @property
     def size(self) -> int:
@@ -44,25 +42,19 @@ class PromptLookup:
 
     def read(self, ids: Sequence[int], start: int) -> None:
         """From place `start` on, the sequence is `ids` now."""
-        fresh = array("I", ids)
-        self._ids[start:] = fresh
-        self._bytes[start * fresh.itemsize :] = fresh.tobytes()
+        self._ids = self._ids[:start] + _characters(ids)
 
     def find(self, last: Sequence[int], most: int) -> tuple[Sequence[int], int]:
         """What followed `last` where it stood before, at most `most` tokens, and how many tokens were equal."""
         for n in _GRAMS:
-            if len(last) >= n and (at := self._last(array("I", last[-n:]))) is not None:
-                return self._ids[at + n : at + n + most].tolist(), n
+            gram = _characters(last[-n:])
+            if len(gram) == n and (at := self._ids.rfind(gram, 0, -1)) >= 0:
+                return list(map(ord, self._ids[at + n : at + n + most])), n
         return (), 0
 
-    def _last(self, gram: array[int]) -> int | None:
-        """Where the gram stood last with a token behind it."""
-        sought, end = gram.tobytes(), len(self._bytes) - gram.itemsize
-        while (at := self._bytes.rfind(sought, 0, end)) >= 0:
-            if at % gram.itemsize == 0:
-                return at // gram.itemsize
-            end = at + len(sought) - 1
-        return None
+
+def _characters(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
 
 
 @dataclass(slots=True)
