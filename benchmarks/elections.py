@@ -2,11 +2,17 @@
 
     python benchmarks/elections.py collect FILE --data DIR [--task rag] [--rows N] [--half choose] [--member PATH]…
     python benchmarks/elections.py table FILE [--metric f1]
+    python benchmarks/elections.py drafts FILE [--metric f1]
+    python benchmarks/elections.py early FILE [--metric f1]
 
 `collect` has the demo's two members and the given ones (hub ids, folders, GGUF files) draft a first segment of twenty
 tokens for each row, all drafts verified by all, and keeps every log p. `table` holds the election again for each pair,
 trio and for all of them: how votes are added up, and what each member's counts. Told: the mean score of the chosen
 candidate as an answer, its difference to the default with its 95 % interval, and each member alone.
+
+With `--unsure N` a member drafts from its N next best first tokens, too; with `--sampled N` it samples N drafts; with
+`--instruction TEXT` it stands once more, told so. `drafts` says what that changes. `early` says what it changes to
+decide after 5 or 10 of the 20 tokens, from which margin.
 """
 
 from __future__ import annotations
@@ -15,73 +21,29 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from ballots import SEGMENT, Allowed, Ballot, Claim, collector, is_own
 from quality_rows import read_rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
-from specfuse_shared.comparing import Question
+from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.comparing.intervals import difference
-from specfuse_shared.comparing.metrics import score
 from specfuse_shared.policies import (
     AggregatePolicy,
-    CandidateLogprobs,
-    Electorate,
     Matrix,
     SecondedMean,
-    Stretch,
     geometric_mean,
     weighted_mean,
 )
 
-SEGMENT = 20
 app = typer.Typer(help=__doc__, add_completion=False)
-
-
-@dataclass
-class Recording:
-    """The default score; it keeps what it was asked to score: for each verifier, all candidates."""
-
-    seen: list[Sequence[CandidateLogprobs]] = field(default_factory=list)
-
-    def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
-        self.seen.append(candidates)
-        return Stretch()(candidates)
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """A first round: its members and their sizes; of each candidate its authors and its metrics as an answer; and
-    `table[j][i]`, candidate i in the eyes of member j (empty where all said the same)."""
-
-    members: Sequence[str]
-    sizes: Sequence[int]
-    authors: Sequence[Sequence[str]]
-    metrics: Sequence[Mapping[str, float]]
-    table: Sequence[Sequence[CandidateLogprobs]]
-
-    def own(self, name: str) -> int | None:
-        """The number of a member's candidate; None if it said nothing."""
-        return next((i for i, names in enumerate(self.authors) if name in names), None)
-
-    def chosen(self, some: Sequence[str], aggregate: AggregatePolicy, power: float, metric: str) -> float:
-        """The metric of what these members choose; a member's vote counts its parameters to this power."""
-        left = [i for i, names in enumerate(self.authors) if set(names) & set(some)]
-        if len(left) < 2:
-            return self.metrics[left[0]][metric] if left else 0.0
-        voters = [self.members.index(name) for name in some]
-        shares = [self.sizes[j] ** power for j in voters]
-        rows = [[self.table[j][i] for i in left] for j in voters]
-        authors = [[some.index(name) for name in self.authors[i] if name in some] for i in left]
-        electorate = Electorate(Stretch(), aggregate, [share / sum(shares) for share in shares])
-        return self.metrics[left[electorate.elect(rows, authors, [False] * len(left)).winner]][metric]
 
 
 def confidence(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
@@ -131,52 +93,134 @@ def collect(
     rows: Annotated[int, typer.Option(help="at most this many")] = 75,
     half: Annotated[str, typer.Option(help="choose, confirm or all")] = "choose",
     member: Annotated[list[str], typer.Option(help="a further member")] = [],  # noqa: B006
+    demo: Annotated[bool, typer.Option(help="with the demo's members")] = True,
+    unsure: Annotated[int, typer.Option(help="drafts from so many further first tokens")] = 0,
+    sampled: Annotated[int, typer.Option(help="so many sampled drafts")] = 0,
+    instruction: Annotated[list[str], typer.Option(help="members stand once more, told this")] = [],  # noqa: B006
 ) -> None:
     """Draft and verify first segments; one line of JSON for each row."""
-    recording = Recording()
-    members = [*demo_members(), *(MemberConfig(name) for name in member)]
-    config = EnsembleConfig(members, score=recording, first_segment_tokens=SEGMENT, early_margin=0)
-    with EnsembleEngine(config) as engine, file.open("w", encoding="utf-8") as out:
-        sizes = [report.parameters for report in engine.describe()]
+    members = [*(demo_members() if demo else ()), *(MemberConfig(name) for name in member)]
+    config = EnsembleConfig(members, first_segment_tokens=SEGMENT)
+    with collector(config, instruction) as asked, file.open("w", encoding="utf-8") as out:
         for question in track(read_rows(data, [task], half, rows), task):
-            out.write(json.dumps(asdict(ballot(engine, recording, question, sizes))) + "\n")
+            out.write(json.dumps(asdict(asked.ballot(question, unsure, sampled))) + "\n")
             out.flush()
 
 
-def ballot(engine: EnsembleEngine, recording: Recording, question: Question, sizes: Sequence[int]) -> Ballot:
-    recording.seen.clear()
-    first = engine.generate(question.prompt, replace(question.params(), max_tokens=SEGMENT)).rounds[0]
-    return Ballot(
-        members=first.active,
-        sizes=sizes,
-        authors=[candidate.drafters for candidate in first.candidates],
-        metrics=[score(question, candidate.text) for candidate in first.candidates],
-        table=recording.seen[: len(first.active)] if first.verified else [],
-    )
+Metric = Annotated[str, typer.Option(help="a metric of the task: f1, contains, rougeL")]
 
 
 @app.command()
-def table(
-    file: Path, metric: Annotated[str, typer.Option(help="a metric of the task: f1, contains, rougeL")] = "f1"
-) -> None:
+def table(file: Path, metric: Metric = "f1") -> None:
     """Hold the elections again."""
-    ballots = [_ballot_of(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-    names, console = list(ballots[0].members), Console(width=150)
-    alone = {name: [_alone(each, name, metric) for each in ballots] for name in names}
-    console.print(
-        f"{len(ballots)} rows; alone: " + ", ".join(f"{n} {statistics.mean(v):.1f}" for n, v in alone.items())
-    )
+    ballots, console = _read(file), Console(width=150)
+    names = ballots[0].voters
+    alone = _alone(ballots, metric)
+    told = ", ".join(f"{name} {statistics.mean(found):.1f}" for name, found in alone.items())
+    console.print(f"{len(ballots)} rows; alone: {told}")
     for some in _ensembles(names):
-        lines = Table(title=" + ".join(some), title_justify="left")
-        for head in ("votes", metric, "to the default", "to the best member"):
-            lines.add_column(head)
-        best = max((alone[name] for name in some), key=statistics.mean)
         found = {name: [each.chosen(some, *policy, metric) for each in ballots] for name, policy in POLICIES.items()}
-        default = next(iter(found.values()))
-        for name, values in found.items():
-            gap = "" if values is default else str(difference(values, default))
-            lines.add_row(name, f"{statistics.mean(values):.1f}", gap, str(difference(values, best)))
-        console.print(lines)
+        console.print(_compared(some, found, alone, "votes", metric))
+
+
+@app.command()
+def drafts(file: Path, metric: Metric = "f1") -> None:
+    """Let members stand with further drafts."""
+    ballots, console = _read(file), Console(width=150)
+    alone = _alone(ballots, metric)
+    policy = next(iter(POLICIES.values()))
+    for some in [*([name] for name in ballots[0].voters), *_ensembles(ballots[0].voters)]:
+        shown = {
+            f"{what} ({_drafts_a_row(ballots, some, allowed):.1f})": [
+                each.chosen(some, *policy, metric, allowed) for each in ballots
+            ]
+            for what, allowed in DRAFTS.items()
+        }
+        console.print(_compared(some, shown, alone, "drafts (a row)", metric))
+
+
+@app.command()
+def early(file: Path, metric: Metric = "f1") -> None:
+    """Decide before the drafts' end."""
+    ballots, console = _read(file), Console(width=150)
+    alone = _alone(ballots, metric)
+    for some in _ensembles(ballots[0].voters):
+        shown = {}
+        for rule in EARLY:
+            ends = [_decided(each, some, rule) for each in ballots]
+            scores = [0.0 if at is None else b.metrics[at][metric] for b, (at, _) in zip(ballots, ends, strict=True)]
+            shown[f"{rule}: {_when([tokens for _, tokens in ends])}"] = scores
+        console.print(_compared(some, shown, alone, "margin at 5, at 10, waits for ends: decided at", metric))
+
+
+EARLY: Sequence[tuple[float, float, bool]] = [
+    (math.inf, math.inf, False),
+    *((margin, margin, waits) for margin in (8, 3, 2, 1.5, 1) for waits in (False, True)),
+    *((margin, 1, True) for margin in (8, 3, 2, 1.5)),
+]
+"""Margins after 5 and after 10 tokens, and whether a candidate that ended by then is waited for. First: at the end."""
+
+
+def _decided(ballot: Ballot, some: Sequence[str], rule: tuple[float, float, bool]) -> tuple[int | None, int]:
+    """What is chosen, and after how many tokens. With the third of the rule, never early while a candidate that ended
+    stands: an answer that short is compared as a whole."""
+    policy = next(iter(POLICIES.values()))
+    authors = [{c.author for c in claims if c.author in some and is_own(c)} for claims in ballot.claims]
+    left = [i for i, names in enumerate(authors) if names]
+    for tokens, margin in zip((5, 10), rule[:2], strict=True):
+        seen = ballot.looked_at(tokens)
+        short = any(seen.table[0][i].ends for i in left)
+        winner = seen.elect(some, left, authors, *policy, margin)
+        if winner is not None and not (short and rule[2]):
+            return winner, tokens
+    return ballot.elect(some, left, authors, *policy), SEGMENT
+
+
+def _when(tokens: Sequence[int]) -> str:
+    return ", ".join(f"{t}: {100 * sum(each == t for each in tokens) / len(tokens):.0f} %" for t in (5, 10, SEGMENT))
+
+
+def _below(gap: float) -> Allowed:
+    return lambda claim: is_own(claim) or (claim.kind == "unsure" and claim.gap < gap)
+
+
+def _sampled(claim: Claim) -> bool:
+    return claim.kind in ("own", "sampled")
+
+
+DRAFTS: Mapping[str, Allowed] = {
+    "own: the default": is_own,
+    "p1 − p2 < 0.1": _below(0.1),
+    "p1 − p2 < 0.2": _below(0.2),
+    "p1 − p2 < 0.4": _below(0.4),
+    "three each": _below(1.1),
+    "sampled": _sampled,
+}
+
+
+def _drafts_a_row(ballots: Sequence[Ballot], some: Sequence[str], allowed: Allowed) -> float:
+    return statistics.mean(
+        sum(claim.author in some and allowed(claim) for claims in each.claims for claim in claims) for each in ballots
+    )
+
+
+def _compared(
+    some: Sequence[str],
+    found: Mapping[str, Sequence[float]],
+    alone: Mapping[str, Sequence[float]],
+    what: str,
+    metric: str,
+) -> Table:
+    """A line for each way: its mean, and its differences to the first way and to the best member."""
+    lines = Table(title=" + ".join(some), title_justify="left")
+    for head in (what, metric, "to the first", "to the best member"):
+        lines.add_column(head)
+    best = max((alone[name] for name in some), key=statistics.mean)
+    default = next(iter(found.values()))
+    for name, values in found.items():
+        gap = "" if values is default else str(difference(values, default))
+        lines.add_row(name, f"{statistics.mean(values):.1f}", gap, str(difference(values, best)))
+    return lines
 
 
 def _ensembles(names: Sequence[str]) -> Iterator[list[str]]:
@@ -184,16 +228,12 @@ def _ensembles(names: Sequence[str]) -> Iterator[list[str]]:
         yield from map(list, itertools.combinations(names, size))
 
 
-def _alone(found: Ballot, name: str, metric: str) -> float:
-    own = found.own(name)
-    return 0.0 if own is None else found.metrics[own][metric]
+def _alone(ballots: Sequence[Ballot], metric: str) -> dict[str, list[float]]:
+    return {name: [each.alone(name, metric) for each in ballots] for name in ballots[0].voters}
 
 
-def _ballot_of(line: dict[str, Any]) -> Ballot:
-    as_seen: Callable[[dict[str, Any]], CandidateLogprobs] = lambda seen: CandidateLogprobs(  # noqa: E731
-        seen["text"], seen["ends"], tuple(seen["logprobs"]), tuple(seen["token_bytes"])
-    )
-    return replace(Ballot(**line), table=[[as_seen(seen) for seen in row] for row in line["table"]])
+def _read(file: Path) -> list[Ballot]:
+    return [Ballot.read(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

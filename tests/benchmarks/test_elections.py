@@ -1,0 +1,97 @@
+"""First rounds as data: what is collected is what the engine does, and elections held again say what they should."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+from ballots import SEGMENT, Ballot, Claim, Collector, collector, is_own
+from elections import POLICIES, _decided
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
+from specfuse_shared.comparing import Question
+from specfuse_shared.policies import CandidateLogprobs, Stretch
+
+QUESTION = Question("What does the log say of the moon?", references=["the moon is full"], kind="text")
+SIZED = next(iter(POLICIES.values()))
+
+
+@pytest.fixture(scope="module")
+def pair_settings(tiny_engine: EnsembleEngine) -> EnsembleConfig:
+    return replace(tiny_engine.config, first_segment_tokens=SEGMENT, early_margin=0)
+
+
+@pytest.fixture(scope="module")
+def asked(pair_settings: EnsembleConfig) -> Iterator[Collector]:
+    with collector(pair_settings, ["Be brief."]) as opened:
+        yield opened
+
+
+def test_a_ballot_is_the_engines_first_round(asked: Collector, pair_settings: EnsembleConfig) -> None:
+    ballot = asked.ballot(QUESTION, 0, 0)
+    names = [name for name in ballot.voters if not name.endswith("/2")]
+    with EnsembleEngine(pair_settings) as engine:
+        first = engine.generate(QUESTION.prompt, SamplingParams(max_tokens=SEGMENT)).rounds[0]
+    own = {name: i for i, claims in enumerate(ballot.claims) for name in names if Claim(name) in claims}
+    assert {c.text: set(c.drafters) for c in first.candidates} == {
+        ballot.table[0][i].text: {n for n in names if own[n] == i} for i in own.values()
+    }
+    left = sorted(set(own.values()))
+    for name in names:
+        scores = Stretch()([ballot.table[ballot.voters.index(name)][i] for i in left])
+        told = {c.text: c.scores[name] for c in first.candidates}
+        assert [told[ballot.table[0][i].text] for i in left] == pytest.approx(scores, abs=1e-5)
+
+
+def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(asked: Collector) -> None:
+    plain, more = asked.ballot(QUESTION, 0, 0), asked.ballot(QUESTION, 2, 1)
+    assert len(more.claims) > len(plain.claims) > 0
+    kinds = [claim.kind for claims in more.claims for claim in claims]
+    assert set(kinds) == {"own", "unsure", "sampled"}
+    for name in more.voters:
+        own = next(row.text for row, claims in zip(more.table[0], more.claims, strict=True) if Claim(name) in claims)
+        gaps = [c.gap for claims in more.claims for c in claims if c.author == name and c.kind == "unsure"]
+        others = [
+            row.text
+            for row, claims in zip(more.table[0], more.claims, strict=True)
+            if any(c.author == name and c.kind == "unsure" for c in claims)
+        ]
+        assert all(0 <= gap <= 1 for gap in gaps)
+        assert all(text != own for text in others)
+    assert more.chosen(more.voters, *SIZED, "rougeL") == pytest.approx(plain.chosen(plain.voters, *SIZED, "rougeL"))
+
+
+def test_it_survives_its_file(asked: Collector) -> None:
+    ballot = asked.ballot(QUESTION, 1, 0)
+    assert Ballot.read(json.loads(json.dumps(asdict(ballot)))) == ballot
+
+
+def _ballot(*rows: list[CandidateLogprobs]) -> Ballot:
+    metrics = [{"f1": float(n)} for n in range(len(rows[0]))]
+    return Ballot(["a", "b"], [1, 1], [[Claim("a")], [Claim("b")]], metrics, rows)
+
+
+def _seen(*chances: float, ends: bool = False) -> CandidateLogprobs:
+    text = "x" * (len(chances) - ends)
+    return CandidateLogprobs(text, ends, tuple(map(math.log, chances)), (1,) * len(chances))
+
+
+def test_what_is_clear_is_decided_early_and_what_ends_is_waited_for() -> None:
+    sure, doubted = _seen(*[0.9] * 20), _seen(*[0.5] * 20)
+    clear = _ballot([sure, doubted], [sure, doubted])
+    assert _decided(clear, ["a", "b"], (8, 8, False)) == (0, 5)
+    assert _decided(clear, ["a", "b"], (math.inf, 8, False)) == (0, 10)
+    assert _decided(clear, ["a", "b"], (math.inf, math.inf, False)) == (0, 20)
+    short = _ballot([_seen(0.9, 0.9, ends=True), doubted], [_seen(0.9, 0.9, ends=True), doubted])
+    assert _decided(short, ["a", "b"], (1, 1, False)) == (0, 5)
+    assert _decided(short, ["a", "b"], (1, 1, True)) == (0, 20)
+
+
+def test_who_is_left_out_neither_stands_nor_votes() -> None:
+    ballot = _ballot([_seen(0.9), _seen(0.1)], [_seen(0.01), _seen(0.95)])
+    assert ballot.chosen(["a"], *SIZED, "f1") == 0
+    assert ballot.chosen(["b"], *SIZED, "f1") == 1
+    assert ballot.chosen(["a", "b"], *SIZED, "f1", is_own) == 1
