@@ -68,7 +68,8 @@ class Round:
             is_last = tokens == limit or (bool(choices) and all(choice.finishes for choice in choices))
             if len(choices) > 1:
                 election = yield from self._timed("verify", self._verify(choices))
-                if is_last or election.is_clear(config.early_margin):
+                margin = config.margin(tokens, one_is_over=any(choice.finishes for choice in choices))
+                if is_last or election.is_clear(margin):
                     policies.opened = is_last
                     return choices, choices[election.winner]
             elif is_last or self._drafting.agreed:

@@ -35,6 +35,8 @@ FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
+_OVER = 4.0
+"""How much clearer a lead has to be where one candidate is over and another is not."""
 RUNTIMES = ("local", "ray")
 SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -83,10 +85,12 @@ class EnsembleConfig(Settings):
     first_segment_tokens: int | None = 20
     """The same for the first segment; `segment_tokens` if None. A long one chooses a short answer as a whole, and sends
     the first words later."""
-    early_margin: float = 8.0
+    early_margin: float = 2.0
     """First words early: candidates of a first segment are compared when `segment_tokens` tokens of them are drafted,
-    at twice as many, and so on. What all members say by then is streamed, and so is a candidate whose vote is at least
-    this many times that of every other one; else they draft on. 0: compare only what is drafted to the end."""
+    at twice as many, and so on. What all members say by then is streamed, and so is a candidate whose vote is this many
+    times that of every other one: half as many at twice the tokens, down to 1. Where one candidate is over and another
+    is not, it takes four times as many, at each comparison. Else they draft on. 0: compare only what is drafted to the
+    end."""
     score: str | ScorePolicy = "stretch"
     """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
     cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
@@ -211,6 +215,15 @@ class EnsembleConfig(Settings):
             early.append(count)
             count *= 2
         return (*early, limit)
+
+    def margin(self, tokens: int, *, one_is_over: bool) -> float:
+        """How many times every other vote the winner's has to be after so many tokens, to be streamed then.
+
+        An answer that short is compared as a whole, unless it is clear: candidates that go on are no whole answers yet.
+        """
+        if one_is_over:
+            return _OVER * self.early_margin
+        return max(1.0, self.early_margin * self.segment_tokens / tokens)
 
     @property
     def units(self) -> str | None:

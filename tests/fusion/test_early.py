@@ -26,7 +26,7 @@ class Early(FakeEngine):
 
     def __init__(self, *lanes: FakeLane, **settings: Any) -> None:
         super().__init__(*lanes)
-        chosen: dict[str, Any] = {"first_segment_tokens": 12, "speculation": "off", **settings}
+        chosen: dict[str, Any] = {"first_segment_tokens": 12, "early_margin": 8, "speculation": "off", **settings}
         self.config = with_settings(self.config, **chosen)
 
 
@@ -70,6 +70,19 @@ def test_the_margin_is_what_is_clear(margin: float) -> None:
     assert ops == [op for limit in limits for op in ((Draft, limit), (Verify, 0))]
 
 
+def test_at_twice_the_tokens_half_the_lead_is_enough() -> None:
+    longer = [(Draft, 3), (Verify, 0), (Draft, 6), (Verify, 0)]
+    assert asked(lane(RIVER, ROAD, likes=-0.7))[0] == longer  # e^1.8 = 6.05 after six words
+    assert asked(lane(RIVER, ROAD, likes=-0.7), early_margin=13)[0] == [*longer, (Draft, 12), (Verify, 0)]
+
+
+@pytest.mark.parametrize(("margin", "looks"), [(1.6, [3]), (1.7, [3, 6, 12])])
+def test_where_one_candidate_is_over_the_lead_is_four_times_as_large(margin: float, looks: list[int]) -> None:
+    fake = lane(RIVER, "no .", likes=-0.1)  # votes of e^-0.1 for " the" and e^-2 for " no" and its end: 6.7 times
+    ops, _ = asked(fake, early_margin=margin)
+    assert [limit for kind, limit in ops if kind is Draft] == looks
+
+
 def test_what_all_say_is_sent_at_once_and_the_first_segment_goes_on_behind_it() -> None:
     fake = lane(RIVER, HILL)
     ops, result = asked(fake)
@@ -110,6 +123,13 @@ def test_looks_double_up_to_the_limit() -> None:
     for preset in ("fast", "specfuse", "specem"):
         chosen = EnsembleConfig.preset(preset, ["a", "b"])
         assert chosen.looks(chosen.longest_segment) == (chosen.longest_segment,), preset
+
+
+def test_the_lead_that_is_wanted_halves_with_each_look_but_not_below_any() -> None:
+    config = EnsembleConfig(["a", "b"], early_margin=6)
+    assert [config.margin(tokens, one_is_over=False) for tokens in (5, 10, 20, 40)] == [6, 3, 1.5, 1]
+    assert [config.margin(tokens, one_is_over=True) for tokens in (5, 10, 20)] == [24, 24, 24]
+    assert EnsembleConfig(["a", "b"]).margin(10, one_is_over=False) == 1
 
 
 def test_clear_is_a_factor_to_every_other_vote() -> None:

@@ -141,9 +141,11 @@ def naive_rounds(
                 break
             if judged:
                 best, _, votes = _elect(judged, weight, authors, circling, config)
-                if votes[best] > 0 and all(
-                    votes[best] >= config.early_margin * vote for d, vote in votes.items() if d != best
-                ):
+                over = any(ends for _, ends in distinct)
+                margin = (
+                    4 * config.early_margin if over else max(1, config.early_margin * config.segment_tokens / count)
+                )
+                if votes[best] > 0 and all(votes[best] >= margin * vote for d, vote in votes.items() if d != best):
                     break
             count *= 2
         (text, ended), table, total = _elect(judged, weight, authors, circling, config)
