@@ -76,6 +76,7 @@ _add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "un
 _add(
     "one change from the default",
     default_whole={"score": "mean_logprob", "per": "text"},
+    default_early_8={"early_margin": 8},
     default_exit={"exit": "entropy"},
     default_exit_two={"exit": "entropy", "min_active": 2},
     default_sqrt_decay={"feedback": "sqrt_decay"},
