@@ -68,14 +68,23 @@ class Round:
             is_last = tokens == limit or (bool(choices) and all(choice.finishes for choice in choices))
             if len(choices) > 1:
                 election = yield from self._timed("verify", self._verify(choices))
-                margin = config.margin(tokens, one_is_over=any(choice.finishes for choice in choices))
-                if is_last or election.is_clear(margin):
+                if is_last or election.is_clear(config.margin(tokens, whole=self._are_short(choices))):
                     policies.opened = is_last
                     return choices, choices[election.winner]
             elif is_last or self._drafting.agreed:
                 policies.opened = is_last
                 return choices, choices[0] if choices else None
         raise AssertionError("the last look decides")
+
+    def _are_short(self, choices: list[DistinctCandidate]) -> bool:
+        """Whether candidates are better compared as wholes: one is over, or they are values of a grammar or calls."""
+        tools, before = self._state.policies.tools, self._state.answer.text
+        return self._bound or any(choice.finishes or tools.begins(before + choice.text) for choice in choices)
+
+    @property
+    def _bound(self) -> bool:
+        """Whether a grammar leaves no free text."""
+        return self._constraint is not None and not self._state.policies.tools.leaves_text
 
     def _timed(self, what: str, work: Generator[Ops, Results, T]) -> Generator[Ops, Results, T]:
         began = time.monotonic()
@@ -123,8 +132,7 @@ class Round:
                 self._state.answer.text, choice.text
             )
         weights = list(self._state.participants.weights.values())
-        bound = self._constraint is not None and not self._state.policies.tools.leaves_text
-        whole = bound and all(choice.finishes for choice in choices)
+        whole = self._bound and all(choice.finishes for choice in choices)
         voters = Electorate(self._state.policies.score, self._state.policies.aggregate, weights, whole)
         election = voters.elect(table, drafters, [c.repeats for c in choices])
         for index, choice in enumerate(choices):

@@ -35,8 +35,8 @@ FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
-_OVER = 4.0
-"""How much clearer a lead has to be where one candidate is over and another is not."""
+_WHOLE = 4.0
+"""How much clearer an early lead has to be where candidates are better compared as wholes."""
 RUNTIMES = ("local", "ray")
 SPECULATIONS = ("auto", "off")
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -89,8 +89,8 @@ class EnsembleConfig(Settings):
     """First words early: candidates of a first segment are compared when `segment_tokens` tokens of them are drafted,
     at twice as many, and so on. What all members say by then is streamed, and so is a candidate whose vote is this many
     times that of every other one: half as many at twice the tokens, down to 1. Where one candidate is over and another
-    is not, it takes four times as many, at each comparison. Else they draft on. 0: compare only what is drafted to the
-    end."""
+    is not, under a grammar, and for calls of tools it takes four times as many, at each comparison. Else they draft on.
+    0: compare only what is drafted to the end."""
     score: str | ScorePolicy = "stretch"
     """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
     cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
@@ -216,13 +216,13 @@ class EnsembleConfig(Settings):
             count *= 2
         return (*early, limit)
 
-    def margin(self, tokens: int, *, one_is_over: bool) -> float:
+    def margin(self, tokens: int, *, whole: bool) -> float:
         """How many times every other vote the winner's has to be after so many tokens, to be streamed then.
 
-        An answer that short is compared as a whole, unless it is clear: candidates that go on are no whole answers yet.
+        `whole`: candidates are such that they are better compared as wholes. Then it has to be clearer.
         """
-        if one_is_over:
-            return _OVER * self.early_margin
+        if whole:
+            return _WHOLE * self.early_margin
         return max(1.0, self.early_margin * self.segment_tokens / tokens)
 
     @property

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, SamplingParams, Tool, policies
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    Grammar,
+    MemberConfig,
+    SamplingParams,
+    Tool,
+    policies,
+)
 from specfuse_shared.policies import CandidateLogprobs, Electorate, MeanLogprob, Stretch
 from specfuse_shared.text.tool_calls import CALL_OPEN, ToolUse
 from tests.support.reciting import reciting_model, reciting_tokenizer
@@ -96,15 +105,21 @@ def test_the_tag_opens_the_first_call_and_only_where_tools_are_offered(text: str
     assert ToolUse(TOOLS, "none").opened_by(text, behind) == ToolUse().opened_by(text, behind) == 0
 
 
-def first_round(folder: Path, speeches: dict[str, tuple[str, float]], tools: Sequence[Tool]) -> EnsembleResult:
+def first_round(
+    folder: Path,
+    speeches: dict[str, tuple[str, float]],
+    tools: Sequence[Tool],
+    grammar: Grammar | None = None,
+    first_segment: int = 5,
+) -> EnsembleResult:
     """What members answer that recite these speeches, so surely; their votes weigh the same."""
     tokenizer = reciting_tokenizer(" ".join(speech for speech, _ in speeches.values()))
     for name, (speech, certainty) in speeches.items():
         reciting_model(tokenizer, speech, certainty, endless=False).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     members = [MemberConfig(str(folder / name), name=name) for name in speeches]
-    with EnsembleEngine(EnsembleConfig(members, first_segment_tokens=5)) as engine:
-        return engine.generate("Why is the sea salty?", SamplingParams(max_tokens=10), tools=tools)
+    with EnsembleEngine(EnsembleConfig(members, first_segment_tokens=first_segment)) as engine:
+        return engine.generate("Why is the sea salty?", SamplingParams(max_tokens=10, grammar=grammar), tools=tools)
 
 
 def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there_is_none(tmp_path: Path) -> None:
@@ -120,6 +135,35 @@ def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there
         "talker": pytest.approx(1),
     }
     assert result.text.startswith("the sea is")
+
+
+@pytest.mark.parametrize(
+    ("speeches", "tools", "grammar", "whole"),
+    [
+        ((TEXT, "rivers carry salt to the sea"), TOOLS, None, False),
+        ((TEXT, CALL), TOOLS, None, True),
+        ((TEXT, "rivers carry salt to the sea"), [], Grammar.regex("[a-z ]+"), True),
+        ((TEXT, "rivers carry salt to the sea"), [], None, False),
+    ],
+)
+def test_calls_and_values_are_decided_early_from_a_larger_lead(
+    speeches: tuple[str, str],
+    tools: Sequence[Tool],
+    grammar: Grammar | None,
+    whole: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that says where candidates are better compared as wholes."""
+    found, margin = [], EnsembleConfig.margin
+
+    def noted(self: EnsembleConfig, tokens: int, *, whole: bool) -> float:
+        found.append(whole)
+        return margin(self, tokens, whole=whole)
+
+    monkeypatch.setattr(EnsembleConfig, "margin", noted)
+    first_round(tmp_path, {"one": (speeches[0], 6.0), "other": (speeches[1], 6.0)}, tools, grammar, first_segment=20)
+    assert found[0] is whole
 
 
 def test_short_texts_beside_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_looks_double_up_to_the_limit() -> None:
 
 def test_the_lead_that_is_wanted_halves_with_each_look_but_not_below_any() -> None:
     config = EnsembleConfig(["a", "b"], early_margin=6)
-    assert [config.margin(tokens, one_is_over=False) for tokens in (5, 10, 20, 40)] == [6, 3, 1.5, 1]
-    assert [config.margin(tokens, one_is_over=True) for tokens in (5, 10, 20)] == [24, 24, 24]
-    assert EnsembleConfig(["a", "b"]).margin(10, one_is_over=False) == 1
+    assert [config.margin(tokens, whole=False) for tokens in (5, 10, 20, 40)] == [6, 3, 1.5, 1]
+    assert [config.margin(tokens, whole=True) for tokens in (5, 10, 20)] == [24, 24, 24]
+    assert EnsembleConfig(["a", "b"]).margin(10, whole=False) == 1
 
 
 def test_clear_is_a_factor_to_every_other_vote() -> None:
