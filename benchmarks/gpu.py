@@ -52,9 +52,12 @@ from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.devices import host_memory
+from specfuse_shared.runtime.static.batch import CAPTURE_AT
 
 CANDIDATES = 5
 _SHARE_FOR_WEIGHTS = 0.8
+_WARMING = 2
+"""Times that many answers are asked before they are timed, so that most of their steps are captured."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +145,12 @@ class Bench:
     def step_seconds(self, member: LocalMember, size: int, repeats: int) -> float:
         """Seconds a token of plain decoding behind a prompt of so many tokens."""
         session, seconds = self.opened(member, size), []
-        for number in range(repeats + 1):
+        for _ in range(CAPTURE_AT):
+            run_stage(session.draft_alone(SEGMENT, 0))
+        for number in range(repeats):
             seconds.append(self.timed(lambda n=number: run_stage(session.draft_alone(self.sizes.tokens, n + 1))))  # type: ignore[misc]
         session.release()
-        return statistics.median(seconds[1:]) / self.sizes.tokens
+        return statistics.median(seconds) / self.sizes.tokens
 
     @torch.inference_mode()
     def generate(self, member: LocalMember) -> None:
@@ -161,13 +166,13 @@ class Bench:
     def verify(self, member: LocalMember) -> float:
         """Seconds until a member has judged five candidates behind the short prompt."""
         session, seconds = self.opened(member, self.sizes.short), []
-        for number in range(self.repeats + 1):
+        for number in range(CAPTURE_AT + self.repeats):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
             asked = [ScoringQuery(text, False) for text in texts]
             seconds.append(self.timed(lambda asked=asked: run_stage(session.verify(asked))))  # type: ignore[misc]
             run_stage(session.commit(texts[0]))
         session.release()
-        return statistics.median(seconds[1:])
+        return statistics.median(seconds[CAPTURE_AT:])
 
     def opened(self, member: LocalMember, size: int) -> LocalSession:
         ids = member.encode_prompt(prompt([member], size))
@@ -232,8 +237,9 @@ class Bench:
         with self.engine(some) as engine:
             for size in (self.sizes.short, self.sizes.long):
                 messages = prompt(some, size)
-                waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(self.repeats + 1)]  # type: ignore[misc]
-                found[size] = statistics.median(waits[1:])
+                wanted = CAPTURE_AT + self.repeats
+                waits = [self.timed(lambda m=messages: _first_segment(engine, m)) for _ in range(wanted)]  # type: ignore[misc]
+                found[size] = statistics.median(waits[CAPTURE_AT:])
         for size, wait in found.items():
             self.facts.append((f"first segment, {size}-token prompt, {len(some)} members", f"{wait:.3f} s"))
         name = f"seconds to the first segment, {self.sizes.short}-token prompt, {len(some)} members"
@@ -245,7 +251,8 @@ class Bench:
         with self.engine(some) as engine:
             for count in self.sizes.at_once:
                 asked = [prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
-                results = engine.generate_batch(asked, params)
+                for _ in range(_WARMING):
+                    results = engine.generate_batch(asked, params)
                 spent = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
                 rates[count] = sum(r.usage.completion_tokens for r in results) / spent  # type: ignore[union-attr]
                 shared = f"{engine.metrics().batch_size.mean:.1f} a forward"
@@ -277,7 +284,7 @@ class Bench:
     ) -> tuple[float, float]:
         """Tokens a second of so many answers at once behind prompts of `size` tokens, and forwards a token."""
         asked = [prompt(some, size, f"Entry {n}. ") for n in range(count)]
-        if warm:
+        for _ in range(_WARMING if warm else 0):
             engine.generate_batch(asked, self.params())
         found: list[Any] = []
         spent = self.timed(lambda: found.extend(engine.generate_batch(asked, self.params())))

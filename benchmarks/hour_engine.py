@@ -54,10 +54,14 @@ def graphs(sheet: Sheet, device: torch.device) -> None:
         sheet.lacks("a thread that waits for the device: no CUDA device")
         return
     stop = threading.Event()
+    refused = list[str]()
 
     def wait() -> None:
         while not stop.is_set():
-            torch.cuda.synchronize(device)
+            try:
+                torch.cuda.synchronize(device)
+            except RuntimeError as error:  # the driver forbids it while anybody captures
+                refused.append(str(error).splitlines()[0])
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -66,6 +70,7 @@ def graphs(sheet: Sheet, device: torch.device) -> None:
     finally:
         stop.set()
         thread.join()
+    sheet.add("waits of that thread that failed", len(refused), refused[0] if refused else "")
 
 
 def _compared(sheet: Sheet, device: torch.device, what: str, waves: int) -> bool:

@@ -148,7 +148,9 @@ def prepared(model: Any, config: MemberConfig) -> Any:
     model = model.eval().requires_grad_(False)
     text = model.config.get_text_config(decoder=True)
     wanted = config.attn_implementation or text._attn_implementation
-    model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
+    # the library's kernel leaves the caps out, and transformers 5.17 does not say so of Gemma 2
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    model.set_attn_implementation(EAGER if wanted == "eager" or capped or not model._supports_sdpa else GROUPED)
     fuse_norms(model)
     return model
 

@@ -11,6 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _MOST_FOLDED_QUERIES = 128
+_WORKERS = {"cuda": 256}
+"""Blocks of queries and heads that a device computes at once, about: with fewer, the slots are split among them."""
+_FEWEST_SLOTS, _FEWEST_SLOTS_OF_A_PIECE = 1024, 128
+_QUERIES_OF_A_WORKER = 64
+_ALIGNED = 8
+"""The library's kernels for devices want sizes of heads that are a multiple of this."""
 
 
 def choose_kernels(device: torch.device) -> None:
@@ -41,16 +47,73 @@ def grouped_kernel(
     if isinstance(attention_mask, CausalBias):
         out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2).contiguous(), None
-    if attention_mask is None or groups == 1 or queries > _MOST_FOLDED_QUERIES or attention_mask.shape[1] != 1:
+    if attention_mask is None or queries > _MOST_FOLDED_QUERIES or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    out = scaled_dot_product_attention(
-        query.reshape(batch, key.shape[1], groups * queries, query.shape[-1]),
-        key,
-        value,
-        attn_mask=attention_mask if queries == 1 else attention_mask.repeat(1, 1, groups, 1),
-        scale=scaling,
-    )
+    pieces = _pieces(batch * key.shape[1], groups * queries, key)
+    if groups == pieces == 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    folded = query.reshape(batch, key.shape[1], groups * queries, query.shape[-1])
+    mask = attention_mask if queries == 1 else attention_mask.repeat(1, 1, groups, 1)
+    if pieces > 1:
+        out = split_attention(folded, key, value, mask, scaling, pieces)
+    else:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def split_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    pieces: int,
+) -> torch.Tensor:
+    """Attention (B, H, Q, D) over equal pieces of the slots at once, for few queries behind many slots.
+
+    A masked kernel goes through all K slots in turn for each head of each answer, which leaves most of a large card
+    idle. Here each piece s gives its output o_s and the logarithm l_s of its sum of exponentials, and the whole is
+    Σ_s softmax_s(l) o_s (FlashDecoding, Dao et al. 2023). `query` (B, H, Q, D), `key` and `value` (B, H, K, D) without
+    gaps, `mask` (B, 1, 1 or Q, K) additive and finite.
+    """
+    batch, heads, queries, size = query.shape
+    slots = key.shape[2] // pieces
+    keys, values = (t.view(batch * heads, pieces, slots, t.shape[-1]) for t in (key, value))
+    asked = query.reshape(batch * heads, 1, queries, size).expand(-1, pieces, -1, -1)
+    bias = mask.unflatten(3, (pieces, slots)).transpose(2, 3).expand(-1, heads, -1, -1, -1)
+    bias = bias.reshape(batch * heads, pieces, mask.shape[2], slots).expand(-1, -1, queries, -1)
+    out, logs = _WITH_LOGS[query.device.type](asked, keys, values, bias, scaling)
+    shares = logs[:, :, :queries].softmax(1)
+    return (out * shares[..., None]).sum(1).to(query.dtype).view(batch, heads, queries, -1)
+
+
+def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
+    """Into how many pieces the slots are split for so many heads of all answers, and queries of each; 1: not at all."""
+    slots, most = key.shape[2], _WORKERS.get(key.device.type, 0)
+    busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
+    if slots < _FEWEST_SLOTS or key.shape[-1] % _ALIGNED or not key.is_contiguous():
+        return 1
+    while 2 * pieces * busy <= most and slots % (2 * pieces) == 0 and slots >= 2 * pieces * _FEWEST_SLOTS_OF_A_PIECE:
+        pieces *= 2
+    return pieces
+
+
+def _on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
+    return found[0], found[1]
+
+
+def _on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scaling)
+    return found[0], found[1]
+
+
+_WITH_LOGS = {"cuda": _on_cuda, "cpu": _on_cpu}
+"""Attention of the library that also gives the logarithms of the sums (B, H, Q or more)."""
 
 
 def eager_kernel(

@@ -55,5 +55,6 @@ def plans_for(config: Any) -> list[MaskPlan]:
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where `visible`, else the smallest number."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+    """0 where `visible`, else half the smallest number: kernels multiply it by log₂ e, which must stay finite."""
+    hidden = torch.finfo(dtype).min / 2
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, hidden)

@@ -177,7 +177,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the steps of a lone answer's drafts and short verifications, for which it would have to wait."""
+        """Capture the steps of a lone answer's drafts and usual verifications, for which it would have to wait."""
         if self.static is None or self.static.graphs.reason is not None:
             return
         with self.stream.entered():

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, UnsupportedModelError
 from specfuse_shared.loading.gguf import cache_folder, converted
-from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.loading.pretrained import LoadProgress, prepared
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.probe import Attempt, _attempt, _small_windows, probe
-from specfuse_shared.runtime.attention import GROUPED
+from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.masks import MaskPlan
 from tests.support.tiny import byte_level_tokenizer, save_model
 
@@ -178,6 +178,17 @@ def test_an_adapter_without_its_extra_names_the_extra(folder: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"specfuse-llm\[adapters\]"):
         LocalMember(MemberConfig(str(folder), adapter="an/adapter"))
+
+
+def test_capped_attention_is_the_models_own_whatever_its_class_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 says of Gemma 2 that the library's attention will do, which leaves the caps out."""
+    folder = save_model("gemma2", byte_level_tokenizer(), tmp_path)
+    monkeypatch.setattr("transformers.models.gemma2.modeling_gemma2.Gemma2PreTrainedModel._supports_sdpa", True)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    assert model.config.attn_logit_softcapping is not None
+    assert prepared(model, MemberConfig(str(folder))).config._attn_implementation == EAGER
 
 
 def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -174,3 +176,26 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
             assert other.generate(MESSAGES, GREEDY).text == expected
         assert all(report.graphs.startswith("eager: ") for report in other.describe())
     assert "runs without CUDA graphs" in caplog.text
+
+
+ENDS_WITH_GRAPHS = """
+import sys
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
+members = [MemberConfig(folder, dtype="float32", device="cuda") for folder in sys.argv[1:]]
+engine = EnsembleEngine(EnsembleConfig(members=members)).load()
+engine.generate("Say something.")
+print({report.graphs for report in engine.describe()})
+"""
+
+
+@needs_cuda(2, "tiny models, and a process that ends without closing its engine")
+def test_a_process_that_holds_graphs_ends_as_others_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folders = map(str, save_pair(tmp_path_factory).values())
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WITH_GRAPHS, *folders],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "{'captured'}"), done.stderr[-2000:]

@@ -353,3 +353,25 @@ def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeyp
     tiny_engine.generate("The tides", SamplingParams(max_tokens=12))
     assert torch.bool in sent
     assert not any(dtype.is_floating_point for dtype in sent)
+
+
+def test_the_end_of_the_interpreter_finds_no_graph(runner: ModelRunner, driver: Driver) -> None:
+    """Graphs that outlive the driver end the process with a segmentation fault; one that cannot be freed holds up
+    none."""
+    other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
+    for each in (runner, other):
+        each.warm_up()
+    assert runner.static is not None
+    assert other.static is not None
+    assert runner.static.graphs.count > 0
+    assert other.static.graphs.count > 0
+
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    runner.static.graphs.drop = fail  # type: ignore[method-assign]
+    cuda_graphs._drop_all()
+    del runner.static.graphs.drop
+    assert other.static.graphs.count == 0
+    cuda_graphs._drop_all()
+    assert runner.static.graphs.count == 0

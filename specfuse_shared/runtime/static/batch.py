@@ -31,6 +31,8 @@ CAPTURE_AT = 3
 """At which use a step is captured: many shapes occur once and never again."""
 _QUERIES = (8, 32, 64, 128)
 """Tokens of a row in a verification: a few more cost less than another shape to capture."""
+WARMED_QUERIES = _QUERIES[:3]
+"""What a lone answer's verifications usually need."""
 
 
 def most_tokens(device: torch.device) -> int:

@@ -5,11 +5,12 @@ What cannot be captured runs as it is, and says why. Nothing here knows what a s
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,8 @@ class Graphs:
         self._stream: Any = None
         self._kept: list[torch.cuda.CUDAGraph] = []
         self._failures = 0
+        self._has_captured = False
+        _all.add(self)
 
     @property
     def report(self) -> str:
@@ -77,7 +80,7 @@ class Graphs:
             with _one_at_a_time, torch.cuda.device(self._device):
                 graph = self._captured(step)
             self._compare(graph, step, output, ids)
-            self._failures = 0
+            self._failures, self._has_captured = 0, True
             return partial(_replay, weakref.ref(graph))
         except torch.OutOfMemoryError as error:
             self._pool = None
@@ -151,8 +154,10 @@ class Graphs:
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._stream.wait_stream(here)
         try:
+            # a capture that fails half-way leaves the allocator in disorder; what one step of a model may, others may
+            watched = nullcontext() if self._has_captured else NoWaiting(self._device)
             with torch.cuda.stream(self._stream):
-                with NoWaiting(self._device):  # a capture that fails half-way leaves the allocator in disorder
+                with watched:
                     step()  # libraries set themselves up for a stream at their first call on it
                 self._stream.synchronize()
                 torch.cuda.empty_cache()
@@ -182,6 +187,17 @@ class Graphs:
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._pool = None
             raise
+
+
+_all: weakref.WeakSet[Graphs] = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_all() -> None:
+    """Graphs that are left to the end of the interpreter end it with a segmentation fault."""
+    for graphs in list(_all):
+        with suppress(Exception):  # of a dead device
+            graphs.drop()
 
 
 def _replay(reference: weakref.ref[torch.cuda.CUDAGraph]) -> None:

@@ -19,7 +19,7 @@ from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.logprobs import NotFiniteError
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Sampler
-from specfuse_shared.runtime.static.batch import StaticStep, most_tokens, shapes_of
+from specfuse_shared.runtime.static.batch import WARMED_QUERIES, StaticStep, most_tokens, shapes_of
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.transfer import Download
 
@@ -136,9 +136,9 @@ class StaticRunner:
         return DraftRun(chosen, behind)
 
     def warm_up(self, row: CacheRow) -> None:
-        """Run the steps that feed one token behind this row, and the next few, until they are captured."""
-        for tree in (False, True):
-            step = self._step([(row, 1)], tree)
+        """Run the steps that draft behind this row and that verify a few or some dozens of tokens, and capture them."""
+        for count, tree in ((1, False), *((count, True) for count in WARMED_QUERIES)):
+            step = self._step([(row, count)], tree)
             step.begin([row])
             step.uses = step.capture_at
             self._run(step)
