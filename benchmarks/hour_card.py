@@ -28,6 +28,10 @@ MODULES = ("accelerate", "psutil", "rich", "pytest", "bitsandbytes", "torchao", 
 TOOLS = ("nvidia-smi", "compute-sanitizer", "nsys", "ncu")
 
 
+class _Owner:
+    """Has a stream while it lives."""
+
+
 def versions(sheet: Sheet, device: torch.device) -> None:
     """Versions, symbols of torch that decide what graphs forgive, and streams."""
     sheet.add("python", platform.python_version())
@@ -45,7 +49,9 @@ def versions(sheet: Sheet, device: torch.device) -> None:
     facts = torch.cuda.get_device_properties(device)
     sheet.add("card", facts.name, f"{facts.total_memory / 2**30:.1f} GiB, {facts.multi_processor_count} processors")
     sheet.add("streams in turn", len({torch.cuda.Stream(device).cuda_stream for _ in range(128)}), "of 128 made")
-    sheet.add("streams of our own", len({s.cuda_stream for s in [own_stream(device) for _ in range(40)] if s}), "of 40")
+    owners = [_Owner() for _ in range(40)]
+    own = {stream.cuda_stream for owner in owners if (stream := own_stream(device, owner))}
+    sheet.add("streams of our own", len(own), f"of {len(owners)}")
     if shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
         sheet.add("driver, clocks, power", subprocess.run(asked, capture_output=True, text=True).stdout.strip())
@@ -88,8 +94,8 @@ def costs(sheet: Sheet, device: torch.device) -> None:
     if not cuda:
         sheet.lacks("page-locked copies and a replayed graph: no CUDA device")
         return
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=own_stream(device)):
+    graph, owner = torch.cuda.CUDAGraph(), _Owner()
+    with torch.cuda.graph(graph, stream=own_stream(device, owner)):
         for _ in range(1000):
             small.add_(1)
     sheet.add("a kernel of a replayed graph", f"{1e6 * seconds(graph.replay) / 1000:.2f} µs")

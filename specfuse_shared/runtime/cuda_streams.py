@@ -18,18 +18,20 @@ _WORKSPACE_BYTES = 32 << 20
 _IN_TURN = 32
 """Streams of one priority that torch has for a device."""
 _PRIORITIES = (0, -1)
-_taken: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_owners: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""Who has each stream. Streams themselves must not be referred to weakly: torch leaves such references dangling when one
+goes (mended by pytorch #183403), and the interpreter then ends with a segmentation fault."""
 _lock = threading.Lock()
 
 
-def own_stream(device: torch.device) -> Any:
-    """A stream of a CUDA device that nobody else got here and still has; None if there is none left."""
+def own_stream(device: torch.device, owner: object) -> Any:
+    """A stream of a CUDA device that is given to nobody else while `owner` lives; None if there is none left."""
     with _lock:
         for priority in _PRIORITIES:
             for _ in range(_IN_TURN):
                 stream: Any = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-                if stream.cuda_stream not in _taken:
-                    _taken[stream.cuda_stream] = stream
+                if stream.cuda_stream not in _owners:
+                    _owners[stream.cuda_stream] = owner
                     return stream
     return None
 
@@ -76,7 +78,7 @@ class ModelStream:
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = own_stream(device)
+            self._stream = own_stream(device, self)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))  # its weights may still be on their way
 

@@ -185,11 +185,12 @@ members = [MemberConfig(folder, dtype="float32", device="cuda") for folder in sy
 engine = EnsembleEngine(EnsembleConfig(members=members)).load()
 engine.generate("Say something.")
 print({report.graphs for report in engine.describe()})
+engine.close()
 """
 
 
-@needs_cuda(2, "tiny models, and a process that ends without closing its engine")
-def test_a_process_that_holds_graphs_ends_as_others_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+@needs_cuda(2, "tiny models, whose steps can be captured")
+def test_a_process_that_gave_streams_back_ends_as_others_do(tmp_path_factory: pytest.TempPathFactory) -> None:
     folders = map(str, save_pair(tmp_path_factory).values())
     done = subprocess.run(
         [sys.executable, "-c", ENDS_WITH_GRAPHS, *folders],

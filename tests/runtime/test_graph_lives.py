@@ -20,7 +20,7 @@ from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.tree_sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime import attention, model_runner
+from specfuse_shared.runtime import attention, cuda_streams, model_runner
 from specfuse_shared.runtime.cache import sizes as cache_sizes
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner, share_room
@@ -355,23 +355,27 @@ def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeyp
     assert not any(dtype.is_floating_point for dtype in sent)
 
 
-def test_the_end_of_the_interpreter_finds_no_graph(runner: ModelRunner, driver: Driver) -> None:
-    """Graphs that outlive the driver end the process with a segmentation fault; one that cannot be freed holds up
-    none."""
-    other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
-    for each in (runner, other):
-        each.warm_up()
-    assert runner.static is not None
-    assert other.static is not None
-    assert runner.static.graphs.count > 0
-    assert other.static.graphs.count > 0
+# ── streams ──────────────────────────────────────────────────────────────────────────────────────
 
-    def fail() -> None:
-        raise RuntimeError("the device is gone")
 
-    runner.static.graphs.drop = fail  # type: ignore[method-assign]
-    cuda_graphs._drop_all()
-    del runner.static.graphs.drop
-    assert other.static.graphs.count == 0
-    cuda_graphs._drop_all()
-    assert runner.static.graphs.count == 0
+class Unreferable:
+    """A stream as torch has them: nothing clears a weak reference to it when it goes, so there must be none."""
+
+    __slots__ = ("cuda_stream",)
+    made = 0
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.cuda_stream = Unreferable.made % 32 - 100 * priority
+        Unreferable.made += 1
+
+
+def test_a_stream_is_its_owners_and_free_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Unreferable)
+    monkeypatch.setattr(cuda_streams, "_owners", type(cuda_streams._owners)())
+    owners: list[Any] = [type("Owner", (), {})() for _ in range(65)]
+    streams = [cuda_streams.own_stream(CUDA, owner) for owner in owners]
+    assert streams.pop() is None, "there are 32 of each of two priorities"
+    assert len({stream.cuda_stream for stream in streams}) == 64
+    free = streams[40].cuda_stream
+    del owners[40]
+    assert cuda_streams.own_stream(CUDA, owners[-1]).cuda_stream == free

@@ -5,7 +5,6 @@ What cannot be captured runs as it is, and says why. Nothing here knows what a s
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import weakref
@@ -55,7 +54,6 @@ class Graphs:
         self._kept: list[torch.cuda.CUDAGraph] = []
         self._failures = 0
         self._has_captured = False
-        _all.add(self)
 
     @property
     def report(self) -> str:
@@ -146,7 +144,7 @@ class Graphs:
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if self._stream is None:
-            self._stream = own_stream(self._device)
+            self._stream = own_stream(self._device, self)
             if self._stream is None:
                 raise UncapturableError("no CUDA stream is left that nobody else uses")
         if self._pool is None:
@@ -187,17 +185,6 @@ class Graphs:
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             self._pool = None
             raise
-
-
-_all: weakref.WeakSet[Graphs] = weakref.WeakSet()
-
-
-@atexit.register
-def _drop_all() -> None:
-    """Graphs that are left to the end of the interpreter end it with a segmentation fault."""
-    for graphs in list(_all):
-        with suppress(Exception):  # of a dead device
-            graphs.drop()
 
 
 def _replay(reference: weakref.ref[torch.cuda.CUDAGraph]) -> None:
