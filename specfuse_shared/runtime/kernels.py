@@ -80,7 +80,7 @@ def split_attention(
     slots = key.shape[2] // pieces
     keys, values = (t.view(batch * heads, pieces, slots, t.shape[-1]) for t in (key, value))
     asked = query.reshape(batch * heads, 1, queries, size).expand(-1, pieces, -1, -1)
-    bias = mask.unflatten(3, (pieces, slots)).transpose(2, 3).expand(-1, heads, -1, -1, -1)
+    bias = mask.reshape(*mask.shape[:3], pieces, slots).transpose(2, 3).expand(-1, heads, -1, -1, -1)
     bias = bias.reshape(batch * heads, pieces, mask.shape[2], slots).expand(-1, -1, queries, -1)
     out, logs = _WITH_LOGS[query.device.type](asked, keys, values, bias, scaling)
     shares = logs[:, :, :queries].softmax(1)
