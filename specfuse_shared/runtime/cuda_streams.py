@@ -19,8 +19,8 @@ _IN_TURN = 32
 """Streams of one priority that torch has for a device."""
 _PRIORITIES = (0, -1)
 _owners: WeakValueDictionary[int, object] = WeakValueDictionary()
-"""Who has each stream. Streams themselves must not be referred to weakly: torch leaves such references dangling when one
-goes (mended by pytorch #183403), and the interpreter then ends with a segmentation fault."""
+"""Who has each stream. Streams themselves must not be referred to weakly: torch leaves such references dangling when
+one goes (pytorch #183403), and the interpreter then ends with a segmentation fault."""
 _lock = threading.Lock()
 
 
