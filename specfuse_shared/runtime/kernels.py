@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
     busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
     if slots < _FEWEST_SLOTS or key.shape[-1] % _ALIGNED or not key.is_contiguous():
         return 1
+    if not _gives_logs(key.device, key.dtype):
+        return 1
     while 2 * pieces * busy <= most and slots % (2 * pieces) == 0 and slots >= 2 * pieces * _FEWEST_SLOTS_OF_A_PIECE:
         pieces *= 2
     return pieces
@@ -114,6 +117,17 @@ def _on_cpu(
 
 _WITH_LOGS = {"cuda": _on_cuda, "cpu": _on_cpu}
 """Attention of the library that also gives the logarithms of the sums (B, H, Q or more)."""
+_OLDEST = {torch.float32: (7, 0), torch.float16: (7, 0), torch.bfloat16: (8, 0)}
+"""The compute capability from which on CUDA devices have such a kernel for these numbers."""
+
+
+@cache
+def _gives_logs(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda":
+        return device.type in _WITH_LOGS
+    if torch.version.hip is not None or dtype not in _OLDEST:
+        return False
+    return torch.cuda.get_device_capability(device) >= _OLDEST[dtype]
 
 
 def eager_kernel(

@@ -60,6 +60,24 @@ def test_what_gains_nothing_is_not_split(taken: list[int], slots: int, size: int
     assert taken == []
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype", "splits"),
+    [
+        ((9, 0), None, torch.bfloat16, True),
+        ((7, 5), None, torch.bfloat16, False),
+        ((7, 5), None, torch.float16, True),
+        ((9, 0), None, torch.float64, False),
+        ((9, 4), "6.4", torch.bfloat16, False),
+    ],
+)
+def test_cards_whose_library_has_no_such_kernel_do_without(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, dtype: torch.dtype, splits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert kernels._gives_logs.__wrapped__(torch.device("cuda", 0), dtype) is splits
+
+
 def test_answers_over_pieces_equal_the_naive_round(
     taken: list[int], tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
