@@ -8,7 +8,7 @@
 3. context    a round at 4,000 tokens of context ÷ a round at 256
 4. first      (time to first segment − prefill) ÷ a round
 
-bf16, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every member works in every round
+The engine's own number format, greedy, 10 tokens a segment, no exit and no guard, so that every member works in every round
 and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are sampled with a seed: members
 that repeat the filler would agree, and rounds in which all agree verify nothing.
 """
@@ -41,7 +41,7 @@ SENTENCE = "The observatory keeps a log of every clear night, its moon, its wind
 class Bench:
     def __init__(self, tokens: int, repeats: int) -> None:
         config = EnsembleConfig(
-            members=demo_members(dtype="bfloat16"),
+            members=demo_members(),
             segment_tokens=10,
             first_segment_tokens=None,
             exit="never",
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=RESULTS / "engine.json")
     options = parser.parse_args()
-    report("engine, demo members, bf16", Bench(options.tokens, options.repeats).run(), options.json)
+    report("engine, demo members", Bench(options.tokens, options.repeats).run(), options.json)
 
 
 if __name__ == "__main__":

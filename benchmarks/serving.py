@@ -8,7 +8,7 @@
 3. first       last of a wave's first segments ÷ a lone request's
 4. prefix      first segment of a second turn behind a 1,000-token first turn, with ÷ without prefix reuse
 
-bf16, greedy, the default segments, no exit, so that every member works in every round.
+The engine's own number format, greedy, the default segments, no exit, so that every member works in every round.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DOCUMENTS = sorted((Path(__file__).parents[1] / "examples" / "documents").glob("
 
 
 def engine(**settings: object) -> EnsembleEngine:
-    config = EnsembleConfig(demo_members(dtype="bfloat16"), exit="never", reuse_prefixes=False)
+    config = EnsembleConfig(demo_members(), exit="never", reuse_prefixes=False)
     return EnsembleEngine(replace(config, **settings)).load()  # type: ignore[arg-type]
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "serving.json")
     options = parser.parse_args()
     figures = [*serving(options.concurrent, options.waves, options.tokens, options.repeats), prefix(options.repeats)]
-    report("serving, demo members, bf16", figures, options.json)
+    report("serving, demo members", figures, options.json)
 
 
 if __name__ == "__main__":
