@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import AutoModelForCausalLM
 
-from specfuse_shared import SamplingParams
+from specfuse_shared import MemberConfig, SamplingParams
+from specfuse_shared.loading.pretrained import prepared
 from specfuse_shared.members.local.forwards import DraftRequest, ForwardRequest, LogprobRequest
 from specfuse_shared.members.local.tree_sequence import TreeSequence, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime import attention
-from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.fused_norms import fuse_norms
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -170,17 +170,13 @@ def shape_of(name: str) -> Shape:
 def model_on(device: torch.device, config: Any) -> Any:
     """A model without numbers, as members have it."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.eval().requires_grad_(False)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
                     there = torch.empty_like(tensor, device=device)
                     held[key] = torch.nn.Parameter(there, False) if held is module._parameters else there
-    wanted = model.config.get_text_config(decoder=True)._attn_implementation
-    model.set_attn_implementation(EAGER if wanted == "eager" or not model._supports_sdpa else GROUPED)
-    fuse_norms(model)
-    return model
+    return prepared(model, MemberConfig(config.model_type))
 
 
 @torch.inference_mode()

@@ -8,9 +8,9 @@
 3. context    a round at 4,000 tokens of context ÷ a round at 256
 4. first      (time to first segment − prefill) ÷ a round
 
-The engine's number format, greedy, 10 tokens a segment, no exit, no guard, so that every member works in each round
-and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are sampled with a seed: members
-that repeat the filler would agree, and rounds in which all agree verify nothing.
+The engine's own number format, greedy, 10 tokens a segment, no exit and no guard against repetition, so that every
+member works in every round and every answer has its length. 2, 3 and 4 go without speculation. For 3 and 4 answers are
+sampled with a seed: members that repeat the filler would agree, and rounds in which all agree verify nothing.
 """
 
 from __future__ import annotations

@@ -247,14 +247,10 @@ class Bench:
 
     def answers(self, some: Sequence[LocalMember]) -> list[Figure]:
         """Throughput of many answers at once against one."""
-        rates, params = {}, self.params()
+        rates = {}
         with self.engine(some) as engine:
             for count in self.sizes.at_once:
-                asked = [prompt(some, self.sizes.short // 4, f"Entry {n}. ") for n in range(count)]
-                for _ in range(_WARMING):
-                    results = engine.generate_batch(asked, params)
-                spent = self.timed(lambda asked=asked: engine.generate_batch(asked, params))  # type: ignore[misc]
-                rates[count] = sum(r.usage.completion_tokens for r in results) / spent  # type: ignore[union-attr]
+                rates[count], _ = self.rate(engine, some, self.sizes.short // 4, count)
                 shared = f"{engine.metrics().batch_size.mean:.1f} a forward"
                 self.facts.append((f"{count} answers at once", f"{rates[count]:.1f} tokens/s; {shared}"))
         most = max(rates)

@@ -92,9 +92,8 @@ def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
     """Into how many pieces the slots are split for so many heads of all answers, and queries of each; 1: not at all."""
     slots, most = key.shape[2], _WORKERS.get(key.device.type, 0)
     busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
-    if slots < _FEWEST_SLOTS or key.shape[-1] % _ALIGNED or not key.is_contiguous():
-        return 1
-    if not _gives_logs(key.device, key.dtype):
+    fits = slots >= _FEWEST_SLOTS and key.shape[-1] % _ALIGNED == 0 and key.is_contiguous()
+    if not fits or not _gives_logs(key.device, key.dtype):
         return 1
     while 2 * pieces * busy <= most and slots % (2 * pieces) == 0 and slots >= 2 * pieces * _FEWEST_SLOTS_OF_A_PIECE:
         pieces *= 2

@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_so(
     assert "runs without CUDA graphs" in caplog.text
 
 
-ENDS_WITH_GRAPHS = """
+CLOSES_AND_ENDS = """
 import sys
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 members = [MemberConfig(folder, dtype="float32", device="cuda") for folder in sys.argv[1:]]
@@ -193,7 +193,7 @@ engine.close()
 def test_a_process_that_gave_streams_back_ends_as_others_do(tmp_path_factory: pytest.TempPathFactory) -> None:
     folders = map(str, save_pair(tmp_path_factory).values())
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_WITH_GRAPHS, *folders],
+        [sys.executable, "-c", CLOSES_AND_ENDS, *folders],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
