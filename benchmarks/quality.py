@@ -11,12 +11,14 @@ between the half on which settings are chosen and the half that confirms them. A
 `results/quality/VARIANT.jsonl` and never made twice, so that a run may be stopped and go on. Greedy, in bf16 where the
 processor has it, as many answers at a time as `--together`.
 
+With `--member FILE` further members may stand beside the demo's: their variants are called `a+b+c`.
+
 `table` scores what is there: open questions by ROUGE-L and by the cosine of sentence embeddings (the better of two
 references), passages by F1 and by whether the answer holds a reference (asked for a few words and for a sentence),
-verifiable instructions by whether all are followed. Each column has the difference to the best member with its paired
-bootstrap interval (95 %, 10,000 samples), and below the table stands how small a difference the rows can show. JSON and
-a plot lie beside it. First segment and tokens a second are those of lone requests (`--timed`). `--coherence` adds how
-long answers hang together (`--tokens 400`).
+verifiable instructions by whether all are followed. Each column has the difference to the best of a variant's members
+with its paired bootstrap interval (95 %, 10,000 samples), and below the table stands how small a difference the rows
+can show. JSON and a plot lie beside it. First segment and tokens a second are those of lone requests (`--timed`).
+`--coherence` adds how long answers hang together (`--tokens 400`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from quality_rows import FOLDER, answers_file, read_answers, read_rows, stored_a
 from quality_table import loudest, measured, plot, rivals_of, seen, show
 from rich.progress import Progress
 from shortened import shortened
-from variants import BARS, VARIANTS, ensemble
+from variants import BARS, VARIANTS, ensemble, with_further
 
 from specfuse_shared.comparing.intervals import Interval, difference
 from specfuse_shared.comparing.run.asking import Asker, Asking
@@ -49,6 +51,7 @@ Data = Annotated[Path, typer.Option(help="folder of JSONL files")]
 Half = Annotated[str, typer.Option(help="choose, confirm or all")]
 Names = Annotated[list[str], typer.Option(help="variants, by name")]
 Tasks = Annotated[list[str], typer.Option(help="tasks, by name")]
+Further = Annotated[list[str], typer.Option(help="a further member: a hub id, a folder or a GGUF file")]
 Tokens = Annotated[int | None, typer.Option(help="most tokens of an answer, instead of the task's own budget")]
 
 
@@ -62,8 +65,10 @@ def run(
     together: Annotated[int, typer.Option(help="answers at a time")] = 24,
     timed: Annotated[int, typer.Option(help="lone requests to time for each variant")] = 0,
     tokens: Tokens = None,
+    member: Further = [],  # noqa: B006
 ) -> None:
     """Answer the rows that a variant has not answered yet."""
+    with_further(member)
     asked = read_rows(data, tasks, half, rows, tokens)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in variants:
@@ -96,21 +101,24 @@ def table(
     markdown: Annotated[bool, typer.Option(help="print a Markdown table")] = False,
     tokens: Tokens = None,
     coherence: Annotated[bool, typer.Option(help="how answers of two stretches or more hang together")] = False,
+    member: Further = [],  # noqa: B006
 ) -> None:
     """Score what has been answered."""
+    with_further(member)
     asked = read_rows(data, tasks, half, rows, tokens)
     names = variants or [name for name in VARIANTS if answers_file(stored_as(name, tokens)).is_file()]
-    names = [*(m for m in BARS if against == "best" and m not in names), *names]
+    if against == "best":
+        names = list(dict.fromkeys([*(bar for name in names for bar in VARIANTS[name].bars), *names]))
     encode = sentence_vectors() if coherence or "open" in tasks else None
     found = {name: measured(stored_as(name, tokens), asked, encode, coherence) for name in names}
     whole = {name: facts for name, facts in found.items() if facts is not None}
     for name in set(found) - set(whole):
         print(f"{name}: not all rows are answered, left out")
     rivals = rivals_of(whole, against)
-    for facts in whole.values():
-        for column, rival in rivals.items():
+    for name, facts in whole.items():
+        for column, of in rivals.items():
             facts["columns"][column]["difference"] = difference(
-                facts["columns"][column]["each"], whole[rival]["columns"][column]["each"]
+                facts["columns"][column]["each"], whole[of[name]]["columns"][column]["each"]
             )
     show(whole, rivals, f"{half} half, {len(asked)} rows, difference to {against}", markdown)
     for line in seen(whole, rivals):

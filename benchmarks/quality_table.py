@@ -12,7 +12,7 @@ from metrics import Encode, coherence, cosines, repeated_share, says_a_line_thri
 from quality_rows import read_answers
 from rich.console import Console
 from rich.table import Table
-from variants import BARS, VARIANTS
+from variants import VARIANTS
 
 from specfuse_shared.comparing import Question
 from specfuse_shared.comparing.intervals import POWER
@@ -68,20 +68,30 @@ def _habits(rows: Sequence[Question], texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def rivals_of(whole: Mapping[str, Any], against: str) -> dict[str, str]:
-    """Column → the variant that it is compared with; `best`: the best member there."""
+Rivals = Mapping[str, Mapping[str, str]]
+"""Column → variant → the variant that it is compared with there."""
+
+
+def rivals_of(whole: Mapping[str, Any], against: str) -> Rivals:
+    """`best`: the best of a variant's own members."""
     columns = next(iter(whole.values()))["columns"]
     if against != "best":
-        return dict.fromkeys(columns, against)
-    bars = [name for name in BARS if name in whole]
-    return {c: max(bars, key=lambda name: whole[name]["columns"][c]["mean"]) for c in columns}
+        return {column: dict.fromkeys(whole, against) for column in columns}
+
+    def best(name: str, column: str) -> str:
+        bars = [bar for bar in VARIANTS[name].bars if bar in whole]
+        return max(bars, key=lambda bar: whole[bar]["columns"][column]["mean"])
+
+    return {column: {name: best(name, column) for name in whole} for column in columns}
 
 
-def seen(whole: Mapping[str, Any], rivals: Mapping[str, str]) -> list[str]:
+def seen(whole: Mapping[str, Any], rivals: Rivals) -> list[str]:
     """For each column how small a difference its rows can show, in the middle over the ensembles of the table."""
     lines = []
-    for column, rival in rivals.items():
-        told = [facts["columns"][column] for name, facts in whole.items() if name not in (*BARS, rival)]
+    for column, of in rivals.items():
+        told = [
+            facts["columns"][column] for name, facts in whole.items() if name not in (*VARIANTS[name].bars, of[name])
+        ]
         spread = [one["difference"].least_seen for one in told if one["difference"].least_seen > 0]
         if spread:
             count, least = len(told[0]["each"]), statistics.median(spread)
@@ -89,7 +99,7 @@ def seen(whole: Mapping[str, Any], rivals: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def show(whole: Mapping[str, Any], rivals: Mapping[str, str], title: str, plain: bool) -> None:
+def show(whole: Mapping[str, Any], rivals: Rivals, title: str, plain: bool) -> None:
     """On the terminal, or as Markdown; without the columns of what was not measured."""
     rows = [_cells(name, whole, rivals) for name in whole]
     columns = [column for column in rows[0] if any(cells[column] for cells in rows)]
@@ -114,7 +124,7 @@ def loudest(whole: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _cells(name: str, whole: Mapping[str, Any], rivals: Mapping[str, str]) -> dict[str, str]:
+def _cells(name: str, whole: Mapping[str, Any], rivals: Rivals) -> dict[str, str]:
     """Column → text, empty where it was not measured."""
     facts = whole[name]
 
@@ -129,7 +139,7 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Mapping[str, str]) -> di
     cost, hanging = facts["cost"], facts.get("coherence")
     return {
         "variant": name,
-        **{f"{column} (to {rival})": compared(column) for column, rival in rivals.items()},
+        **{f"{column} (to {_told(of)})": compared(column) for column, of in rivals.items()},
         "words": listed("words"),
         "words ÷ members'": _ratios(name, whole),
         "circles %": listed("circles"),
@@ -141,6 +151,11 @@ def _cells(name: str, whole: Mapping[str, Any], rivals: Mapping[str, str]) -> di
         "first segment": f"{cost.first_seconds:.2f} s" if cost.timed else "",
         "tokens/s": f"{cost.tokens_per_second:.1f}" if cost.timed else "",
     }
+
+
+def _told(of: Mapping[str, str]) -> str:
+    """Whom a column's variants are compared with, where it is the same one for all."""
+    return next(iter(of.values())) if len(set(of.values())) == 1 else "their best member"
 
 
 def _ratios(name: str, whole: Mapping[str, Any]) -> str:
@@ -161,7 +176,7 @@ _PANELS = 4
 """Beside each other; more go below."""
 
 
-def plot(whole: Mapping[str, Any], rivals: Mapping[str, str], file: Path) -> None:
+def plot(whole: Mapping[str, Any], rivals: Rivals, file: Path) -> None:
     """Differences to the rival with their intervals, a panel for each column."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -173,15 +188,15 @@ def plot(whole: Mapping[str, Any], rivals: Mapping[str, str], file: Path) -> Non
     figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
     for panel in grid.flat[len(rivals) :]:
         panel.set_visible(False)
-    for panel, (column, rival) in zip(grid.flat, rivals.items(), strict=False):
+    for panel, (column, of) in zip(grid.flat, rivals.items(), strict=False):
         gaps = [whole[name]["columns"][column]["difference"] for name in names]
         means = [g.mean for g in gaps]
         spread = [[g.mean - g.low for g in gaps], [g.high - g.mean for g in gaps]]
-        colours = ["#8a8f98" if name in BARS else "#0b6e99" for name in names]
+        colours = ["#8a8f98" if name in VARIANTS[name].bars else "#0b6e99" for name in names]
         panel.axvline(0, color="#444", linewidth=0.8)
         panel.errorbar(means, range(len(names)), xerr=spread, fmt="none", ecolor=colours, elinewidth=2)
         panel.scatter(means, range(len(names)), color=colours, zorder=3)
-        panel.set_title(f"{column}\nagainst {rival}", fontsize=9)
+        panel.set_title(f"{column}\nagainst {_told(of)}", fontsize=9)
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     grid[0][0].invert_yaxis()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,9 +44,14 @@ class Variant:
     members: Members = pair
     alone: tuple[str, ...] = (SMOL.label, GEMMA.label)
 
+    @property
+    def bars(self) -> tuple[str, ...]:
+        """Members alone, whose best it is compared with: the demo's also as published."""
+        return BARS if set(self.alone) <= set(BARS) else self.alone
+
 
 BARS = (PUBLISHED.label, SMOL.label, GEMMA.label)
-"""Members alone: each column of a table is compared with the best of them there."""
+"""The demo's members alone: each column of a table is compared with the best of them there."""
 VARIANTS: dict[str, Variant] = {
     SMOL.label: Variant("a member alone", members=lambda: [SMOL]),
     GEMMA.label: Variant("a member alone", members=lambda: [GEMMA]),
@@ -138,6 +144,23 @@ for _preset in ("default", "specfuse", "specem"):
         VARIANTS[f"{_preset}-{_name}"] = Variant(_about, {}, _preset, partial(_beside, _weak))
 for _name, (_about, _weak) in WEAK.items():
     VARIANTS[f"stretch-{_name}"] = Variant(_about, STRETCH, members=partial(_beside, _weak))
+
+
+def with_further(files: Sequence[str]) -> None:
+    """Name variants with further members: each alone, and every ensemble of them and the demo's two: `a+b+c`."""
+    further = [MemberConfig(file) for file in files]
+    for member in further:
+        VARIANTS[member.label] = Variant(
+            "a further member alone", members=partial(list, [member]), alone=(member.label,)
+        )
+    everybody = [SMOL, GEMMA, *further]
+    for size in range(2, len(everybody) + 1):
+        for some in itertools.combinations(everybody, size):
+            labels = tuple(member.label for member in some)
+            if not set(labels) <= set(BARS):
+                VARIANTS["+".join(labels)] = Variant(
+                    "the default with further members", members=partial(list, some), alone=labels
+                )
 
 
 def ensemble(name: str, together: int) -> EnsembleConfig:

@@ -13,6 +13,7 @@ import quality
 import quality_rows
 import quality_table
 import questions
+import variants
 from numpy.typing import NDArray
 from typer import BadParameter
 from variants import BARS, PUBLISHED, SMOL, VARIANTS
@@ -88,8 +89,9 @@ def test_a_table_has_every_column_against_its_best_member(
     asked = quality_rows.read_rows(data, ["open", "rag"], "all")
     whole: dict[str, Any] = {name: quality_table.measured(name, asked, encode) for name in (*BARS, "default")}
     rivals = quality_table.rivals_of(whole, "best")
-    assert rivals == {"open: rougeL": BARS[0], "open: cosine": BARS[0], "rag: f1": BARS[1], "rag: contains": BARS[1]}
-    assert quality_table.rivals_of(whole, "default")["rag: f1"] == "default"
+    best = {"open: rougeL": BARS[0], "open: cosine": BARS[0], "rag: f1": BARS[1], "rag: contains": BARS[1]}
+    assert rivals == {column: dict.fromkeys(whole, rival) for column, rival in best.items()}
+    assert set(quality_table.rivals_of(whole, "default")["rag: f1"].values()) == {"default"}
     assert {c: whole["default"]["columns"][c]["mean"] for c in ("open: cosine", "rag: f1", "rag: contains")} == {
         "open: cosine": 100.0,
         "rag: f1": 100.0,
@@ -99,7 +101,7 @@ def test_a_table_has_every_column_against_its_best_member(
     assert whole[BARS[1]]["columns"]["open: cosine"]["mean"] == 0.0
     assert whole["default"]["sets"]["open"]["circles"] == 100.0
     for facts in whole.values():
-        for column, rival in rivals.items():
+        for column, rival in best.items():
             other = whole[rival]["columns"][column]["each"]
             facts["columns"][column]["difference"] = difference(facts["columns"][column]["each"], other)
     quality_table.show(whole, rivals, "title", plain=True)
@@ -116,8 +118,30 @@ def test_below_each_table_stands_what_cannot_be_seen() -> None:
         return {"columns": {"open: rougeL": {"each": each, "difference": difference(each, [0.0] * 40)}}}
 
     noisy = [float(5 * (n % 2)) for n in range(40)]
-    [line] = quality_table.seen({BARS[0]: facts([0.0] * 40), "default": facts(noisy)}, {"open: rougeL": BARS[0]})
+    [line] = quality_table.seen(
+        {BARS[0]: facts([0.0] * 40), "default": facts(noisy)},
+        {"open: rougeL": dict.fromkeys((BARS[0], "default"), BARS[0])},
+    )
     assert line == "open: rougeL, 40 rows: differences below 1.1 cannot be seen (80% power)."
+
+
+def test_with_further_members_each_ensemble_is_compared_with_its_own_best(
+    data: Path, answered: Callable[[str, dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "VARIANTS", dict(VARIANTS))
+    monkeypatch.setattr(quality_table, "VARIANTS", variants.VARIANTS)
+    variants.with_further(["some/large"])
+    both = f"{SMOL.label}+large"
+    assert [m.label for m in variants.VARIANTS[both].members()] == [SMOL.label, "large"]
+    assert f"{SMOL.label}+{BARS[2]}+large" in variants.VARIANTS
+    assert f"{SMOL.label}+{BARS[2]}" not in variants.VARIANTS, "that is the default"
+    said = {BARS[0]: "It is red", BARS[1]: "so red", "large": "red", both: "red", "default": "red"}
+    for name, text in said.items():
+        answered(name, {"rag": text})
+    asked = quality_rows.read_rows(data, ["rag"], "all")
+    whole: dict[str, Any] = {name: quality_table.measured(name, asked) for name in said}
+    rivals = quality_table.rivals_of(whole, "best")["rag: f1"]
+    assert rivals == {BARS[0]: BARS[1], BARS[1]: BARS[1], "default": BARS[1], "large": "large", both: "large"}
 
 
 def test_every_variant_is_a_configuration() -> None:
