@@ -73,6 +73,8 @@ POLICIES: Mapping[str, tuple[AggregatePolicy, float]] = {
     "seconded, size (the default but for choices)": (SecondedMean(), 1.0),
     "seconded, equal": (SecondedMean(), 0.0),
     "seconded, √size": (SecondedMean(), 0.5),
+    "seconded, size^1.5": (SecondedMean(), 1.5),
+    "seconded, size²": (SecondedMean(), 2.0),
     "weighted mean, equal": (weighted_mean, 0.0),
     "weighted mean, size": (weighted_mean, 1.0),
     "geometric mean, equal": (geometric_mean, 0.0),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from filelock import FileLock
@@ -17,6 +20,9 @@ from filelock import FileLock
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading.ollama import ollama_model
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +106,25 @@ def _convert_tokenizer(gguf: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    if spells_out(AutoTokenizer.from_pretrained(folder)):
+        raise MemberLoadError(
+            f"transformers {version('transformers')} converts the tokenizer of {gguf.name} into one that spells words "
+            "out letter by letter: install a later release, or name a repository with `tokenizer`"
+        )
+
+
+_SAMPLE, _WORD = 200, 4
+"""So many words of so many letters or more are looked at."""
+
+
+def spells_out(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether words that are tokens become more than a token for every two letters: merges were lost."""
+    every = max(1, len(tokenizer) // (50 * _SAMPLE))
+    texts = (tokenizer.decode([number]) for number in range(0, len(tokenizer), every))
+    words = (text for text in texts if len(text) >= _WORD and text.isascii() and text.isalpha())
+    looked_at = list(itertools.islice(words, _SAMPLE))
+    tokens = sum(len(tokenizer.encode(word, add_special_tokens=False)) for word in looked_at)
+    return 2 * tokens > sum(map(len, looked_at))
 
 
 def _made(target: Path, fill: Callable[[Path], None]) -> None:

@@ -17,7 +17,7 @@ _WORKERS = {"cuda": 256}
 _FEWEST_SLOTS, _FEWEST_SLOTS_OF_A_PIECE = 1024, 128
 _QUERIES_OF_A_WORKER = 64
 _ALIGNED = 8
-"""The library's kernels for devices want sizes of heads that are a multiple of this."""
+"""The library's kernels for devices want sizes of heads, and rows of a mask, that are a multiple of this."""
 
 
 def choose_kernels(device: torch.device) -> None:
@@ -95,9 +95,14 @@ def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
     fits = slots >= _FEWEST_SLOTS and key.shape[-1] % _ALIGNED == 0 and key.is_contiguous()
     if not fits or not _gives_logs(key.device, key.dtype):
         return 1
-    while 2 * pieces * busy <= most and slots % (2 * pieces) == 0 and slots >= 2 * pieces * _FEWEST_SLOTS_OF_A_PIECE:
+    while 2 * pieces * busy <= most and _splits(slots, 2 * pieces):
         pieces *= 2
     return pieces
+
+
+def _splits(slots: int, pieces: int) -> bool:
+    """Whether each piece is long enough, and its mask begins where the library's kernels want it."""
+    return slots % (pieces * _ALIGNED) == 0 and slots >= pieces * _FEWEST_SLOTS_OF_A_PIECE
 
 
 def _on_cuda(

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, UnsupportedModelError
-from specfuse_shared.loading.gguf import cache_folder, converted
+from specfuse_shared.loading.gguf import cache_folder, converted, converted_tokenizer, spells_out
 from specfuse_shared.loading.pretrained import LoadProgress, prepared
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.probe import Attempt, _attempt, _small_windows, probe
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.runtime.masks import MaskPlan
-from tests.support.tiny import byte_level_tokenizer, save_model
+from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 
 @pytest.fixture
@@ -37,6 +38,30 @@ def test_a_gguf_file_is_converted_once(exact_engine: EnsembleEngine) -> None:
         assert (target / "model.safetensors").is_file()
         assert target.parent == cache_folder()
     assert "converting (once)" not in stages
+
+
+def without_merges(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same words, with nothing that puts letters together: as some releases of transformers convert a file."""
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    told["model"]["merges"] = []
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told)), eos_token="<|end|>")
+
+
+def test_a_tokenizer_that_was_converted_into_letters_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = byte_level_tokenizer()
+    broken = without_merges(whole)
+    assert len(broken) == len(whole)
+    assert [spells_out(whole), spells_out(metaspace_tokenizer()), spells_out(broken)] == [False, False, True]
+    given = iter([broken])
+    own = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **more: next(given, None) or own(*args))
+    model = tmp_path / "letters.gguf"
+    model.write_bytes(b"GGUF")
+    with pytest.raises(MemberLoadError, match=r"spells words out letter by letter: install a later release"):
+        converted_tokenizer(model, str(tmp_path), lambda stage: None)
+    assert not list(tmp_path.glob("letters-*-tokenizer-*/")), "what is broken is not kept"
 
 
 def test_progress_names_every_member_and_stage(folder: Path) -> None:

@@ -51,8 +51,8 @@ def test_pieces_give_what_the_whole_gives(
 
 @pytest.mark.parametrize(
     ("slots", "size", "answers"),
-    [(512, 16, 1), (1024, 12, 1), (1024, 16, 200)],
-    ids=["few slots", "a size that kernels do not take", "many answers"],
+    [(512, 16, 1), (1024, 12, 1), (1024, 16, 200), (1278, 16, 1)],
+    ids=["few slots", "a size that kernels do not take", "many answers", "pieces whose masks are not aligned"],
 )
 def test_what_gains_nothing_is_not_split(taken: list[int], slots: int, size: int, answers: int) -> None:
     query, key = torch.randn(answers, 4, 1, size), torch.randn(answers, 2, slots, size)
