@@ -102,33 +102,41 @@ def table(
     tokens: Tokens = None,
     coherence: Annotated[bool, typer.Option(help="how answers of two stretches or more hang together")] = False,
     member: Further = [],  # noqa: B006
+    answered: Annotated[bool, typer.Option(help="only the rows that all of them have answered")] = False,
 ) -> None:
     """Score what has been answered."""
     with_further(member)
     asked = read_rows(data, tasks, half, rows, tokens)
     names = variants or [name for name in VARIANTS if answers_file(stored_as(name, tokens)).is_file()]
-    if against == "best":
-        names = list(dict.fromkeys([*(bar for name in names for bar in VARIANTS[name].bars), *names]))
+    rivals = [against] if against != "best" else [bar for name in names for bar in VARIANTS[name].bars]
+    names = list(dict.fromkeys([*rivals, *names]))
+    if answered:
+        made = [read_answers(stored_as(name, tokens)) for name in names]
+        asked = [row for row in asked if all(row.id in each for each in made)]
     encode = sentence_vectors() if coherence or "open" in tasks else None
     found = {name: measured(stored_as(name, tokens), asked, encode, coherence) for name in names}
     whole = {name: facts for name, facts in found.items() if facts is not None}
     for name in set(found) - set(whole):
         print(f"{name}: not all rows are answered, left out")
-    rivals = rivals_of(whole, against)
+    if not asked or not set(rivals) & set(whole):
+        raise typer.BadParameter("nothing to compare: see `run`, and `--answered` for a run that was cut short")
+    compared = rivals_of(whole, against)
     for name, facts in whole.items():
-        for column, of in rivals.items():
+        for column, of in compared.items():
             facts["columns"][column]["difference"] = difference(
                 facts["columns"][column]["each"], whole[of[name]]["columns"][column]["each"]
             )
-    show(whole, rivals, f"{half} half, {len(asked)} rows, difference to {against}", markdown)
-    for line in seen(whole, rivals):
+    show(whole, compared, f"{half} half, {len(asked)} rows, difference to {against}", markdown)
+    for line in seen(whole, compared):
         print(line)
     if not markdown:
         print("\n".join(loudest(whole)))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"half": half, "rivals": rivals, "variants": whole}, indent=1, default=_plain) + "\n")
-        plot(whole, rivals, out.with_suffix(".png"))
+        out.write_text(
+            json.dumps({"half": half, "rivals": compared, "variants": whole}, indent=1, default=_plain) + "\n"
+        )
+        plot(whole, compared, out.with_suffix(".png"))
 
 
 @app.command()

@@ -16,6 +16,7 @@ import questions
 import variants
 from numpy.typing import NDArray
 from typer import BadParameter
+from typer.testing import CliRunner
 from variants import BARS, PUBLISHED, SMOL, VARIANTS
 
 from specfuse_shared import EnsembleConfig
@@ -111,6 +112,25 @@ def test_a_table_has_every_column_against_its_best_member(
     assert cells["words ÷ members'"] == f"{16 / 1.5:.2f}, {1 / 4:.2f}"
     assert cells["circles %"] == "100, 0"
     assert quality_table.measured("specfuse", asked, encode) is None, "nothing is answered yet"
+
+
+def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
+    data: Path, answered: Callable[[str, dict[str, str]], None]
+) -> None:
+    answered(BARS[1], {"rag": "blue"})
+    first = quality_rows.read_rows(data, ["rag"], "choose")[0]
+    with RunFile(quality_rows.answers_file("default")) as file:
+        file.add_answer(
+            first.id, Answer("red", "stop", tokens=1, rounds=1, active=2.0, forwards=2), "default", first.id
+        )
+    asked = ["table", "--data", str(data), "--tasks", "rag", "--half", "all", "--variants", "default"]
+    told = {
+        "default: not all rows are answered, left out": ["--against", BARS[1]],
+        f"1 rows, difference to {BARS[1]}": ["--against", BARS[1], "--answered"],
+        "nothing to compare": ["--against", BARS[0]],
+    }
+    for line, more in told.items():
+        assert line in CliRunner().invoke(quality.app, [*asked, *more]).output
 
 
 def test_below_each_table_stands_what_cannot_be_seen() -> None:
