@@ -16,6 +16,8 @@ def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[S
 
 SECOND = 1000.0
 """A candidate is implausible to a verifier that finds it less than 1/`SECOND` as likely as another one."""
+MOST = 0.5
+"""A member with more of the votes than this outvotes all others together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,12 @@ class SecondedMean:
 
     Its author's vote counts at most `SECOND` times the highest other vote. So a member that is sure of its own nonsense
     cannot carry it, and votes for what another member finds plausible stay as they are. The `outsiders` neither stand
-    nor vote.
+    nor vote. None of this holds for a member with most of the votes: weak ones do not know what it knows.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         def counted(j: int, i: int) -> float:
-            if len(scores) < 3 or list(drafters[i]) != [j]:
+            if len(scores) < 3 or list(drafters[i]) != [j] or weights[j] > MOST:
                 return scores[j][i]
             second = max(row[i] for k, row in enumerate(scores) if k != j)
             return min(scores[j][i], SECOND * second)
@@ -38,7 +40,7 @@ class SecondedMean:
             [[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters
         )
 
-    def outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
+    def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[int]:
         """Verifiers that find only their own draft plausible, while no other verifier does; none if this holds for
         all."""
         heard = [
@@ -48,6 +50,7 @@ class SecondedMean:
             if list(drafters[i]) != [j] and SECOND * score >= max(row)
         ]
         insiders = {j for j, _ in heard} | {drafters[i][0] for _, i in heard if len(drafters[i]) == 1}
+        insiders |= {j for j, weight in enumerate(weights) if weight > MOST} if insiders else set()
         return [j for j in range(len(scores)) if j not in insiders] if insiders else []
 
 

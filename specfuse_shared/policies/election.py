@@ -78,7 +78,7 @@ class Electorate:
     def _outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
         """Verifiers that the aggregate lets neither stand nor vote, if it knows any."""
         find = getattr(self.aggregate, "outsiders", None)
-        return find(scores, drafters) if find is not None and len(scores) > 2 else []
+        return find(scores, self.weights, drafters) if find is not None and len(scores) > 2 else []
 
     def _without(
         self,

@@ -52,8 +52,9 @@ class AggregatePolicy(Protocol):
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
         """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (`elect` has the rule for equals).
 
-        `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method `outsiders(scores, drafters)`,
-        which returns verifiers that, among three or more, neither stand nor vote in this round.
+        `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
+        `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, neither stand nor
+        vote in this round.
         """
         ...
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, SamplingParams
-from tests.support.against_naive import local_members
+from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
+from tests.support.against_naive import assert_equals_naive, local_members
 from tests.support.fake_engine import OTHER, TALE, FakeEngine
 from tests.support.fake_lane import FakeLane, scripted
-from tests.support.tiny import MESSAGES, pair_config, save_pair
+from tests.support.tiny import MESSAGES, byte_level_tokenizer, pair_config, save_model, save_pair
 
 
 def first_weights(sizes: dict[str, int], **settings: str) -> dict[str, float]:
@@ -58,6 +58,20 @@ def test_a_members_own_weight_comes_on_top(tmp_path_factory: pytest.TempPathFact
     shares = [3 * sizes[0], sizes[1]]
     assert sizes[0] != sizes[1] > 0
     assert list(result.rounds[0].weights.values()) == pytest.approx([share / sum(shares) for share in shares])
+
+
+@pytest.mark.parametrize("weight", [1.0, 20.0])
+def test_three_members_of_which_one_outvotes_the_others_equal_the_naive_rounds(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, weight: float
+) -> None:
+    config = pair_config(save_pair(tmp_path_factory))
+    third = save_model("qwen3", byte_level_tokenizer(), tmp_path / "third")
+    heavy = MemberConfig(str(third), name="heavy", dtype="float32", weight=weight)
+    with EnsembleEngine(replace(config, members=[*config.member_configs, heavy])) as engine:
+        records = assert_equals_naive(
+            engine.config, local_members(engine), MESSAGES, SamplingParams(max_tokens=60), rounds=5
+        )
+    assert (max(records[0].weights.values()) > 0.5) is (weight > 1)
 
 
 def test_the_papers_count_members_alike() -> None:

@@ -188,6 +188,21 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
     assert elect(*rows, aggregate=policies.SecondedMean()).winner == 0
 
 
+def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
+    """Two weak ones find each other's draft thinkable, and what the strong one knows unthinkable."""
+
+    def row(guess: float, other: float, known: float) -> list[CandidateLogprobs]:
+        return [candidate((" guess", guess)), candidate((" other", other)), candidate((" known", known))]
+
+    rows = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-5, 1e-5, 0.6)]
+    seconded = policies.SecondedMean()
+    assert elect(*rows, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2
+    assert elect(*rows, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0, "half is not most"
+    heard = [row(0.5, 0.2, 1e-9), row(0.2, 0.5, 1e-9), row(1e-3, 1e-5, 0.6)]
+    assert elect(*heard, aggregate=seconded, weights=[0.1, 0.1, 0.8]).winner == 2, "its own draft counts in full"
+    assert elect(*heard, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0
+
+
 def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing() -> None:
     """Of two that disagree, the one with the higher mean wins, with or without a member that babbles beside them."""
     war = [candidate((" 1756", 0.06), end=0.9), candidate((" six", 0.002), (" years", 0.9), end=0.9)]

@@ -181,7 +181,7 @@ def _elect(
 ) -> tuple[Draft, dict[str, dict[Draft, float]], dict[Draft, float]]:
     """The winner, each verifier's scores, the votes. The lowest leaves, and the others are compared anew."""
     scores, total = _votes(list(authors), judged, weight, authors, config)
-    gone = _outsiders(scores, authors) if config.aggregate == "seconded_mean" and len(judged) > 2 else set()
+    gone = _outsiders(scores, weight, authors) if config.aggregate == "seconded_mean" and len(judged) > 2 else set()
     if gone and gone != set(judged):
         rest = {d: [j for j in own if j not in gone] for d, own in authors.items() if set(own) - gone}
         heard = {j: {d: row[d] for d in rest} for j, row in judged.items() if j not in gone}
@@ -194,11 +194,19 @@ def _elect(
     return left[0], scores, total | dict.fromkeys(circling, 0.0)
 
 
-def _outsiders(scores: dict[str, dict[Draft, float]], authors: dict[Draft, list[str]]) -> set[str]:
-    """Who finds a thousandth of its likeliest in nothing but its own, in which nobody else does."""
+def _outsiders(
+    scores: dict[str, dict[Draft, float]], weight: dict[str, float], authors: dict[Draft, list[str]]
+) -> set[str]:
+    """Who finds a thousandth of its likeliest in nothing but its own, in which nobody else does; but for who has more
+    than half of the votes."""
     liked = {(j, d) for j, row in scores.items() for d in row if 1000 * row[d] >= max(row.values())}
     met = {(j, d) for j, d in liked if authors[d] != [j]}
-    return set(scores) - {j for j, _ in met} - {own for _, d in met for own in authors[d] if len(authors[d]) == 1}
+    if not met:
+        return set()
+    heavy = {j for j in scores if weight[j] > 0.5 * sum(weight[k] for k in scores)}
+    return (
+        set(scores) - heavy - {j for j, _ in met} - {own for _, d in met for own in authors[d] if len(authors[d]) == 1}
+    )
 
 
 def _votes(
@@ -233,10 +241,11 @@ def _last(
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:
     """Weighted mean of (score, weight, whether it is the only author's); seconded: a lone author's score counts at most
-    a thousand times the best other one, among three or more."""
+    a thousand times the best other one, among three or more, but for who has more than half of the votes."""
     if config.aggregate == "seconded_mean" and len(votes) > 2:
         most = 1000 * max(s for s, _, own in votes if not own)
-        votes = [(min(s, most) if own else s, w, own) for s, w, own in votes]
+        half = 0.5 * sum(w for _, w, _ in votes)
+        votes = [(min(s, most) if own and w <= half else s, w, own) for s, w, own in votes]
     return sum(s * w for s, w, _ in votes)
 
 
