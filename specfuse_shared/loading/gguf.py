@@ -120,7 +120,7 @@ _SAMPLE, _WORD = 200, 4
 def spells_out(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether words that are tokens become more than a token for every two letters: merges were lost."""
     every = max(1, len(tokenizer) // (50 * _SAMPLE))
-    texts = (tokenizer.decode([number]) for number in range(0, len(tokenizer), every))
+    texts = (str(tokenizer.decode([number])) for number in range(0, len(tokenizer), every))
     words = (text for text in texts if len(text) >= _WORD and text.isascii() and text.isalpha())
     looked_at = list(itertools.islice(words, _SAMPLE))
     tokens = sum(len(tokenizer.encode(word, add_special_tokens=False)) for word in looked_at)
