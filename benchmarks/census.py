@@ -9,6 +9,7 @@ registered stays for the life of the process.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -167,6 +168,17 @@ def shape_of(name: str) -> Shape:
     return next(shape for shape in SHAPES if shape.name == name)
 
 
+def wanted() -> list[str]:
+    """The models that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("models", metavar="MODEL", nargs="*", default=NAMES, help=", ".join(names))
+    models: list[str] = list(parser.parse_args().models)
+    if unknown := set(models) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return models
+
+
 def model_on(device: torch.device, config: Any) -> Any:
     """A model without numbers, as members have it."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -228,13 +240,14 @@ def weights(name: str) -> int:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or NAMES:
+    models = wanted()
+    for chosen in models:
         sys.stdout.write(json.dumps({"model": chosen, "step": "weights", "bytes": weights(chosen)}) + "\n")
         fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
     _setup_privateuseone_for_python_backend("absent")
     vars(attention)["causal_lower_right"] = lower_right
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for chosen in sys.argv[1:] or NAMES:
+        for chosen in models:
             for step, counts in census_of(chosen, torch.device("absent")):
                 sys.stdout.write(json.dumps({"model": chosen, "step": step, **vars(counts)}) + "\n")

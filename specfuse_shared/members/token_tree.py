@@ -81,6 +81,13 @@ class TokenTree:
                 descendants.add(number)
         return sorted(descendants)
 
+    def take_over(self, other: TokenTree, root: int, below: Iterable[int], trunk: int) -> dict[int, int]:
+        """Make nodes for those of `other` `below` its `root`, behind `trunk` tokens; tells new numbers by old ones."""
+        numbers = {root: ROOT}
+        for old in below:
+            numbers[old] = self.child(numbers[other.parents[old]], trunk, other.tokens[old])
+        return numbers
+
     def lineage(self, node: int) -> list[int]:
         """`node` and its ancestors, nearest first."""
         ancestors = []

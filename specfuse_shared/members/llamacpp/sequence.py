@@ -246,9 +246,7 @@ class LlamaTree(LlamaSequence):
 
     def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
         """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
-        numbers = {root: ROOT}
-        for old in below:
-            numbers[old] = self._tree.child(numbers[tree.parents[old]], self.length, tree.tokens[old])
+        numbers = self._tree.take_over(tree, root, below, self.length)
         self._logits = logits.moved({old: numbers[old] for old in below})
         for run in self._runs:
             run.nodes = [numbers[node] for node in run.nodes]

@@ -142,11 +142,10 @@ class TreeSequence(SequenceState):
         assert self._row is not None
         slots = [slot for n in below if (slot := tree.slots[n]) is not None]
         self._row.keep(self.length, slots)
-        numbers = {root: ROOT}
+        numbers = self._tree.take_over(tree, root, below, self.length)
         for slot, old in enumerate(below, start=self.length):
-            new = self._tree.child(numbers[tree.parents[old]], self.length, tree.tokens[old])
-            self._tree.slots[new], numbers[old] = slot, new
-            self._fed_nodes.append(new)
+            self._tree.slots[numbers[old]] = slot
+            self._fed_nodes.append(numbers[old])
         self._logits = logits.moved({old: numbers[old] for old in below})
 
     def draft_behind(self, branch: Branch) -> None:
