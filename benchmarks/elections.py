@@ -70,20 +70,20 @@ def own_drafts(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequ
 
 
 POLICIES: Mapping[str, tuple[AggregatePolicy, float]] = {
-    "seconded, size (the default but for choices)": (SecondedMean(), 1.0),
+    "seconded, size^1.5 (the default but for choices)": (SecondedMean(), 1.5),
     "seconded, equal": (SecondedMean(), 0.0),
     "seconded, √size": (SecondedMean(), 0.5),
-    "seconded, size^1.5": (SecondedMean(), 1.5),
+    "seconded, size": (SecondedMean(), 1.0),
     "seconded, size²": (SecondedMean(), 2.0),
     "weighted mean, equal": (weighted_mean, 0.0),
-    "weighted mean, size": (weighted_mean, 1.0),
+    "weighted mean, size^1.5": (weighted_mean, 1.5),
     "geometric mean, equal": (geometric_mean, 0.0),
-    "geometric mean, size": (geometric_mean, 1.0),
-    "one vote to share out, size (for choices the default)": (shares, 1.0),
-    "own drafts alone, size": (own_drafts, 1.0),
+    "geometric mean, size^1.5": (geometric_mean, 1.5),
+    "one vote to share out, size^1.5 (for choices the default)": (shares, 1.5),
+    "own drafts alone, size^1.5": (own_drafts, 1.5),
     "own drafts alone, equal": (own_drafts, 0.0),
     "confidence and consistency, equal": (confidence, 0.0),
-    "confidence and consistency, size": (confidence, 1.0),
+    "confidence and consistency, size^1.5": (confidence, 1.5),
 }
 
 

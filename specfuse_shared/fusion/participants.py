@@ -156,8 +156,12 @@ class Participants:
             raise PromptTooLongError(member.name, limit, count, room, at_least=at_least)
 
 
+_SIZE_POWER = 1.5
+"""By parameters alone, two members may outvote one that is far better; by their square, the largest decides alone."""
+
+
 def _first_weights(members: Sequence[Member], by_size: bool) -> list[float]:
-    """Weights (Σ = 1) before any round: of the configuration; `by_size`, times parameters where all are known."""
+    """Weights (Σ = 1) before any round: of the configuration; `by_size`, times parameters^1.5 where all are known."""
     sizes = [member.info.report.parameters for member in members]
-    shares = [size if by_size and all(sizes) else 1 for size in sizes]
+    shares = [size**_SIZE_POWER if by_size and all(sizes) else 1.0 for size in sizes]
     return normalised([member.info.weight * share for member, share in zip(members, shares, strict=True)])

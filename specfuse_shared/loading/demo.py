@@ -25,11 +25,11 @@ def demo_members(
 
     Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
     (`demo_training/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, because they are not GGUF
-    files. Gemma's parameters count half: SmolLM2 is the better one on instructions, and on the rest it makes no
+    files. Both have the same vote at first: SmolLM2 is the better one on instructions, and on the rest it makes no
     difference. Raises `MemberLoadError` with the command that installs the models."""
     files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
     adapters = {name: None if backend == "llama.cpp" else str(ADAPTERS / name) for name in files}
-    weights = {"smollm2-135m": 1.0, "gemma3-270m": 0.5}
+    weights = {"smollm2-135m": 1.0, "gemma3-270m": 0.355}  # (134.5 / 268.1)^1.5: equal votes
     return tuple(
         MemberConfig(str(file), name=name, adapter=adapters[name], dtype=dtype, backend=backend, weight=weights[name])
         for name, file in files.items()

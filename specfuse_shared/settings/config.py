@@ -99,11 +99,11 @@ class EnsembleConfig(Settings):
     "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
     "byte". "mean_prob" and "stretch" take "token" and "byte" only. Default: "text" for "mean_logprob", else "token"."""
     aggregate: str | AggregatePolicy = "seconded_mean"
-    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member cannot carry its own
-    candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one verifier finds impossible
-    cannot win)."""
+    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member without most of the
+    votes cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one
+    verifier finds impossible cannot win)."""
     first_weights: str = "size"
-    """What members' votes count when an answer begins: "size" (parameters · `MemberConfig.weight`, so that two small
+    """What members' votes count when an answer begins: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
     members do not outvote one that is far better; "equal" where a size is not known) or "equal" (`MemberConfig.weight`
     alone: the papers')."""
     feedback: str | FeedbackPolicy = "constant"

@@ -20,8 +20,8 @@ def first_weights(sizes: dict[str, int], **settings: str) -> dict[str, float]:
         return dict(engine.generate("tell me", SamplingParams(max_tokens=9)).rounds[0].weights)
 
 
-def test_a_vote_counts_by_the_members_size() -> None:
-    assert first_weights({"a": 100, "b": 400}) == pytest.approx({"a": 0.2, "b": 0.8})
+def test_four_times_the_parameters_count_eight_times() -> None:
+    assert first_weights({"a": 100, "b": 400}) == pytest.approx({"a": 1 / 9, "b": 8 / 9})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_members_own_weight_comes_on_top(tmp_path_factory: pytest.TempPathFact
     with EnsembleEngine(replace(config, members=[replace(chat, weight=3.0), base])) as engine:
         result = engine.generate(MESSAGES, SamplingParams(max_tokens=12))
         sizes = [member.report.parameters for member in local_members(engine)]
-    shares = [3 * sizes[0], sizes[1]]
+    shares = [3 * sizes[0] ** 1.5, sizes[1] ** 1.5]
     assert sizes[0] != sizes[1] > 0
     assert list(result.rounds[0].weights.values()) == pytest.approx([share / sum(shares) for share in shares])
 

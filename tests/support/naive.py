@@ -119,7 +119,7 @@ def naive_rounds(
     kind: type[NaiveMember] = NaiveMember,
 ) -> Iterator[NaiveRound]:
     active = [kind(m, messages, params) for m in members]
-    power = 1 if config.first_weights == "size" else 0
+    power = 1.5 if config.first_weights == "size" else 0
     first = {m.name: m.info.weight * m.info.report.parameters**power for m in members}
     weight = {name: own / sum(first.values()) for name, own in first.items()}
     quality = dict.fromkeys(weight, 0.0)
