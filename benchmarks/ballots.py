@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import queue
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,6 +103,17 @@ class Ballot:
         winner = self.elect(some, left, authors, aggregate, power)
         return 0.0 if winner is None else self.metrics[winner][metric]
 
+    def keyed(self, some: Sequence[str], power: float, metric: str, allowed: Allowed) -> float:
+        """The metric of the key with most votes, V(a) = Σ_j w_j Σ_s c_js 1[key of draft s = a], where c is the mean
+        probability of the key's tokens; for rows whose drafts are whole values."""
+        votes = [0.0] * len(self.claims)
+        for i, claims in enumerate(self.claims):
+            for claim in claims:
+                if claim.author in some and allowed(claim):
+                    j = self.voters.index(claim.author)
+                    votes[i] += self.sizes[j] ** power * math.exp(statistics.fmean(self.table[j][i].logprobs))
+        return self.metrics[votes.index(max(votes))][metric] if any(votes) else 0.0
+
     def elect(
         self,
         some: Sequence[str],
@@ -184,7 +196,7 @@ class Collector:
             numbers = [next(self._numbers) for _ in voters]
             asked: dict[int, tuple[Member, Op]] = {}
             for seed, (number, voter) in enumerate(zip(numbers, voters, strict=True)):
-                text = "\n\n".join(filter(None, (question.text, voter.instruction)))
+                text = "\n\n".join(filter(None, (question.prompt, voter.instruction)))
                 prompt = tuple(voter.member.encode_prompt([Message("user", text)]))
                 asked[number] = (voter.member, Open(prompt, params, seed))
                 opened[number] = voter
@@ -198,7 +210,7 @@ class Collector:
             assert all(isinstance(each, Drafted) for each in drafts)
             return [ScoringQuery(c + d.text, d.ends) for c, d in zip(commits, drafts, strict=True)]
 
-        greedy = SamplingParams(max_tokens=SEGMENT)
+        greedy = replace(question.params(), max_tokens=SEGMENT)
         if unsure or sampled:  # so that every further draft finds the prompt read
             self._ask(
                 {number: (opened[number].member, Close(remember=True)) for number in open_all(self.voters, greedy)}

@@ -11,8 +11,8 @@ trio and for all of them: how votes are added up, and what each member's counts.
 candidate as an answer, its difference to the default with its 95 % interval, and each member alone.
 
 With `--unsure N` a member drafts from its N next best first tokens, too; with `--sampled N` it samples N drafts; with
-`--instruction TEXT` it stands once more, told so. `drafts` says what that changes. `early` says what it changes to
-decide after 5 or 10 of the 20 tokens, from which margin.
+`--instruction TEXT` it stands once more, told so. `drafts` says what that changes, and what votes on keys would.
+`early` says what it changes to decide after 5 or 10 of the 20 tokens, from which margin.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def drafts(file: Path, metric: Metric = "f1") -> None:
     ballots, console = _read(file), Console(width=150)
     alone = _alone(ballots, metric)
     policy = next(iter(POLICIES.values()))
+    sampled = any(claim.kind == "sampled" for each in ballots for claims in each.claims for claim in claims)
     for some in [*([name] for name in ballots[0].voters), *_ensembles(ballots[0].voters)]:
         shown = {
             f"{what} ({_drafts_a_row(ballots, some, allowed):.1f})": [
@@ -138,6 +139,10 @@ def drafts(file: Path, metric: Metric = "f1") -> None:
             ]
             for what, allowed in DRAFTS.items()
         }
+        if sampled:
+            shown["votes on keys, own and sampled"] = [
+                each.keyed(some, policy[1], metric, _sampled) for each in ballots
+            ]
         console.print(_compared(some, shown, alone, "drafts (a row)", metric))
 
 

@@ -64,6 +64,15 @@ def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(asked: Colle
     assert more.chosen(more.voters, *SIZED, "rougeL") == pytest.approx(plain.chosen(plain.voters, *SIZED, "rougeL"))
 
 
+def test_a_choice_is_asked_as_compare_asks_it(asked: Collector) -> None:
+    choice = Question(
+        "What is full?", references=["the moon"], choices=["the sea", "the moon", "the log"], kind="choice"
+    )
+    ballot = asked.ballot(choice, 0, 2)
+    assert {row.text for row in ballot.table[0]} <= set("ABC")
+    assert {claim.kind for claims in ballot.claims for claim in claims} == {"own", "sampled"}
+
+
 def test_it_survives_its_file(asked: Collector) -> None:
     ballot = asked.ballot(QUESTION, 1, 0)
     assert Ballot.read(json.loads(json.dumps(asdict(ballot)))) == ballot
@@ -95,3 +104,12 @@ def test_who_is_left_out_neither_stands_nor_votes() -> None:
     assert ballot.chosen(["a"], *SIZED, "f1") == 0
     assert ballot.chosen(["b"], *SIZED, "f1") == 1
     assert ballot.chosen(["a", "b"], *SIZED, "f1", is_own) == 1
+
+
+def test_keys_have_the_votes_of_all_their_drafts() -> None:
+    unlike, twice = _seen(0.9), _seen(0.5)
+    ballot = _ballot([unlike, twice], [unlike, twice])
+    again = replace(ballot, claims=[[Claim("a")], [Claim("b"), Claim("b", "sampled")]])
+    assert [each.keyed(["a", "b"], 1.5, "f1", lambda claim: True) for each in (ballot, again)] == [0, 1]
+    assert again.keyed(["a", "b"], 1.5, "f1", is_own) == 0
+    assert again.keyed(["b"], 1.5, "f1", is_own) == 1
