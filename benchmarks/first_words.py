@@ -1,10 +1,11 @@
 """How soon the first words of a lone answer come, by when its first segment is decided.
 
-    python benchmarks/first_words.py --data DIR [--rows N] [--tokens N]
+    python benchmarks/first_words.py --data DIR [--rows N] [--tokens N] [--member PATH]…
 
-The demo's pair answers open questions and passages, one at a time, in turns: with the defaults, with first segments
-that are compared at their end only (`early_margin=0`), and with `preset("fast")`. Told, for each kind: median seconds
-to the first words and to the end, their ratio to "fast" over the same questions, and forwards of all members.
+The demo's pair and the given members answer open questions and passages, one at a time, in turns: with the defaults,
+with first segments that are compared at their end only (`early_margin=0`), and with `preset("fast")`. Told, for each
+kind: median seconds to the first words and to the end, their ratio to "fast" over the same questions, and forwards of
+all members.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quality_rows import read_rows
 from rich.console import Console
 from rich.table import Table
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
+from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, SamplingParams, demo_members
 
 SETTINGS: Mapping[str, Mapping[str, float]] = {"the default": {}, "early_margin = 0": {"early_margin": 0}, "fast": {}}
 
@@ -28,12 +29,12 @@ def main(
     data: Annotated[Path, typer.Option(help="folder of JSONL files")],
     rows: Annotated[int, typer.Option(help="at most this many of each kind")] = 12,
     tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 48,
+    member: Annotated[list[str], typer.Option(help="a further member")] = [],  # noqa: B006
 ) -> None:
     console = Console(width=110)
+    members = [*demo_members(), *(MemberConfig(name) for name in member)]
     engines = {
-        name: EnsembleEngine(
-            EnsembleConfig.preset("fast" if name == "fast" else "default", demo_members(), **settings)
-        ).load()
+        name: EnsembleEngine(EnsembleConfig.preset("fast" if name == "fast" else "default", members, **settings)).load()
         for name, settings in SETTINGS.items()
     }
     for kind in ("open", "rag"):
