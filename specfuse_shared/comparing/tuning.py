@@ -1,4 +1,4 @@
-"""Weights of members, and whether some should leave: chosen on half of the questions, confirmed on the other half."""
+"""What votes count, and whether members should leave: chosen on half of the questions, confirmed on the other half."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class _Tuning:
 
 
 def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning) -> tuple[EnsembleConfig, int]:
-    """One member after the other heavier, then whether members may leave; the best on these questions."""
+    """Equal votes, then each member heavier, then whether members may leave; the best on these questions."""
     best, mean, tried = config, _mean(config, questions, tuning), 1
 
     def attempt(candidate: EnsembleConfig) -> bool:
@@ -153,9 +153,11 @@ def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuni
             best, mean = candidate, found
         return better
 
-    better: list[str] = []
+    if config.first_weights != "equal":  # a small member that knows more is else heard too late, if at all
+        attempt(replace(config, first_weights="equal"))
+    base, better = best, list[str]()
     for step in STEPS:
-        better = better or [name for name in config.names if attempt(_heavier(config, name, step))]
+        better = better or [name for name in config.names if attempt(_heavier(base, name, step))]
     while better and _spread(best) < STEPS[-1]:  # the last one is in `best`: further the same way, as long as it helps
         if not attempt(_heavier(best, better[-1], STEPS[0])):
             break
@@ -215,6 +217,8 @@ def _gap(points: Mapping[str, Mapping[str, float]], ours: str, theirs: str) -> I
 def _told(before: EnsembleConfig, after: EnsembleConfig) -> str:
     """What changed, in words; empty where nothing did."""
     parts = []
+    if before.first_weights != after.first_weights:
+        parts.append("equal votes")
     if before.member_configs != after.member_configs:
         changed = [new for old, new in zip(before.member_configs, after.member_configs, strict=True) if old != new]
         parts.append("weight " + ", ".join(f"{m.weight:g} for {m.label}" for m in changed))

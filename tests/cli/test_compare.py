@@ -121,7 +121,7 @@ def test_a_gain_is_written_and_read_by_ask(
     command = ["compare", "--member", recite("first", SPEECH), "--member", right, "--questions", "q.jsonl"]
     assert main([*command, "--timed", "0", "--tune", "tuned.toml#best"]) == 0
     out, err = capsys.readouterr()
-    assert "Tuned: weight 2 for right gives +100.0 [+100.0, +100.0] points on the 20 questions" in out
+    assert "Tuned: weight 8 for right gives +100.0 [+100.0, +100.0] points on the 20 questions" in out
     assert "ensemble: tuned.toml [ensembles.best]" in err
     assert "points on the 20 questions that did not choose it" in (folder / "tuned.toml").read_text()
     assert main(["ask", "Speak", "--config", "tuned.toml", "--json"]) == 0

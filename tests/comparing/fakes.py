@@ -20,7 +20,7 @@ class ScriptedLane(FakeLane):
     """A lane whose one member looks its answer up by the prompt, which it knows by the hashes of its words."""
 
     def __init__(self, member: MemberConfig, fakes: Fakes) -> None:
-        super().__init__({member.label: scripted(".")}, disturb=fakes.disturb)
+        super().__init__({member.label: scripted(".")}, disturb=fakes.disturb, sizes=fakes.sizes)
         script = fakes.script[member.label].items()
         self.script = {tuple(hash(word) for word in question.split()): said for question, said in script}
         self.of: dict[tuple[int, str], str] = {}
@@ -47,11 +47,12 @@ class ScriptedLane(FakeLane):
 @dataclass
 class Fakes:
     """Makes engines, and counts what their members were asked. `disturb` injects faults; `likes`: members like their
-    own answers best."""
+    own answers best. `sizes` of members in parameters."""
 
     script: Script
     disturb: Callable[[StageRequest], Fault | None] = lambda request: None
     likes: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
     engines: list[EnsembleConfig] = field(default_factory=list)
     lanes: list[ScriptedLane] = field(default_factory=list)
 

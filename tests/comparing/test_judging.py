@@ -13,6 +13,7 @@ from specfuse_shared.comparing.judging import MARKS, mark_of
 from specfuse_shared.members.stages import CandidateVerdict, Close, Fault, Open, Verdicts, Verify
 from tests.comparing.fakes import Fakes, ScriptedLane
 from tests.comparing.made import made
+from tests.support.against_naive import local_members
 
 GOOD, BAD = "the sea", "a bird"
 CONFIG = EnsembleConfig(["one", "two", "three"])
@@ -150,8 +151,8 @@ def _naive(engine: EnsembleEngine, name: str, question: str, text: str) -> float
     """By the model's own plain forward over everything."""
     member = next(m for m in engine._members if m.name == name)
     prompt, ids = member.encode_prompt([Message("user", question)], ()), member.codec.encode(text)
-    lane = next(lane for lane in engine._assembly.lanes if name in [info.name for info in lane.members])
-    logprobs = lane.local[name].runner.plain([*prompt, *ids]).float().log_softmax(-1)  # type: ignore[attr-defined]
+    local = next(each for each in local_members(engine) if each.name == name)
+    logprobs = local.runner.plain([*prompt, *ids]).float().log_softmax(-1)
     return sum(float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(ids))
 
 

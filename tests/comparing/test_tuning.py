@@ -49,6 +49,16 @@ def test_the_weight_of_a_worse_member_falls_and_the_other_half_confirms_it() -> 
     assert "gives +100.0 [+100.0, +100.0] points on the 30 questions that did not choose it" in found.point.text
 
 
+@pytest.mark.parametrize(("larger", "change"), [(8, "equal votes"), (2, "equal votes"), (0.5, "")])
+def test_a_small_member_that_knows_more_gets_an_equal_vote(larger: float, change: str) -> None:
+    sizes = {"better": 1000, "worse": int(1000 * larger)}
+    fakes = Fakes(script(better=range(60), worse=range(0)), likes=True, sizes=sizes)
+    found = tune(["better", "worse"], ROWS, make_engine=fakes)
+    assert found.change == change
+    assert found.gained == bool(change)
+    assert found.config.first_weights == ("equal" if change else "size")
+
+
 def test_where_nothing_is_better_nothing_is_changed() -> None:
     found = tune(["one", "two"], ROWS, make_engine=Fakes(script(one=range(60), two=range(60)), likes=True))
     assert found.change == ""
