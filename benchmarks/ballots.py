@@ -208,7 +208,8 @@ class Collector:
             found = self._ask({n: (opened[n].member, op) for n, op in ops.items()})
             drafts = [found[n] for n in numbers]
             assert all(isinstance(each, Drafted) for each in drafts)
-            return [ScoringQuery(c + d.text, d.ends) for c, d in zip(commits, drafts, strict=True)]
+            free = greedy.grammar is None  # behind a choice nothing can come, so that its end is no event
+            return [ScoringQuery(c + d.text, d.ends and free) for c, d in zip(commits, drafts, strict=True)]
 
         greedy = replace(question.params(), max_tokens=SEGMENT)
         if unsure or sampled:  # so that every further draft finds the prompt read

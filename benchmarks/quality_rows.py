@@ -34,13 +34,13 @@ BUDGET = {
     "rag-sentence": 48,
     "ifeval": 160,
     "instruct": 96,
-    "math": 128,
+    "math": 320,
     "rag-zh": 32,
     "own": 128,
     "squad": 32,
     "facts": 32,
     "choice": 8,
-    "math-more": 160,
+    "math-more": 320,
 }
 """Most tokens (of the reference member) of an answer."""
 PLEAS = {

@@ -11,11 +11,12 @@ import pytest
 from ballots import SEGMENT, Ballot, Claim, Collector, collector, is_own
 from elections import POLICIES, _decided
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine
 from specfuse_shared.comparing import Question
 from specfuse_shared.policies import CandidateLogprobs, Stretch
 
 QUESTION = Question("What does the log say of the moon?", references=["the moon is full"], kind="text")
+CHOICE = Question("What is full?", references=["the moon"], choices=["the sea", "the moon", "the log"], kind="choice")
 SIZED = next(iter(POLICIES.values()))
 
 
@@ -30,18 +31,23 @@ def asked(pair_settings: EnsembleConfig) -> Iterator[Collector]:
         yield opened
 
 
-def test_a_ballot_is_the_engines_first_round(asked: Collector, pair_settings: EnsembleConfig) -> None:
-    ballot = asked.ballot(QUESTION, 0, 0)
+@pytest.mark.parametrize("question", [QUESTION, CHOICE], ids=["text", "choice"])
+def test_a_ballot_is_the_engines_first_round(
+    question: Question, asked: Collector, pair_settings: EnsembleConfig
+) -> None:
+    ballot = asked.ballot(question, 0, 0)
     names = [name for name in ballot.voters if not name.endswith("/2")]
     with EnsembleEngine(pair_settings) as engine:
-        first = engine.generate(QUESTION.prompt, SamplingParams(max_tokens=SEGMENT)).rounds[0]
+        first = engine.generate(question.prompt, replace(question.params(), max_tokens=SEGMENT)).rounds[0]
     own = {name: i for i, claims in enumerate(ballot.claims) for name in names if Claim(name) in claims}
     assert {c.text: set(c.drafters) for c in first.candidates} == {
         ballot.table[0][i].text: {n for n in names if own[n] == i} for i in own.values()
     }
     left = sorted(set(own.values()))
+    assert question is QUESTION or len(left) > 1, "members that choose alike tell nothing"
     for name in names:
         scores = Stretch()([ballot.table[ballot.voters.index(name)][i] for i in left])
+        scores = [score / sum(scores) for score in scores] if question is CHOICE else scores
         told = {c.text: c.scores[name] for c in first.candidates}
         assert [told[ballot.table[0][i].text] for i in left] == pytest.approx(scores, abs=1e-5)
 
@@ -65,10 +71,7 @@ def test_further_drafts_begin_otherwise_and_do_not_stand_by_default(asked: Colle
 
 
 def test_a_choice_is_asked_as_compare_asks_it(asked: Collector) -> None:
-    choice = Question(
-        "What is full?", references=["the moon"], choices=["the sea", "the moon", "the log"], kind="choice"
-    )
-    ballot = asked.ballot(choice, 0, 2)
+    ballot = asked.ballot(CHOICE, 0, 2)
     assert {row.text for row in ballot.table[0]} <= set("ABC")
     assert {claim.kind for claims in ballot.claims for claim in claims} == {"own", "sampled"}
 
