@@ -1,5 +1,7 @@
 """Draws the rooms of `specfuse_shared` from its imports into docs/architecture.md, or checks that they are drawn so.
 
+The check also refuses files and folders of the packages in which nobody finds anything any more.
+
 python docs/rooms.py [--check]
 """
 
@@ -15,6 +17,9 @@ import grimp
 PAGE = Path(__file__).parent / "architecture.md"
 BEGIN, END = "<!-- rooms: drawn by `make rooms` -->", "<!-- end of rooms -->"
 ROOT = "specfuse_shared"
+PACKAGES = (ROOT, "langchain_specfuse", "llamaindex_specfuse")
+LINES, FILES = 300, 14
+"""Most lines of a file, and most files of a folder."""
 
 
 def rooms() -> dict[str, set[str]]:
@@ -49,6 +54,19 @@ def purpose(name: str, in_full: bool) -> str:
     return re.split(r"\. " if in_full else r"[.:] ", first)[0].rstrip(".") + "."
 
 
+def too_large() -> list[str]:
+    """Files and folders of the packages that have to be split."""
+    found = []
+    for package in PACKAGES:
+        base = Path(__file__).parent.parent / package
+        for folder in (base, *(path for path in base.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+            files = [path for path in folder.iterdir() if path.is_file()]
+            long = {path: len(path.read_text("utf-8").splitlines()) for path in files if path.suffix == ".py"}
+            found += [f"{path} has {lines} lines" for path, lines in long.items() if lines > LINES]
+            found += [f"{folder} has {len(files)} files"] if len(files) > FILES else []
+    return found
+
+
 def main() -> None:
     page = PAGE.read_text("utf-8")
     before, _, rest = page.partition(BEGIN)
@@ -56,6 +74,8 @@ def main() -> None:
     drawn = f"{before}{BEGIN}\n\n{table(rooms())}\n\n{END}{after}"
     if "--check" in sys.argv and drawn != page:
         raise SystemExit("docs/architecture.md shows other rooms than the code has: run make rooms")
+    if "--check" in sys.argv and (large := too_large()):
+        raise SystemExit(f"more than {LINES} lines or {FILES} files: {'; '.join(large)}")
     PAGE.write_text(drawn, "utf-8")
 
 

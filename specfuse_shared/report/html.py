@@ -14,7 +14,7 @@ from functools import cache
 from hashlib import sha256
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from specfuse_shared.report.formats import UNKNOWN, number, work_of
@@ -42,10 +42,10 @@ def fragment(result: AnswerRecord, *, running: bool = False) -> str:
 
 
 @cache
-def environment() -> Environment:
-    """Templates that escape what they are given."""
+def environment(*more: str) -> Environment:
+    """Templates that escape what they are given: the report's, and those of `more` packages."""
     environment = Environment(
-        loader=PackageLoader("specfuse_shared.report"),
+        loader=ChoiceLoader([PackageLoader(package) for package in ("specfuse_shared.report", *more)]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

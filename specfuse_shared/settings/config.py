@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
 from specfuse_shared import policies
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
-from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.member_config import MemberConfig, as_member, unique_names
 from specfuse_shared.validation import Settings, check, check_choice
 
 SCORES: dict[str, Callable[..., ScorePolicy]] = {
@@ -150,9 +149,9 @@ class EnsembleConfig(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
             raise ConfigError("EnsembleConfig.members must be a list of members, not a single one")
-        members = tuple(_as_member(m) for m in self.members)
+        members = tuple(as_member(m) for m in self.members)
         check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
-        object.__setattr__(self, "members", _unique_names(members))
+        object.__setattr__(self, "members", unique_names(members))
         for name in ("segment_tokens", "first_segment_tokens"):
             count = getattr(self, name)
             unset = count is None and name == "first_segment_tokens"
@@ -273,32 +272,6 @@ class EnsembleConfig(Settings):
         if self.exit == "never" or len(self.members) <= self.min_active:
             return policies.never
         return policies.RetentionExit(self.exit, self.exit_threshold, self.min_active)  # type: ignore[arg-type]
-
-
-def _as_member(member: MemberConfig | str | Path) -> MemberConfig:
-    if isinstance(member, MemberConfig):
-        return member
-    if isinstance(member, (str, Path)):
-        return MemberConfig(str(member))
-    raise ConfigError(f"a member must be a MemberConfig or a string, not {type(member).__name__}")
-
-
-def _unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
-    """Equal labels that were not chosen by the user get a number: the same model may appear twice."""
-    chosen = [m.name for m in members if m.name]
-    twice = sorted({name for name in chosen if chosen.count(name) > 1})
-    check(not twice, f"two members are named {twice[:1]}: give each its own name")
-    labels: list[str] = []
-    for member in members:
-        label, number = member.label, 2
-        while label in labels or (member.name is None and label in chosen):
-            label, number = f"{member.label}-{number}", number + 1
-        labels.append(label)
-    return tuple(_renamed(m, label) for m, label in zip(members, labels, strict=True))
-
-
-def _renamed(member: MemberConfig, name: str) -> MemberConfig:
-    return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})
 
 
 def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:

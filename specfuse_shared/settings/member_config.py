@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from specfuse_shared.addresses import is_private, server_address
+from specfuse_shared.errors import ConfigError
 from specfuse_shared.validation import Settings, check, check_choice
 
 QUANTIZATIONS = ("8bit", "4bit", "auto")
@@ -205,3 +206,30 @@ class MemberConfig(Settings):
         if self.name or self.model.startswith(OLLAMA):
             return self.name or self.model.removeprefix(OLLAMA)
         return Path(self.model).name.removesuffix(".gguf") or self.model
+
+
+def as_member(member: MemberConfig | str | Path) -> MemberConfig:
+    """A member as a configuration names it. Raises `ConfigError`."""
+    if isinstance(member, MemberConfig):
+        return member
+    if isinstance(member, (str, Path)):
+        return MemberConfig(str(member))
+    raise ConfigError(f"a member must be a MemberConfig or a string, not {type(member).__name__}")
+
+
+def unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
+    """Equal labels that were not chosen by the user get a number: the same model may appear twice."""
+    chosen = [m.name for m in members if m.name]
+    twice = sorted({name for name in chosen if chosen.count(name) > 1})
+    check(not twice, f"two members are named {twice[:1]}: give each its own name")
+    labels: list[str] = []
+    for member in members:
+        label, number = member.label, 2
+        while label in labels or (member.name is None and label in chosen):
+            label, number = f"{member.label}-{number}", number + 1
+        labels.append(label)
+    return tuple(_renamed(m, label) for m, label in zip(members, labels, strict=True))
+
+
+def _renamed(member: MemberConfig, name: str) -> MemberConfig:
+    return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})

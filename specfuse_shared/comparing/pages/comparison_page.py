@@ -80,7 +80,7 @@ class Row:
 
 def document(comparison: Comparison) -> str:
     """The report as a whole HTML file."""
-    return environment().get_template("comparison.html").render(view(comparison))
+    return environment(__package__).get_template("comparison.html").render(view(comparison))
 
 
 def view(comparison: Comparison) -> dict[str, Any]:

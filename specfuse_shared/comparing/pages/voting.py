@@ -94,9 +94,9 @@ def voting_page(comparison: Comparison, against: str | None = None, votes: Mappi
     if not pairs:
         raise ConfigError("there is nothing to vote on: all answers are the same")
     known = {pair.key: votes[pair.key] for pair in pairs if votes and pair.key in votes}
-    script = environment().get_template("voting.js").render().strip()
+    script = environment(__package__).get_template("voting.js").render().strip()
     return (
-        environment()
+        environment(__package__)
         .get_template("voting.html")
         .render(
             pairs=_json([asdict(pair) for pair in pairs]),
