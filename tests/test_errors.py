@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specfuse_shared import errors
+from specfuse_shared import ConfigError, SamplingParams, errors
 from specfuse_shared.errors import SpecFuseError
 
 MADE = [
@@ -51,3 +51,10 @@ def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
     ):
         pool.map(refuse, [7])
     assert (caught.value.member, caught.value.limit, caught.value.count) == ("gemma", 100, 107)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "max_thinking_tokens"])
+@pytest.mark.parametrize("value", [8.0, 2.5, True])
+def test_a_count_is_a_whole_number(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"SamplingParams.{name} must be a whole number, not {value!r}"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]

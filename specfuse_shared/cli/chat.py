@@ -105,6 +105,9 @@ class ChatSession:
         except KeyboardInterrupt:
             self._notes.print()
             return ""
+        except UnicodeDecodeError:
+            self._say("that line is no UTF-8 text: type or paste it anew")
+            return ""
         except EOFError:
             if asks:
                 self._notes.print()
@@ -121,10 +124,10 @@ class ChatSession:
 
     def _answer(self, question: str) -> None:
         """What came of the answer before Ctrl-C is part of the conversation; a question that is refused is not."""
-        asked = [*self.messages, Message("user", question)]
-        said: list[str] = []
+        asked, said = self.messages, list[str]()
         self._last = None
         try:
+            asked = [*self.messages, Message("user", question)]
             with closing(self._engine.stream(asked, self._params)) as events:  # type: ignore[type-var]
                 self._last = terminal.show_answer(_heard(events, said), self._out, self._notes)
         except KeyboardInterrupt:

@@ -20,6 +20,35 @@ END_SECONDS = 1.0
 """How long the end of a response may take whose answer is there; only one that was read to it leaves its connection."""
 
 
+class _Lines:
+    """Lines of a response. Line feeds alone end one: httpx also splits at U+2028, which texts may hold."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+
+    def take(self, part: bytes) -> list[str]:
+        """The lines that this part completes."""
+        self._begun.append(part)
+        if b"\n" not in part:
+            return []
+        *whole, rest = b"".join(self._begun).split(b"\n")
+        self._begun = [rest]
+        return [line.decode("utf-8", "replace").rstrip("\r") for line in whole]
+
+
+def _lines(response: Response) -> Iterator[str]:
+    lines = _Lines()
+    for part in response.iter_bytes():
+        yield from lines.take(part)
+
+
+async def _alines(response: Response) -> AsyncGenerator[str, None]:
+    lines = _Lines()
+    async for part in response.aiter_bytes():
+        for line in lines.take(part):
+            yield line
+
+
 class RemoteStream(Iterator[Event]):
     """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
 
@@ -30,7 +59,7 @@ class RemoteStream(Iterator[Event]):
         self._response = response
         self._kept = kept
         self._read = _EventReader()
-        self._lines = response.iter_lines()
+        self._lines = _lines(response)
 
     def __next__(self) -> Event:
         try:
@@ -62,7 +91,7 @@ class RemoteStream(Iterator[Event]):
 
 async def events_of(response: Response) -> AsyncGenerator[Event, None]:
     """The same on an event loop."""
-    read, lines = _EventReader(), response.aiter_lines()
+    read, lines = _EventReader(), _alines(response)
     try:
         async for line in lines:
             if (event := read.event(line)) is not None:

@@ -76,17 +76,21 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
 def finish_reason(result: EnsembleResult, called: bool = False) -> str:
     """Why the answer ended, in the words that every provider uses; "repetition" is a reason of ours to stop.
 
-    What `max_tokens` ended is not whole, be it a call or a value: it says "length".
+    What `max_tokens` ended is not whole, be it a call or a value: it says "length". So does one that was closed because
+    it went in circles.
     """
-    if result.finish_reason is FinishReason.LENGTH:
+    if _is_cut(result):
         return "length"
     return "tool_calls" if called else "stop"
 
 
 def check_whole(result: EnsembleResult) -> None:
-    """Raises `UnfinishedValueError` for a value or call that `max_tokens` cut, also where it was closed in time."""
-    if result.finish_reason is FinishReason.LENGTH:
-        message = f"max_tokens cut the value after {result.usage.completion_tokens} tokens: give it more room"
+    """Raises `UnfinishedValueError` for a value or call that was cut, also where it was closed in time."""
+    if _is_cut(result):
+        count = result.usage.completion_tokens
+        message = f"max_tokens cut the value after {count} tokens: give it more room"
+        if result.finish_reason is FinishReason.REPETITION:
+            message = f"the value went in circles and was cut after {count} tokens: ask for less, or otherwise"
         raise UnfinishedValueError(message, member=None, text=result.text.removesuffix(result.closing))
 
 
@@ -94,7 +98,13 @@ def last_parts(reader: CallReader | None, result: EnsembleResult) -> Sequence[Te
     """What a reader of calls held back until the answer was over."""
     if reader is None:
         return ()
-    return reader.finish(cut=result.finish_reason is FinishReason.LENGTH, closing=result.closing)
+    return reader.finish(cut=_is_cut(result), closing=result.closing)
+
+
+def _is_cut(result: EnsembleResult) -> bool:
+    """Whether `max_tokens` ended the answer, or a value or call in circles was closed."""
+    closed = result.finish_reason is FinishReason.REPETITION and bool(result.closing)
+    return closed or result.finish_reason is FinishReason.LENGTH
 
 
 def openai_logprobs(result: EnsembleResult) -> dict[str, Any] | None:

@@ -222,7 +222,8 @@ class AnswerSession:
 
     def _finish(self, end: RoundEnd) -> None:
         """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
-        constraint = self._policies.constraint if end.segment.reason is FinishReason.LENGTH else None
+        is_cut = end.segment.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
+        constraint = self._policies.constraint if is_cut else None
         unfinished = constraint is not None and not constraint.accepts(end.segment.text)
         if constraint is not None and end.segment.text == constraint.finish():
             self._closing = end.segment.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Self
 
 from specfuse_shared.text.grammars.grammar import Grammar
@@ -78,6 +79,12 @@ class SamplingParams(Settings):
             check(
                 isinstance(value, (int, float)) and low <= value <= high,
                 f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
+            )
+        for name in ("max_tokens", "min_tokens", "top_k", "max_thinking_tokens"):
+            value = getattr(self, name)
+            check(
+                isinstance(value, Integral) and not isinstance(value, bool),
+                f"SamplingParams.{name} must be a whole number, not {value!r}",
             )
         check(
             self.grammar is None or isinstance(self.grammar, Grammar),

@@ -13,8 +13,10 @@ import httpx
 import pytest
 
 from specfuse_shared import EnsembleEngine
+from specfuse_shared.api_server.replies.formats import line
 from specfuse_shared.api_server.replies.growing import GrowingAnswer
 from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.client.events import _Lines
 from tests.support.serving import QUESTION, serving, until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
@@ -142,3 +144,15 @@ def _answers(work: Callable[[], httpx.Response]) -> bool:
         return work().status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_line_ends_of_other_alphabets_are_text_to_the_client() -> None:
+    told = {"text": "one\u2028two\u2029three\x85four"}
+    sent = line(told)
+    assert sent.decode().splitlines() == [*sent.decode().rstrip("\n").split("\n"), ""]
+    raw = b"data: " + json.dumps(told, ensure_ascii=False).encode() + b"\r\n\n"
+    for whole in (sent, raw):
+        lines = _Lines()
+        found = [each for n in range(len(whole)) for each in lines.take(whole[n : n + 1])]
+        assert len(found) == 2
+        assert json.loads(found[0].removeprefix("data: ")) == told

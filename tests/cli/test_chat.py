@@ -63,6 +63,16 @@ def test_a_refused_question_is_no_turn(
     assert [turn["content"] for turn in json.loads(file.read_text("utf-8"))] == ["One?", "Plain words spoken here."]
 
 
+def test_what_is_no_text_is_no_turn_and_ends_nothing(
+    speaker: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said("caf\udce9\nOne?\n", speaker, monkeypatch) == 0
+    assert capsys.readouterr().out == "Plain words spoken here.\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    assert main(["chat", *speaker]) == 0
+    assert "no UTF-8 text" in capsys.readouterr().err
+
+
 def test_what_cannot_be_saved_is_said(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

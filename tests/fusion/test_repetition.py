@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
+from specfuse_shared import EnsembleEngine, Grammar, SamplingParams, UnfinishedValueError
+from specfuse_shared.frameworks.records import check_whole, finish_reason
 from specfuse_shared.fusion.repetition import ends_in_circle, is_stuck, repeats
 from tests.support.serving import reciting
 
@@ -104,5 +105,9 @@ def test_a_value_that_goes_in_circles_is_closed(tmp_path: Path) -> None:
             plain = unguarded.generate("Speak.", params)
     assert result.finish_reason == "repetition"
     assert 1 < json.loads(result.text)["a"].count("people sleep") < 4
+    assert result.closing, "what closed it is known, so that half a call is not carried out"
+    assert finish_reason(result, called=True) == "length"
+    with pytest.raises(UnfinishedValueError, match="went in circles"):
+        check_whole(result)
     assert result.usage.completion_tokens < 100
     assert plain.finish_reason == alone.finish_reason == "length", "the guard is of shared answers"

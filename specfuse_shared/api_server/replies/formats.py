@@ -159,7 +159,11 @@ def usage_of(answers: Sequence[ChoiceReader]) -> dict[str, Any]:
     return told
 
 
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
+
 def line(data: Mapping[str, Any], event: str = "") -> bytes:
-    """A server-sent event."""
+    """A server-sent event, without characters at which some clients split lines."""
     named = f"event: {event}\n" if event else ""
-    return f"{named}data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n".encode("utf-8", "replace")
+    told = json.dumps(data, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+    return f"{named}data: {told}\n\n".encode("utf-8", "replace")
