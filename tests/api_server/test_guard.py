@@ -12,6 +12,7 @@ import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError
 from specfuse_shared.api_server import run
+from specfuse_shared.api_server.access.clients import Clients
 from specfuse_shared.api_server.app import Service, build_app
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
@@ -222,3 +223,9 @@ def test_a_server_whose_engine_breaks_stops_with_the_reason(monkeypatch: pytest.
     config = ServeConfig({"pair": EnsembleConfig(["a", "b"])}, ServerSettings(port=0))
     with pytest.raises(EngineClosedError, match="'pair' broke, so the server has stopped"):
         run.serve(config, listening)
+
+
+def test_a_key_of_any_alphabet_is_found_as_it_was_sent() -> None:
+    clients = Clients(ServerSettings(), "schlüssel-钥匙")
+    assert clients.find("Bearer schlüssel-钥匙".encode().decode("latin-1")) is not None
+    assert clients.find("Bearer schlussel") is None

@@ -127,6 +127,6 @@ class Clients:
     def find(self, authorization: str) -> Client | None:
         """Who sent this header; None if its key belongs to nobody. Takes as long for any key."""
         kind, _, given = authorization.partition(" ")
-        key = given.strip().encode("utf-8", "replace") if kind.lower() == "bearer" else b""
+        key = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as Starlette read it
         known = [client for client in self._clients if client.key is None or hmac.compare_digest(key, client.key)]
         return known[0] if known else None
