@@ -53,7 +53,7 @@ def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
     assert (caught.value.member, caught.value.limit, caught.value.count) == ("gemma", 100, 107)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "max_thinking_tokens"])
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "max_thinking_tokens", "top_logprobs"])
 @pytest.mark.parametrize("value", [8.0, 2.5, True])
 def test_a_count_is_a_whole_number(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams.{name} must be a whole number, not {value!r}"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Self
 
 from specfuse_shared.text.grammars.grammar import Grammar
@@ -80,19 +79,16 @@ class SamplingParams(Settings):
                 isinstance(value, (int, float)) and low <= value <= high,
                 f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
             )
-        for name in ("max_tokens", "min_tokens", "top_k", "max_thinking_tokens"):
+        for name in ("max_tokens", "min_tokens", "top_k", "max_thinking_tokens", "top_logprobs"):
             value = getattr(self, name)
-            check(
-                isinstance(value, Integral) and not isinstance(value, bool),
-                f"SamplingParams.{name} must be a whole number, not {value!r}",
-            )
+            check(type(value) is int, f"SamplingParams.{name} must be a whole number, not {value!r}")
         check(
             self.grammar is None or isinstance(self.grammar, Grammar),
             f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
         )
         check(
-            type(self.top_logprobs) is int and (self.logprobs or not self.top_logprobs),
-            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it must be a whole number and needs logprobs=True",
+            self.logprobs or not self.top_logprobs,
+            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it needs logprobs=True",
         )
         check(
             self.grammar is None or not (self.min_tokens or self.ignore_eos),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ from pydantic import BaseModel
 
 from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse.messages import to_messages
-from specfuse_shared import Grammar, errors
+from specfuse_shared import EnsembleEngine, Grammar, errors
 from specfuse_shared.frameworks import CallDelta, CallReader
 from specfuse_shared.messages import CUT_MARK
 from specfuse_shared.text.tool_calls import CALL_OPEN, call_text
+from tests.support.serving import reciting
 
 WRITTEN: list[str] = []
 
@@ -67,6 +70,15 @@ def is_cut(message: BaseMessage) -> bool:
         and str(call["args"]).endswith(CUT_MARK)
         and message.response_metadata["finish_reason"] == "length"
     )
+
+
+def test_a_call_that_went_in_circles_is_not_carried_out(tmp_path: Path) -> None:
+    config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
+    with EnsembleEngine(config) as engine:
+        model = ChatSpecFuse(engine=engine, max_tokens=400)
+        message = model.bind_tools([write_file], tool_choice="any").invoke("Speak.")
+    assert message.response_metadata["specfuse"]["finish_reason"] == "repetition"
+    assert is_cut(message)
 
 
 async def test_a_call_that_was_cut_is_invalid_in_every_way_to_ask(writer: Runnable[Any, AIMessage]) -> None:
