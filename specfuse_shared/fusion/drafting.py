@@ -87,6 +87,7 @@ class AnswerPolicies:
         self.score = config.score_policy()
         self.aggregate = config.aggregate_policy()
         self.feedback = config.feedback_policy()
+        self.feedback_limit = config.feedback_limit if isinstance(config.feedback, str) else None
         self.exit = config.exit_policy()
         self.verified_rounds = 0
         self.lead = Lead(traffic)

@@ -25,10 +25,11 @@ _REENCODED = 16
 
 @dataclass(slots=True)
 class Participant:
-    """A member's part in an answer. `counts`: what its lane last said of it."""
+    """A member's part in an answer. `first`: its weight at the start; `counts`: what its lane last said of it."""
 
     member: Member
     prompt: tuple[int, ...]
+    first: float
     weight: float
     counts: TokenCounts = NOTHING_YET
     total: float = 0.0
@@ -61,7 +62,7 @@ class Participants:
             prompts.append(tuple(member.encode_prompt(messages, tools)))
             self._check_room(member, len(prompts[-1]), len(members))
         weights = _first_weights(members, config.first_weights == "size")
-        self.sides = {m.name: Participant(m, p, w) for m, p, w in zip(members, prompts, weights, strict=True)}
+        self.sides = {m.name: Participant(m, p, w, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
         self.reference = self.sides[config.reference_name]
         self._exits: list[MemberExit] = []
@@ -74,6 +75,15 @@ class Participants:
     def weights(self) -> dict[str, float]:
         """Of the active members; they sum to 1."""
         return {name: self.sides[name].weight for name in self.active}
+
+    def weigh(self, weights: Sequence[float], limit: float | None) -> None:
+        """New weights of the active members; the ratio of two is at most `limit` times that of their first ones."""
+        if limit is not None:
+            first = [self.sides[name].first for name in self.active]
+            most = max(w / f for w, f in zip(weights, first, strict=True))
+            weights = normalised([max(w, f * most / limit) for w, f in zip(weights, first, strict=True)])
+        for name, weight in zip(self.active, weights, strict=True):
+            self.sides[name].weight = weight
 
     @property
     def prompt_tokens(self) -> Mapping[str, int]:

@@ -177,9 +177,9 @@ class Round:
         drafted: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in self._state.active}
         matrix = [[c.scores[j] if (c := drafted[i]) else 0.0 for i in self._state.active] for j in self._state.active]
         weights = policies.feedback(list(participants.weights.values()), matrix, policies.verified_rounds)
-        for name, weight in zip(self._state.active, weights, strict=True):
+        participants.weigh(weights, policies.feedback_limit)
+        for name in self._state.active:
             choice = drafted[name]
-            participants[name].weight = weight
             participants[name].total += (choice.score or 0.0) if choice else 0.0
         decision = policies.exit([participants[name].total for name in self._state.active], policies.verified_rounds)
         retention = dict(zip(self._state.active, decision.retention, strict=True))

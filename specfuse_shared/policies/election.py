@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from specfuse_shared.policies.aggregates import SECOND
+from specfuse_shared.policies.aggregates import MOST, SECOND
 from specfuse_shared.policies.protocols import ROUNDING, AggregatePolicy, CandidateLogprobs, Matrix, ScorePolicy
-from specfuse_shared.policies.scores import whether_to_call
+from specfuse_shared.policies.scores import mean_behind, whether_to_call
 
 _EQUAL = 1e-6
 
@@ -108,15 +108,24 @@ class Electorate:
         """Which of these candidates leaves: the one with the lowest vote, the last of equals.
 
         Candidates that are the same to every verifier, as far as they were compared with the others, are compared among
-        themselves; if that tells no more, the shortest gives way to what goes on from it.
+        themselves. If that tells no more, the shortest gives way to what goes on from it, provided that the voters
+        rather expect how it goes on than anything else: nothing else was compared with that.
         """
         scores, votes = compared
         lowest = max(range(len(some)), key=lambda n: (-votes[n], n))
         same = [some[n] for n in _same([*scores, votes], lowest)]
         if 1 < len(same) < len(some):
             return self._last(same, self._compare(same, table, drafters), table, drafters)
-        beginning = _beginning(table[0], same)
-        return some[lowest] if beginning is None else beginning
+        found = _beginning(table[0], same)
+        if found is None:
+            return some[lowest]
+        beginning, longer = found
+        expected = [self._expected(n, table[0][beginning].size, table) for n in longer]
+        return beginning if max(expected) >= MOST else longer[expected.index(min(expected))]
+
+    def _expected(self, candidate: int, size: int, table: Sequence[Sequence[CandidateLogprobs]]) -> float:
+        """Weighted mean of how likely the verifiers find what this candidate says behind its first `size` bytes."""
+        return math.fsum(w * mean_behind(row[candidate], size) for w, row in zip(self.weights, table, strict=True))
 
     def _compare(
         self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
@@ -143,8 +152,8 @@ def _same(rows: Matrix, one: int) -> list[int]:
     return [i for i in range(len(rows[0])) if all(math.isclose(row[i], row[one], rel_tol=_EQUAL) for row in rows)]
 
 
-def _beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> int | None:
-    """The shortest candidate, if it goes on and another one begins with its text."""
+def _beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> tuple[int, list[int]] | None:
+    """The shortest candidate, and those that go on from its text; None if it ends or none does."""
     i = min(numbers, key=lambda n: (row[n].size, row[n].ends))
     longer = [n for n in numbers if row[n].size > row[i].size and row[n].text.startswith(row[i].text)]
-    return i if longer and not row[i].ends else None
+    return (i, longer) if longer and not row[i].ends else None

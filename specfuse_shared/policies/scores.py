@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,6 +116,19 @@ def log_beginning(
         found.append(share * logprob)
         at += size
     return math.fsum(found), at
+
+
+def mean_behind(candidate: CandidateLogprobs, size: int) -> float:
+    """Probability a token (geometric mean) of what stands behind the first `size` bytes, the end of the turn included.
+
+    1 where no token begins there; 0 for a candidate without log-probabilities.
+    """
+    if not candidate.logprobs:
+        return 0.0
+    sizes = candidate.token_bytes
+    begins = itertools.accumulate(sizes[:-1], initial=candidate.size + candidate.ends - sum(sizes))
+    tail = [logprob for logprob, begin in zip(candidate.logprobs, begins, strict=True) if begin >= size]
+    return math.exp(math.fsum(tail) / len(tail)) if tail else 1.0
 
 
 def _goes_on(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:

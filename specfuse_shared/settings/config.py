@@ -50,6 +50,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "aggregate": "weighted_mean",
             "first_weights": "equal",
             "feedback": "uniform",
+            "feedback_limit": None,
             "exit": "entropy",
             "exit_threshold": 0.5,
             "repetition_guard": False,
@@ -62,6 +63,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "aggregate": "weighted_mean",
             "first_weights": "equal",
             "feedback": "paper",
+            "feedback_limit": None,
             "exit": "never",
             "repetition_guard": False,
         },
@@ -110,6 +112,10 @@ class EnsembleConfig(Settings):
     "constant", "sqrt_decay" and "paper" (SpecEM)."""
     feedback_rate: float = 0.5
     """How fast the weights learn; with 0 they stay as they are."""
+    feedback_limit: float | None = 2.0
+    """How far the weights learn: the ratio of two members' votes becomes at most so many times what it was at first, so
+    that many rounds of weak judges do not take a strong member's vote away. None: no limit (SpecEM). Own policies have
+    none."""
     exit: str | ExitPolicy = "never"
     """Which members leave an answer: "never": none; "entropy" (SpecFuse) or "fixed": those whose retention, at that
     temperature, is low."""
@@ -164,6 +170,8 @@ class EnsembleConfig(Settings):
                 check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
         self._check_score()
         check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
+        limit = self.feedback_limit
+        check(limit is None or limit >= 1, f"EnsembleConfig.feedback_limit must be ≥ 1 or None, not {limit!r}")
         check(
             0 < self.exit_threshold <= 1,
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",

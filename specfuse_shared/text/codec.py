@@ -21,7 +21,8 @@ REPLACEMENT = "\ufffd"
 _ANCHOR = re.compile(r"(?<=\S)(?= [^\W_])")
 _CROSSING = re.compile(r"[^\sĠ▁][ Ġ▁]")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_LAST_SPACES = re.compile(r"(?<=\S)\s+\S*$")
+_LAST_SPACES = re.compile(r"(?<=\S)\s+\S*\Z")
+_MARKS = re.compile(r" ?(?:[^\w\s]|_)+\Z")
 _GUARD = "a"
 _TAIL_IDS = 8
 _MOST_CROSSING_PROBES = 500
@@ -212,14 +213,18 @@ def whole_characters(text: str) -> str:
 def cut_candidate(text: str) -> str:
     """Cut an unfinished draft where every member can follow: before the last run of white space.
 
-    The last word may be half written, and encodings join cleanly before white space but rarely behind it. A draft
-    with no such place, or that ends in a script without spaces (Chinese, Japanese, Thai) or in an emoji, is kept.
+    The last word may be half written, and encodings join cleanly before white space but rarely behind it. Where it
+    begins with a line break, marks before it go, too: for many vocabularies ".\\n" is one token, and behind "." alone
+    they hardly ever break a line. A draft with no such place, or that ends in a script without spaces (Chinese,
+    Japanese, Thai) or in an emoji, is kept.
     """
     text = whole_characters(text)
     if not text or _unspaced(text[-1]):
         return text
-    last = _LAST_SPACES.search(text)
-    return text[: last.start()] if last else text
+    if (last := _LAST_SPACES.search(text)) is None:
+        return text
+    head = text[: last.start()]
+    return (_MARKS.sub("", head) or text) if text[len(head)] in "\r\n" else head
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
+from specfuse_shared.policies import OnlineFeedback
 from tests.support.against_naive import assert_equals_naive, local_members
 from tests.support.fake_engine import OTHER, TALE, FakeEngine
 from tests.support.fake_lane import FakeLane, scripted
@@ -74,8 +75,49 @@ def test_three_members_of_which_one_outvotes_the_others_equal_the_naive_rounds(
     assert (max(records[0].weights.values()) > 0.5) is (weight > 1)
 
 
-def test_the_papers_count_members_alike() -> None:
+class Likes(dict[tuple[str, str], float]):
+    """Two weak members find nothing likely but their own words, and the strong one is sure of its own."""
+
+    def get(self, key: tuple[str, str], default: float = 0.0) -> float:  # type: ignore[override]
+        member, text = key
+        return -1.0 if (member == "c") is text.startswith(" c") else -3.0
+
+
+def lasting_weights(**settings: object) -> dict[str, float]:
+    """What the votes of two weak members and a strong one count after ten rounds."""
+    says = {name: scripted(" ".join(f"{name}{n}" for n in range(99))) for name in "abc"}
+    with FakeEngine(FakeLane(says, Likes(), sizes={"a": 1, "b": 1, "c": 4}), **settings) as engine:
+        rounds = engine.generate("tell me", SamplingParams(max_tokens=60)).rounds
+    assert len(rounds) > 9
+    return dict(rounds[-1].weights)
+
+
+def test_feedback_moves_the_ratio_of_two_votes_no_further_than_its_limit() -> None:
+    first = {"a": 0.1, "b": 0.1, "c": 0.8}
+    assert lasting_weights(feedback="uniform") == pytest.approx(first)
+    free, bound, tight = (lasting_weights(feedback_limit=limit) for limit in (None, 2.0, 1.0))
+
+    def most(weights: dict[str, float]) -> float:
+        gains = [weights[name] / first[name] for name in first]
+        return max(gains) / min(gains)
+
+    assert most(free) > 3
+    assert most(bound) == pytest.approx(2)
+    assert tight == pytest.approx(first)
+    own = OnlineFeedback("constant", 0.5)
+    assert lasting_weights(feedback=own) == pytest.approx(free), "a policy of the user's has no limit but its own"
+
+
+@pytest.mark.parametrize("limit", [0.5, 0, -1])
+def test_a_limit_below_one_is_none(limit: float) -> None:
+    with pytest.raises(ConfigError, match=r"feedback_limit must be ≥ 1 or None, not"):
+        EnsembleConfig(["a"], feedback_limit=limit)
+
+
+def test_the_papers_count_members_alike_and_learn_without_limit() -> None:
     for preset in ("specfuse", "specem"):
-        assert EnsembleConfig.preset(preset, ["a", "b"]).first_weights == "equal"
+        config = EnsembleConfig.preset(preset, ["a", "b"])
+        assert config.first_weights == "equal"
+        assert config.feedback_limit is None
     with pytest.raises(ConfigError, match="first_weights"):
         EnsembleConfig(["a"], first_weights="large")

@@ -23,6 +23,7 @@ from specfuse_shared.policies import (
     ScorePolicy,
     Stretch,
 )
+from specfuse_shared.policies.scores import mean_behind
 
 
 def candidate(*pieces: tuple[str, float], end: float | None = None) -> CandidateLogprobs:
@@ -148,23 +149,53 @@ def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None
     assert elect([candidate(end=0.7), one, other]).winner == 0
 
 
-def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins() -> None:
-    rows = [[candidate((" The", p)), candidate((" The", p), (" tart", 0.01))] for p in (0.3, 0.6)]
-    election = elect(*rows)
+def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins_if_it_is_expected() -> None:
+    def rows(*tail: float, end: float | None = None) -> list[list[CandidateLogprobs]]:
+        more = [[(" tart", p), (" is", p)] for p in tail]
+        starts = (0.3, 0.6)
+        return [
+            [candidate((" The", p)), candidate((" The", p), *m, end=end)] for p, m in zip(starts, more, strict=True)
+        ]
+
+    election = elect(*rows(0.7, 0.4))
     assert election.winner == 1
     assert election.votes == pytest.approx([0.45, 0.45])
-    assert elect(*rows, barred=[1]).winner == 0
+    assert elect(*rows(0.7, 0.4), barred=[1]).winner == 0
+    assert elect(*rows(0.7, 0.2)).winner == 0
+    assert elect(*rows(0.7, 0.2), weights=[0.7, 0.3]).winner == 1
+    assert elect(*rows(0.7, 0.4), weights=[0.1, 0.9]).winner == 0
+    assert elect(*rows(0.7, 0.4, end=0.01)).winner == 0, "its end is part of it"
+    assert elect(*rows(0.7, 0.4, end=0.9)).winner == 1
+
+
+def test_a_verifier_whose_last_token_begins_before_has_nothing_against_what_stands_behind() -> None:
+    digits, joined = candidate((" 180", 0.3), ("0", 0.1), end=0.4), candidate((" 1800", 0.2))
+    assert mean_behind(digits, 4) == pytest.approx(0.2)
+    assert mean_behind(digits, 5) == pytest.approx(0.4)
+    assert mean_behind(joined, 4) == 1.0
+    reaching_back = CandidateLogprobs("et tart", False, [math.log(0.5), math.log(0.5), math.log(0.1)], [5, 3, 2])
+    assert mean_behind(reaching_back, 2) == pytest.approx(math.sqrt(0.05))
+    assert mean_behind(CandidateLogprobs(" 1800", False, (), ()), 4) == 0.0
+
+
+def test_one_expected_continuation_is_enough() -> None:
+    start, fox = candidate((" The", 0.6)), candidate((" The", 0.6), (" fox", 0.2))
+    for likely, winner in ((0.3, start), (0.6, None)):
+        tart = candidate((" The", 0.6), (" tart", likely))
+        for row in ([start, fox, tart], [tart, fox, start]):
+            assert row[elect(row).winner] is (winner or tart)
 
 
 def test_what_a_short_beginning_left_open_is_compared_without_it() -> None:
     start = candidate((" The", 0.6))
-    fox, tart = candidate((" The", 0.6), (" fox", 0.2), (" ran", 0.9)), candidate((" The", 0.6), (" tart", 0.3))
+    fox, tart = candidate((" The", 0.6), (" fox", 0.2), (" ran", 0.9)), candidate((" The", 0.6), (" tart", 0.6))
     rival = candidate((" A", 0.3), (" tart", 0.9))
     for row in ([start, fox, tart, rival], [rival, tart, start, fox]):
         assert row[elect(row).winner] is tart
-    barely = [candidate(end=0.1), candidate(("b", 0.6)), candidate(("b", 0.6), ("a", 0.2)), candidate(("a", 0.3))]
+    barely = [candidate(end=0.1), candidate(("b", 0.6)), candidate(("b", 0.6), ("a", 0.5)), candidate(("a", 0.3))]
     assert elect(barely).winner == 2, "what was not compared yet gives way to nothing"
-    ends = candidate((" The", 0.6), (" fox", 0.2), end=0.7)
+    start, fox = candidate((" The", 0.6)), candidate((" The", 0.6), (" fox", 0.8), (" ran", 0.9))
+    ends = candidate((" The", 0.6), (" fox", 0.8), end=0.7)
     row = [start, ends, fox]
     assert row[elect(row).winner] is ends
 

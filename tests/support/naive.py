@@ -163,6 +163,10 @@ def naive_rounds(
         own = {i: f"{drafts[i][0]}|{drafts[i][1]}" for i in names}
         if config.feedback == "constant":
             weight = _feedback(config.feedback_rate, weight, names, scores, own)
+        if config.feedback_limit:
+            gain = {i: weight[i] / first[i] for i in names}
+            weight = {i: max(weight[i], first[i] * max(gain.values()) / config.feedback_limit) for i in names}
+            weight = {i: w / sum(weight.values()) for i, w in weight.items()}
         for i in names:
             quality[i] += total.get(drafts[i], 0.0)
         if config.exit == "entropy":
@@ -227,7 +231,8 @@ def _last(
     authors: dict[Draft, list[str]],
     config: EnsembleConfig,
 ) -> Draft:
-    """The one that leaves: of what nobody tells apart, what is worst among itself, or what another goes on from."""
+    """The one that leaves: of what nobody tells apart, what is worst among itself; else a beginning, if some tail behind
+    it has half of the votes, a token, or the tail with the fewest."""
     scores, total = _votes(some, judged, weight, authors, config)
     lowest = min(reversed(some), key=lambda d: total[d])
     rows = [*scores.values(), total]
@@ -235,8 +240,16 @@ def _last(
     if 1 < len(same) < len(some):
         return _last(same, judged, weight, authors, config)
     least = min(same, key=lambda d: (len(d[0].encode()), d[1]))
-    begun = not least[1] and any(d[0].startswith(least[0]) and d[0] != least[0] for d in same)
-    return least if begun else lowest
+    tails = {d: 0.0 for d in same if d[0].startswith(least[0]) and d[0] != least[0] and not least[1]}
+    mass = sum(weight[j] for j in judged)
+    for d in tails:
+        for name, row in judged.items():
+            behind, left = [], len(d[0].encode()) - len(least[0].encode()) + d[1]
+            for logp, size in reversed(row[d]):
+                behind += [logp] if size <= left else []
+                left -= size
+            tails[d] += weight[name] / mass * math.exp(sum(behind) / max(1, len(behind)))
+    return (least if max(tails.values()) >= 0.5 else min(tails, key=lambda d: tails[d])) if tails else lowest
 
 
 def _vote(votes: list[tuple[float, float, bool]], config: EnsembleConfig) -> float:

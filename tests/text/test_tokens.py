@@ -90,7 +90,12 @@ def test_a_cut_is_a_prefix_of_whole_characters_and_never_empty(text: str) -> Non
     ("draft", "cut"),
     [
         ("the result is 4", "the result is"),
-        ("Hello.\n\nWor", "Hello."),
+        ("Hello. Wor", "Hello."),
+        ("Hello.\n\nWor", "Hello"),
+        ("as follows:\n", "as follows"),
+        ("so \\[ x = 3 \\]\n", "so \\[ x = 3"),
+        ("go on __\r\n", "go on"),
+        ("```\nx", "```\nx"),
         ("x\n    y = 3", "x\n    y ="),
         ("end. ", "end."),
         ("你好，世界很", "你好，世界很"),
