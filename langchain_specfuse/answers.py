@@ -45,17 +45,17 @@ class SegmentChunk(ChatGenerationChunk):
 class ChunkBuilder:
     """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
-    `detail`: how much of the record goes with it. `reads_calls`: tools were offered, so text that may be a call is
+    `detail`: how much of the record goes with it. `reader`: of calls, if tools were offered; text that may be one is
     held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it.
     """
 
     def __init__(
-        self, model_name: Callable[[], str], detail: Detail, *, reads_calls: bool, whole: Whole = "none"
+        self, model_name: Callable[[], str], detail: Detail, *, reader: CallReader | None, whole: Whole = "none"
     ) -> None:
         self._model_name = model_name
         self._detail = detail
         self._whole = whole
-        self._reader = CallReader() if reads_calls else None
+        self._reader = reader
         self._thoughts = Thoughts()
 
     def chunks(self, event: Event) -> Iterator[ChatGenerationChunk]:

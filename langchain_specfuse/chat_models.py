@@ -24,7 +24,7 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, config_of
+from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, config_of
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
@@ -241,12 +241,12 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         grammar, told = to_value(asked["response_format"], asked["grammar"])
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
         whole: Whole = "all" if asked["whole"] else "value" if asked["response_format"] is not None else "none"
-        reads_calls = bool(tools) and choice != "none"
+        reader = ToolUse(tools, choice, otherwise=params.grammar).reader()
         return _Request(
             engine=self._resolve_engine(name, asked["extra_headers"]),
             messages=[*to_messages(messages), *told],
             params=params,
-            answer=ChunkBuilder(lambda: name or self._model_name(), self.ledger, reads_calls=reads_calls, whole=whole),
+            answer=ChunkBuilder(lambda: name or self._model_name(), self.ledger, reader=reader, whole=whole),
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,

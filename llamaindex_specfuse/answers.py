@@ -89,7 +89,7 @@ class AnswerFold:
 
     def __init__(
         self,
-        reads_calls: bool,
+        reader: CallReader | None,
         detail: Detail,
         observe: Callable[[Event], None],
         whole: bool = False,
@@ -100,7 +100,7 @@ class AnswerFold:
         self._whole = whole
         self._model_name = model_name
         self._text = ""
-        self._reader = CallReader() if reads_calls else None
+        self._reader = reader
         self._begun: list[BegunCall] = []
         self._thoughts: dict[str, str] = {}
         self._span = active_span_id.get()

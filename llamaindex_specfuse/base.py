@@ -253,10 +253,11 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                     f"{name} is {asked!r}: this LLM is {self.model!r}, make another one for other members"
                 )
         tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
-        use = ToolUse(tools, choice, bool(given.pop("parallel_tool_calls", self.parallel_tool_calls)))
+        parallel = bool(given.pop("parallel_tool_calls", self.parallel_tool_calls))
         timeout, whole = given.pop("timeout", self.timeout), bool(given.pop("whole", False))
         headers = given.pop("extra_headers", None)
-        return _Call(self._sampling(given), use, timeout, whole, headers)
+        params = self._sampling(given)
+        return _Call(params, ToolUse(tools, choice, parallel, params.grammar), timeout, whole, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
@@ -269,7 +270,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
     def _answer(self, call: _Call) -> AnswerFold:
-        return AnswerFold(bool(call.use.offered), self.ledger, self._observe, call.whole, self._model_name)
+        return AnswerFold(call.use.reader(), self.ledger, self._observe, call.whole, self._model_name)
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""

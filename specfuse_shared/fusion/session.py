@@ -70,9 +70,8 @@ class AnswerSession:
         traffic: Traffic | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        tools = tools or ToolUse()
-        self._tools = tools
-        self._params = params = replace(params, grammar=tools.grammar(params.grammar))
+        self._tools = tools = replace(tools or ToolUse(), otherwise=params.grammar)
+        self._params = params = replace(params, grammar=tools.grammar())
         self.seed = params.seed if params.seed is not None or params.greedy else secrets.randbits(_SEED_BITS)
         self.participants = Participants(config, members, messages, tools.offered, check)
         codec, constraint = self.participants.reference.member.codec, None

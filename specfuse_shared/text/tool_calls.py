@@ -45,12 +45,14 @@ class ToolUse:
     """The tools of one call, and what the answer may do with them. Raises `ConfigError` for what cannot be done.
 
     `choice`: "auto" (the ensemble decides), "any", "none" or a
-    tool's name. `parallel`: one answer may hold several calls.
+    tool's name. `parallel`: one answer may hold several calls. `otherwise`: what an answer that calls no tool must be;
+    None: any text, also before a call.
     """
 
     tools: Sequence[Tool] = ()
     choice: str = "auto"
     parallel: bool = False
+    otherwise: Grammar | None = None
 
     def __post_init__(self) -> None:
         tools = tuple(self.tools)
@@ -72,12 +74,18 @@ class ToolUse:
         """Whether the answer may also be free text."""
         return bool(self.offered) and self.choice == "auto"
 
-    def grammar(self, otherwise: Grammar | None) -> Grammar | None:
+    def grammar(self) -> Grammar | None:
         """What the whole answer must be: `otherwise`, or the calls that it may make instead of it.
 
         Raises `GrammarError` for the schema of a tool that cannot be enforced.
         """
-        return call_grammar(self.offered, self.choice, self.parallel, otherwise) if self.offered else otherwise
+        if not self.offered:
+            return self.otherwise
+        return call_grammar(self.offered, self.choice, self.parallel, self.otherwise)
+
+    def reader(self) -> CallReader | None:
+        """What reads the answer; None if it can hold no calls."""
+        return CallReader(anywhere=self.otherwise is None) if self.offered else None
 
     def opened_by(self, text: str, behind: str) -> int:
         """Bytes of the tag, or of its beginning, with which `text` opens the answer's first call; 0: it opens none.
@@ -85,11 +93,13 @@ class ToolUse:
         `behind`: the answer so far.
         """
         opens = text.startswith(CALL_OPEN) or (text and CALL_OPEN.startswith(text))
-        return min(len(text), len(CALL_OPEN)) if self.offered and opens and CALL_OPEN not in behind else 0
+        first = CALL_OPEN not in behind if self.otherwise is None else not behind
+        return min(len(text), len(CALL_OPEN)) if self.offered and opens and first else 0
 
     def begins(self, text: str) -> bool:
         """Whether an answer under `grammar` that is not complete is calls so far, and no other value."""
-        return bool(self.offered) and (CALL_OPEN in text or CALL_OPEN.startswith(text))
+        has_begun = CALL_OPEN in text if self.otherwise is None else text.startswith(CALL_OPEN)
+        return bool(self.offered) and (has_begun or CALL_OPEN.startswith(text))
 
 
 def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise: Grammar | None) -> Grammar:
@@ -135,10 +145,13 @@ class CallDelta:
 class CallReader:
     """Reads text and calls from a streamed answer. No character of a call is ever given out as text.
 
-    `calls` are those that are complete; their arguments are the parsed JSON.
+    `anywhere`: text may come before the first call; else the answer is calls, or all of it is text. `calls` are those
+    that are complete; their arguments are the parsed JSON.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, anywhere: bool = True) -> None:
+        self._anywhere = anywhere
+        self._is_text = False
         self.calls: list[ToolCall] = []
         self._state: Literal["text", "between", "head", "arguments"] = "text"
         self._buffer = ""
@@ -189,6 +202,10 @@ class CallReader:
                 return
 
     def _read_text(self) -> Iterator[TextDelta]:
+        if self._is_value():
+            value, self._buffer, self._is_text = self._buffer, "", True
+            yield TextDelta(value)
+            return
         text, opened, rest = self._buffer.partition(CALL_OPEN)
         if opened:
             self._buffer = rest
@@ -199,6 +216,11 @@ class CallReader:
             yield TextDelta(text)
         if opened:
             self._state = "head"
+
+    def _is_value(self) -> bool:
+        """Whether no call can come any more: text came first."""
+        starts = self._buffer.startswith(CALL_OPEN) or CALL_OPEN.startswith(self._buffer)
+        return not self._anywhere and self._state == "text" and (self._is_text or not starts)
 
     def _read_head(self) -> Iterator[CallDelta]:
         if head := _HEAD.match(self._buffer):

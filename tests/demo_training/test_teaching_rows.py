@@ -44,7 +44,7 @@ def test_calls_are_ones_that_the_engine_would_read_and_fit_their_schema(rows: li
         kinds["call" if reader.calls else "text"] += 1
         for call in reader.calls:
             jsonschema.validate(call.arguments, offered[call.name]["parameters"])
-        grammar = ToolUse([Tool.from_dict(tool) for tool in row["tools"]]).grammar(None)
+        grammar = ToolUse([Tool.from_dict(tool) for tool in row["tools"]]).grammar()
         assert grammar is not None
         [Message.from_dict(message) for message in row["messages"]]
     assert min(kinds.values()) > 60

@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse.answers import ChunkBuilder
 from specfuse_shared import EnsembleEngine, SegmentEvent, ThinkingEvent
+from specfuse_shared.frameworks import CallReader
 
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"city": {"const": "Rome"}}}}}
 NOW["function"]["parameters"]["required"] = ["city"]  # type: ignore[index]
@@ -50,7 +51,7 @@ def test_so_they_are_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
 
 
 def test_thoughts_text_and_calls_have_an_index_each() -> None:
-    answer = ChunkBuilder(lambda: "x", "none", reads_calls=True)
+    answer = ChunkBuilder(lambda: "x", "none", reader=CallReader())
     said = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
     events = [ThinkingEvent("a", "Hm."), SegmentEvent(said + "</tool_call>", 0, len(said), None)]
     chunks = [chunk.message for event in events for chunk in answer.chunks(event)]

@@ -154,7 +154,7 @@ def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
 @pytest.mark.parametrize(("reason", "said"), [("stop", "stop"), ("length", "length"), ("repetition", "stop")])
 def test_a_reason_to_end_is_one_that_everybody_knows(tiny: EnsembleEngine, reason: str, said: str) -> None:
     ended = replace(tiny.generate(QUESTION, SamplingParams(max_tokens=4)), finish_reason=FinishReason(reason))
-    [last] = ChunkBuilder(lambda: "tiny", "summary", reads_calls=False).chunks(FinishEvent(ended))
+    [last] = ChunkBuilder(lambda: "tiny", "summary", reader=None).chunks(FinishEvent(ended))
     told = last.message.response_metadata
     assert told["finish_reason"] == said
     assert told["specfuse"]["finish_reason"] == reason

@@ -219,3 +219,17 @@ def test_tools_written_for_other_providers_are_understood() -> None:
 def test_a_tool_needs_an_object(chat: ChatSpecFuse) -> None:
     with pytest.raises(RequestError, match="JSON schema of an object"):
         chat.bind_tools([ENUM | {"type": "string"}])
+
+
+def test_a_value_that_quotes_a_call_stays_a_value_beside_tools(chat: ChatSpecFuse) -> None:
+    add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
+    quoted = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    grammar = Grammar.json_schema({"const": quoted})
+    told = [
+        chat.invoke("Quote it.", tools=[add], grammar=grammar, temperature=1.0, seed=seed, max_tokens=90)
+        for seed in range(6)
+    ]
+    values = [answer for answer in told if not answer.tool_calls]
+    assert values
+    assert {json.loads(answer.text) for answer in values} == {quoted}
+    assert {answer.response_metadata["finish_reason"] for answer in values} == {"stop"}

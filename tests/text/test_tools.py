@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def codec() -> Codec:
 
 
 def accepts(codec: Codec, use: ToolUse, text: str, otherwise: Grammar | None = None) -> bool:
-    grammar = use.grammar(otherwise)
+    grammar = replace(use, otherwise=otherwise).grammar()
     assert grammar is not None
     return AnswerConstraint(grammar, codec, 10_000).accepts(text)
 
@@ -103,7 +104,7 @@ def test_with_a_grammar_an_answer_is_a_call_or_a_value(codec: Codec) -> None:
 
 
 def test_no_tools_and_choice_none_leave_the_answer_free() -> None:
-    assert ToolUse([ADD], "none").grammar(None) is None
+    assert ToolUse([ADD], "none").grammar() is None
     assert ToolUse([ADD], "none").offered == ()
 
 
@@ -117,7 +118,7 @@ def test_no_tools_and_choice_none_leave_the_answer_free() -> None:
         (lambda: Tool(" "), RequestError, "name"),
         (lambda: Tool("x", "", {"type": "string"}), RequestError, "object"),
         (
-            lambda: ToolUse([Tool("x", "", {"properties": {"a": {"not": {}}}}, strict=True)]).grammar(None),
+            lambda: ToolUse([Tool("x", "", {"properties": {"a": {"not": {}}}}, strict=True)]).grammar(),
             GrammarError,
             "not",
         ),
@@ -148,6 +149,30 @@ def test_calls_are_read_the_same_however_the_answer_is_cut(data: st.DataObject) 
         deltas = [p for p in parts if isinstance(p, CallDelta) and p.index == index]
         assert (deltas[0].id, deltas[0].name, deltas[0].arguments) == (call.id, call.name, "")
         assert json.loads("".join(d.arguments for d in deltas)) == call.arguments
+
+
+@given(st.data())
+def test_a_value_is_no_call_whatever_it_holds(data: st.DataObject) -> None:
+    """With a grammar beside tools, an answer is calls from its first character on, or none of it is one."""
+    use = ToolUse([ADD, SAY], otherwise=Grammar.json())
+    value = json.dumps({"quoted": data.draw(st.sampled_from([ADDED, "<tool_call>", "</tool_call>", "<tool"]))})
+    for answer, calls in ((value, 0), (ADDED, 1), ("<", 0)):
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
+        reader = use.reader()
+        assert reader is not None
+        parts = [p for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True) for p in reader.feed(answer[a:b])]
+        parts += reader.finish()
+        assert "".join(p.text for p in parts if isinstance(p, TextDelta)) == ("" if calls else answer)
+        assert len(reader.calls) == calls
+
+
+def test_a_value_that_was_cut_is_no_call_that_has_begun() -> None:
+    value = '{"a": "<tool_call>'
+    assert ToolUse([ADD]).begins(value)
+    assert not ToolUse([ADD], otherwise=Grammar.json()).begins(value)
+    assert ToolUse([ADD], otherwise=Grammar.json()).begins(ADDED[:30])
+    assert ToolUse([ADD]).opened_by(CALL_OPEN, behind="Well. ") == len(CALL_OPEN)
+    assert ToolUse([ADD], otherwise=Grammar.json()).opened_by(CALL_OPEN, behind='{"a": "') == 0
 
 
 def test_text_that_only_begins_like_a_call_is_text() -> None:

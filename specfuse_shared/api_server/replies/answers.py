@@ -16,7 +16,6 @@ from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent
 from specfuse_shared.frameworks import (
     CallDelta,
-    CallReader,
     TextDelta,
     Thoughts,
     finish_reason,
@@ -52,7 +51,7 @@ class ChoiceReader:
         self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._call = call
         self._extension = extension
-        self._reader = CallReader() if call.reads_calls and not extension.events else None  # ours read by themselves
+        self._reader = call.use.reader() if not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()
         asked = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
         self._growing = GrowingAnswer(asked[-1] if asked else "")

@@ -43,7 +43,7 @@ class Call:
     model: Model
     choices: Sequence[RequestedChoice]
     options: CallOptions
-    reads_calls: bool = False
+    use: ToolUse = ToolUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Reader:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
         model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
         choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ToolChoiceBody) else body.tool_choice
-        use = ToolUse(tools, choice_of(choice), bool(body.parallel_tool_calls))
         grammar, told = self._value(body)
+        use = ToolUse(tools, choice_of(choice), bool(body.parallel_tool_calls), grammar)
         params = self._params(
             body,
             max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
@@ -74,7 +74,7 @@ class Reader:
             timeout=body.timeout,
             members=model.members,
         )
-        return Call(model, self._choices([[*messages, *told]], params, body.n), options, bool(use.offered))
+        return Call(model, self._choices([[*messages, *told]], params, body.n), options, use)
 
     def response(self, body: ResponsesBody) -> Call:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
