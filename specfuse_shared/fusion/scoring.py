@@ -40,7 +40,8 @@ class ScoringSession:
     ) -> None:
         self.participants = Participants(config, members, messages, (), check)
         self._questions = tuple(ScoringQuery(text, False) for text in texts)
-        self.max_tokens = max(len(m.codec.encode(text)) for m in members for text in texts)
+        self._before = {m.name: m.text.encode_thoughts() for m in members}
+        self.max_tokens = max(len(self._before[m.name]) + len(m.codec.encode(text)) for m in members for text in texts)
         self.scores: dict[str, tuple[float, ...]] = {}
         self.events: deque[Event] = deque()
         self.finished = False
@@ -49,7 +50,7 @@ class ScoringSession:
         """Yields stages by member, is sent their results."""
         began, sides = time.monotonic(), self.participants.sides
         params = SamplingParams(max_tokens=max(1, self.max_tokens))
-        opened = yield {name: Open(side.prompt, params, 0) for name, side in sides.items()}
+        opened = yield {name: Open((*side.prompt, *self._before[name]), params, 0) for name, side in sides.items()}
         faults = {name: result.error for name, result in opened.items() if result.error is not None}
         ready = [name for name in sides if name not in faults]
         judged = (yield {name: Verify(self._questions) for name in ready}) if ready else {}

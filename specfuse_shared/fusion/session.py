@@ -235,7 +235,7 @@ class AnswerSession:
         self.finished = True
 
     def _score(self) -> Generator[Ops, Results, tuple[TokenLogprob, ...] | None]:
-        """Log p of the answer's tokens by the reference member, which reads the answer once more, as a whole.
+        """Log p of the answer's tokens by the reference member, which reads the answer once more, behind its thoughts.
 
         So they are those of the final text, whoever wrote it, wherever it was cut and whether or not that member
         stayed to the end. None if the member fails.
@@ -243,7 +243,8 @@ class AnswerSession:
         side = self.participants.reference
         name, verdicts = side.member.name, None
         asked = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
-        for op in (Open(side.prompt, replace(self._params, grammar=None), 0), asked):
+        prompt = (*side.prompt, *side.member.text.encode_thoughts(self._thoughts.get(name, "")))
+        for op in (Open(prompt, replace(self._params, grammar=None), 0), asked):
             result = (yield {name: op})[name]
             if result.error is not None:
                 message = f"member {name!r} could not score the answer: {result.error.message}"

@@ -72,6 +72,10 @@ class TextSide(Protocol):
         """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
         ...
 
+    def encode_thoughts(self, thoughts: str = "") -> list[int]:
+        """Ids between a prompt and the answer to it, of a member that thinks."""
+        ...
+
     def prepare(self, grammar: Grammar | None = None) -> None:
         """Get ready for answers under a grammar, or under any. Raises `ConfigError` where the tokenizer cannot."""
         ...

@@ -28,6 +28,10 @@ class MemberText:
         """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
         return self.prompts.encode(messages, tools)
 
+    def encode_thoughts(self, thoughts: str = "") -> list[int]:
+        """Ids between the prompt and the answer: `thoughts`, and what ends them. None for a member that has none."""
+        return [*self.codec.encode(f"{thoughts}\n"), *self.prompts.thoughts_closing()] if self.prompts.thinks else []
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens as the grammar library reads them; built when the first grammar comes."""

@@ -127,6 +127,28 @@ def test_a_grammar_begins_after_the_thoughts(engine: EnsembleEngine) -> None:
     assert result.thinking["thinks"]
 
 
+def logprob_behind(member: LocalMember, before: list[int], text: str) -> list[float]:
+    """Of each token of the text, by one plain forward."""
+    ids = member.codec.encode(text)
+    with torch.inference_mode():
+        rows = member.runner.plain([*before, *ids])[len(before) - 1 : -1].float().log_softmax(-1)
+    return [float(row[i]) for row, i in zip(rows, ids, strict=True)]
+
+
+def test_log_probabilities_are_those_of_an_answer_and_not_of_more_thoughts(engine: EnsembleEngine) -> None:
+    member = next(m for m in local_members(engine) if m.name == "thinks")
+    prompt = member.encode_prompt([Message("user", QUESTION)])
+    found = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
+    closed = [*prompt, *member.codec.encode("\n"), *member.prompts.thoughts_closing()]
+    assert found["thinks"] == pytest.approx([sum(logprob_behind(member, closed, t)) for t in ("Yes.", "No, it is not.")])
+    result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=20, logprobs=True))
+    thought = member.codec.encode(result.thinking["thinks"] + "\n")
+    behind = [*prompt, *thought, *member.prompts.thoughts_closing()]
+    assert [t.logprob for t in result.logprobs or ()] == pytest.approx(
+        logprob_behind(member, behind, result.text), abs=1e-4
+    )
+
+
 def test_the_same_seed_thinks_the_same(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=10, max_thinking_tokens=40, temperature=1.0, seed=3)
     first, second = (engine.generate(QUESTION, params) for _ in range(2))

@@ -72,6 +72,9 @@ class WordText:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return [hash(word) for message in messages for word in message.content.split()]
 
+    def encode_thoughts(self, thoughts: str = "") -> list[int]:
+        return []
+
     def prepare(self, grammar: Grammar | None = None) -> None:
         assert grammar is None, "no grammar is used with members of words"
 
