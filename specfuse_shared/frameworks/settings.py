@@ -122,7 +122,7 @@ class EnsembleSettings(BaseModel):
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         if self.engine is not None and self.config in (None, self.engine.config):
-            self.config, self.base_url, self.api_key = self.engine.config, None, None
+            self.config, self.api_key = self.engine.config, None
         elif self.engine is not None:
             raise ConfigError("config differs from that of engine: give one of them")
         if sum(source is not None for source in (self.members, self.config, self.base_url)) != 1:

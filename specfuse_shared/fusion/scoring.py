@@ -17,6 +17,7 @@ from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason
 
 
@@ -36,9 +37,10 @@ class ScoringSession:
         members: Sequence[Member],
         messages: Sequence[Message],
         texts: Sequence[str],
+        tools: ToolUse,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.participants = Participants(config, members, messages, (), check)
+        self.participants = Participants(config, members, messages, tools.offered, check)
         self._questions = tuple(ScoringQuery(text, False) for text in texts)
         self._before = {m.name: m.text.encode_thoughts() for m in members}
         self.max_tokens = max(len(self._before[m.name]) + len(m.codec.encode(text)) for m in members for text in texts)

@@ -131,7 +131,7 @@ class Opener:
         members = [member for member in self._members if member.name in opening.config.names]
         traffic, check = self._scheduler.traffic, opening.check
         if opening.texts:
-            return ScoringSession(opening.config, members, opening.messages, opening.texts, check)
+            return ScoringSession(opening.config, members, opening.messages, opening.texts, opening.tools, check)
         return AnswerSession(opening.config, members, opening.messages, opening.params, opening.tools, traffic, check)
 
     def _cancel_late(self, submitting: asyncio.Future[Request]) -> None:

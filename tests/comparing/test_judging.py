@@ -144,6 +144,12 @@ def test_log_probabilities_are_those_of_the_texts_by_every_member(tiny_engine: E
         alone = tiny_engine.log_probabilities("Is it so?", texts, members=[name])
         assert alone == {name: pytest.approx(scores, abs=1e-4)}
         assert scores == pytest.approx([_naive(tiny_engine, name, "Is it so?", text) for text in texts], abs=1e-3)
+    add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
+    offered = tiny_engine.log_probabilities("Is it so?", texts, tools=[add])
+    none = tiny_engine.log_probabilities("Is it so?", texts, tools=[add], tool_choice="none")
+    for name, scores in found.items():
+        assert offered[name] != pytest.approx(scores, abs=1e-2), "members know of the tools"
+        assert none[name] == pytest.approx(scores, abs=1e-3)
     assert tiny_engine.metrics().running == 0
 
 

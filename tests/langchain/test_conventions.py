@@ -92,11 +92,16 @@ def test_a_typo_in_the_constructor_is_refused_with_the_nearest_name() -> None:
 
 def test_what_a_remote_service_would_need_is_accepted_without_effect(tiny: EnsembleEngine) -> None:
     plain = ChatSpecFuse(engine=tiny, max_tokens=8, tags=["a"], metadata={"b": 1}, verbose=False)
-    remote = ChatSpecFuse(engine=tiny, max_tokens=8, api_key="secret", base_url="http://x", max_retries=3)
+    remote = ChatSpecFuse(engine=tiny, max_tokens=8, api_key="secret", max_retries=3)
     options: dict[str, Any] = {"extra_headers": {"a": "b"}, "extra_body": {}, "user": "ada", "service_tier": "flex"}
     assert remote.invoke(QUESTION, **options).text == plain.invoke(QUESTION).text
     assert "secret" not in repr(remote) + json.dumps(remote.model_dump(exclude={"config"}))
     assert plain.metadata == {"b": 1}
+
+
+def test_an_engine_and_a_server_are_two_sources(tiny: EnsembleEngine) -> None:
+    with pytest.raises(ConfigError, match="give one of"):
+        ChatSpecFuse(engine=tiny, base_url="http://127.0.0.1:8000")
 
 
 def test_a_default_timeout_is_that_of_the_field_and_none_says_nothing(tiny: EnsembleEngine) -> None:
