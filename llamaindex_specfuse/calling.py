@@ -21,7 +21,7 @@ from specfuse_shared.frameworks import choice_of
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
 ToolChoice = str | bool | Mapping[str, Any] | None
-CUT_NOTE = "(cut by max_tokens and not run: call it again with shorter arguments)"
+CUT_NOTE = "(cut short and not run: call it again with shorter arguments)"
 """Stands behind the name of a tool whose call was cut; agents tell the ensemble that they found no such tool."""
 
 

@@ -12,7 +12,7 @@ from specfuse_shared.validation import is_whole_text, parsed_json
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
-CUT_MARK = "(cut by max_tokens)"
+CUT_MARK = "(cut short)"
 """Behind the arguments of a call that was cut; the bracket in front of it closes nothing."""
 _OPENAI_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 

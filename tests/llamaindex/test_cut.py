@@ -45,7 +45,7 @@ def short(tiny_llm: SpecFuseLLM) -> SpecFuseLLM:
 def is_cut(llm: SpecFuseLLM, response: ChatResponse) -> bool:
     [written] = response.message.additional_kwargs["tool_calls"]
     [told] = llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
-    assert told.tool_name.startswith("write_file (cut by max_tokens")
+    assert told.tool_name.startswith("write_file (cut short")
     assert not [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     with pytest.raises(RequestError, match="max_tokens cut"):
         llm.get_tool_calls_from_response(response)
@@ -74,7 +74,7 @@ async def test_an_agent_carries_it_not_out_but_hears_of_it_and_goes_on(short: Sp
     results = [event async for event in handler.stream_events() if isinstance(event, ToolCallResult)]
     output = await handler
     assert WRITTEN == []
-    assert "cut by max_tokens and not run" in str(results[0].tool_output)
+    assert "cut short and not run" in str(results[0].tool_output)
     assert output.response.content is not None
 
 
