@@ -156,8 +156,8 @@ class ChatSession:
         turns = [{"role": message.role, "content": message.content} for message in self.messages]
         try:
             Path(name).expanduser().write_text(json.dumps(turns, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        except OSError as error:
-            self._say(f"not saved: {name}: {error.strerror}")
+        except (OSError, RuntimeError, ValueError) as error:  # no such home, no name of a file
+            self._say(f"not saved: {name}: {getattr(error, 'strerror', None) or error}")
         else:
             self._say(f"saved: {name}")
 

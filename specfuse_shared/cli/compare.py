@@ -58,7 +58,9 @@ Against = Annotated[
     ),
 ]
 Cast = Annotated[Path | None, typer.Option("--votes", metavar="FILE", help="Count the votes in a saved voting page.")]
-AnswerTokens = Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="The most tokens of an answer.")]
+AnswerTokens = Annotated[
+    int | None, typer.Option("--max-tokens", metavar="N", min=1, help="The most tokens of an answer.")
+]
 Timed = Annotated[
     int, typer.Option("--timed", metavar="N", help="How many questions to ask one at a time, to measure time.")
 ]

@@ -24,4 +24,6 @@ def in_options(message: str) -> str:
         name = {"members": "member", "model": "member"}.get(match[1], match[1])
         return "--" + name.replace("_", "-")
 
+    if "[ensembles." in message:  # a file has no options
+        return message
     return re.sub(r"\b(?:EnsembleConfig|MemberConfig|SamplingParams|ServerSettings)\.(\w+)", option, message)

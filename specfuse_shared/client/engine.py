@@ -24,7 +24,7 @@ from specfuse_shared.errors import AuthenticationError, ConfigError, EngineClose
 from specfuse_shared.events import Event
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, tools_of
+from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, tools_of
 from specfuse_shared.serving.streams import result_of
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -183,6 +183,7 @@ class RemoteEngine:
         self._connections.close()
 
     def _request(self, messages: Sequence[Message], params: SamplingParams | None, options: CallOptions) -> Any:
+        check_options(options)
         body = request_to_json(messages, params or SamplingParams(), options)
         body |= {"model": self.model, "stream": True, "specfuse": {"events": True}}
         seconds = options.get("timeout")

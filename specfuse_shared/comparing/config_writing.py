@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,9 @@ def check_config_file(file: Path) -> None:
             tables_of({"ensembles": {"": {}}, **read_toml(file)})
         except ConfigError as error:
             raise ConfigError(f"{file} is no configuration file: {error}") from error
+        toml = library("tomlkit")
+        if isinstance(toml.parse(file.read_text("utf-8")).get("ensembles"), toml.items.InlineTable):
+            raise ConfigError(f"{file} has its ensembles in one line: write a table [ensembles.NAME] for each")
 
 
 def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[str] = ()) -> None:
@@ -61,6 +65,8 @@ def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[
 def table_of_ensemble(config: EnsembleConfig) -> dict[str, Any]:
     """The settings that differ from their defaults, as a table of a file has them."""
     settings = plain_config(config)
+    if "feedback_limit" in settings and settings["feedback_limit"] is None:
+        settings["feedback_limit"] = math.inf  # TOML has no None, and reads this as one
     settings["members"] = [_table_of_member(member) for member in config.member_configs]
     return settings
 

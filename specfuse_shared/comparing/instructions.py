@@ -32,6 +32,9 @@ def check_instruction(instruction: Mapping[str, Any]) -> None:
     if not isinstance(instruction, Mapping) or "name" not in instruction:
         raise ConfigError(f"an instruction is a mapping with its name, not {instruction!r}")
     check_choice("an instruction's name", instruction["name"], tuple(CHECKS))
+    for name in ("keywords", "forbidden_words"):
+        if not isinstance(instruction.get(name) or [], Sequence) or isinstance(instruction.get(name), str):
+            raise ConfigError(f"{name} must be a list of words, not {instruction[name]!r}")
     try:
         _follows("A word.", instruction)
     except (TypeError, AttributeError, ValueError) as error:
@@ -44,6 +47,7 @@ def _follows(answer: str, instruction: Mapping[str, Any]) -> bool:
 
 
 def _relates(count: int, relation: str, bound: int) -> bool:
+    check_choice("the relation", relation, ("less than", "at least"))
     return count < bound if relation == "less than" else count >= bound
 
 

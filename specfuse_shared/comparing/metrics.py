@@ -27,7 +27,7 @@ LABELS = {
     "followed": "followed",
 }
 """Metric → what people call it. The first metric of a question is the one that counts in a verdict."""
-_NUMBER = re.compile(r"-?\$?\d[\d,]*\.?\d*")
+_NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)")
 _LATIN_SHARE = 0.9
 
 
@@ -42,11 +42,12 @@ def score(question: Question, answer: str) -> dict[str, float]:
 
 
 def number_in(text: str, *, whole: bool = False) -> float | None:
-    """The last number of a text; `whole`: the text is that number and nothing else."""
+    """The last number of a text, with commas between thousands alone; `whole`: the text is nothing else."""
+    text = text.replace("\u2212", "-")
     found = _NUMBER.findall(text)
     if not found or (whole and found[-1].strip() != text.strip().removesuffix(".")):
         return None
-    return float(found[-1].replace(",", "").replace("$", "").rstrip("."))
+    return float(found[-1].replace(",", "").replace("$", ""))
 
 
 # ── habits ───────────────────────────────────────────────────────────────────────────────────────
@@ -70,9 +71,13 @@ def any_thrice(lines: Iterable[str]) -> bool:
 
 def plain_words(text: str) -> list[str]:
     """Words in lower case without punctuation and English articles; each Chinese or Japanese character is a word."""
+    return [word for word in _bare_words(text) if word not in ("a", "an", "the")]
+
+
+def _bare_words(text: str) -> list[str]:
     bare = "".join(" " if unicodedata.category(c)[0] == "P" else c for c in text.lower())
     bare = re.sub(r"([\u3040-\u30ff\u3400-\u9fff])", r" \1 ", bare)
-    return [w for w in bare.split() if w not in ("a", "an", "the") and w not in string.punctuation]
+    return [word for word in bare.split() if word not in string.punctuation]
 
 
 # ── by kind ──────────────────────────────────────────────────────────────────────────────────────
@@ -107,11 +112,19 @@ def _in_other_letters(references: Sequence[str]) -> bool:
 
 def _short(question: Question, answer: str) -> dict[str, float]:
     """F1 over normalised words (SQuAD, Rajpurkar et al. 2016), and whether a reference is in the answer."""
-    found, wanted = plain_words(answer), [plain_words(reference) for reference in question.references]
+    pairs = [_compared_words(answer, reference) for reference in question.references]
     return {
-        "f1": max(_f1(found, words) for words in wanted),
-        "contains": float(any(_contains(found, words) for words in wanted)),
+        "f1": max(_f1(found, wanted) for found, wanted in pairs),
+        "contains": float(any(_contains(found, wanted) for found, wanted in pairs)),
     }
+
+
+def _compared_words(answer: str, reference: str) -> tuple[list[str], list[str]]:
+    """Words of both; a reference of nothing but articles or marks ("A", "!") keeps them."""
+    for read in (plain_words, _bare_words):
+        if wanted := read(reference):
+            return read(answer), wanted
+    return answer.split(), reference.split()
 
 
 def _contains(words: Sequence[str], wanted: Sequence[str]) -> bool:

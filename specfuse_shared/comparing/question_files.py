@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,14 @@ def own_questions() -> QuestionSet:
 def read_questions(path: str | Path) -> QuestionSet:
     """Questions of a `.txt`, `.csv`, `.tsv` or `.jsonl` file. Raises `ConfigError` for a file without any."""
     path = Path(path)
-    readers = {".txt": _lines, ".csv": _table, ".tsv": _table, ".jsonl": _json_rows, ".ndjson": _json_rows}
+    tabs = partial(_table, delimiter="\t")
+    readers: dict[str, Callable[[str], Rows]] = {
+        ".txt": _lines,
+        ".csv": _table,
+        ".tsv": tabs,
+        ".jsonl": _json_rows,
+        ".ndjson": _json_rows,
+    }
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"{path} has the ending {path.suffix!r}: give a {', '.join(readers)} file of questions")
@@ -128,8 +137,11 @@ def _question(row: Mapping[str, Any]) -> Question:
     given["id"] = str(given.get("id", ""))
     choices = given.get("choices")
     answer = given.get("references")
-    if isinstance(choices, list) and isinstance(answer, int) and 0 <= answer < len(choices):
-        given["references"] = [str(choices[answer])]
+    if isinstance(answer, Mapping) and isinstance(answer.get("text"), list):  # as SQuAD has them
+        given["references"] = answer["text"]
+    texts = choices if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices) else []
+    if type(answer) is int and 0 <= answer < len(texts):  # a number among numbers is the choice itself
+        given["references"] = [texts[answer]]
     return Question(**{"text": "", **given})
 
 
@@ -167,21 +179,29 @@ def _json_rows(text: str) -> Rows:
         yield f"line {n}", row if isinstance(row, Mapping) else "it is no JSON object"
 
 
-def _table(text: str) -> Rows:
-    first = text.partition("\n")[0]
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "\t" in first else ",", strict=True)
-    columns = [name.strip().lower() for name in reader.fieldnames or ()]
+def _table(text: str, delimiter: str | None = None) -> Rows:
+    delimiter = delimiter or ("\t" if "\t" in text.partition("\n")[0] else ",")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    columns = [name.strip().lower() for name in next(reader, [])]
     if not set(columns) & set(NAMES["text"]):
         raise ConfigError(
             f"its first line names the columns {', '.join(columns) or '(none)'}: one of them must be 'question'"
         )
-    for row in reader:
-        cells = {
-            column: cell for column, cell in zip(columns, list(row.values()), strict=False) if isinstance(cell, str)
-        }
-        if None in row:
+    known = {name for names in NAMES.values() for name in names}
+    if twice := [name for name, count in Counter(columns).items() if count > 1 and name in known]:
+        raise ConfigError(f"its first line names the column {twice[0]!r} twice: leave one of them out")
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            yield f"line {reader.line_num}", f"it is no row of a table ({error})"
+            continue
+        if row is None:
+            return
+        if len(row) > len(columns):
             yield f"line {reader.line_num}", "it has more cells than the header: put quotes around cells with commas"
-        elif any(cell.strip() for cell in cells.values()):
+        elif any(cell.strip() for cell in row):
+            cells = {column: cell for column, cell in zip(columns, row, strict=False) if column}
             yield f"line {reader.line_num}", _split(cells)
 
 
@@ -193,6 +213,6 @@ def _split(cells: Mapping[str, str]) -> dict[str, Any]:
         row[name] = (
             [part.strip() for part in cell.split(BETWEEN)] if name in lists and BETWEEN in cell else cell.strip()
         )
-    if str(row.get("max_tokens", "")).isdigit():
+    if str(row.get("max_tokens", "")).isdecimal():
         row["max_tokens"] = int(row["max_tokens"])
     return row

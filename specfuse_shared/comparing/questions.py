@@ -54,14 +54,19 @@ class Question(Settings):
         check(isinstance(self.text, str) and bool(self.text.strip()), "the question is empty")
         for name in ("references", "choices"):
             given = getattr(self, name)
-            texts = (given,) if isinstance(given, (str, int, float)) else tuple(given or ())
+            texts = (given,) if isinstance(given, (str, int, float)) else given or ()
+            plain = isinstance(texts, Sequence) and all(isinstance(text, (str, int, float)) for text in texts)
+            check(plain, f"{name} must be texts, not {given!r}")
             object.__setattr__(self, name, tuple(str(text) for text in texts if str(text).strip()))
-        object.__setattr__(self, "instructions", tuple(self.instructions or ()))
+        check(isinstance(self.passage, str), f"the passage must be a text, not {self.passage!r}")
+        asked = self.instructions or ()
+        check(isinstance(asked, Sequence), f"instructions must be a list of them, not {asked!r}")
+        object.__setattr__(self, "instructions", tuple(asked))
         for instruction in self.instructions:
             check_instruction(instruction)
         object.__setattr__(self, "kind", self.kind or self._kind())
         check_choice("the question's kind", self.kind, KINDS)
-        object.__setattr__(self, "group", self.group or self.kind)
+        object.__setattr__(self, "group", self.kind if self.group in (None, "") else str(self.group))
         tokens = self.max_tokens
         check(tokens is None or (type(tokens) is int and tokens > 0), f"max_tokens must be above 0, not {tokens!r}")
         self._check_kind()
@@ -102,12 +107,16 @@ class Question(Settings):
         return LETTERS[self.choices.index(self.references[0])]
 
     @property
+    def asked(self) -> str:
+        """The question with its choices."""
+        return self.text + "".join(f"\n{letter}. {text}" for letter, text in zip(LETTERS, self.choices, strict=False))
+
+    @property
     def prompt(self) -> str:
         """What members are asked, word by word."""
         kind = self.kind or ""
-        listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, self.choices, strict=False))
         plea = _PLEAS.get(kind, "") if self.passage else ""
-        parts = (plea, self.passage, self.text if not listed else f"{self.text}\n{listed}", _ENDINGS.get(kind, ""))
+        parts = (plea, self.passage, self.asked, _ENDINGS.get(kind, ""))
         return "\n\n".join(part for part in parts if part)
 
     def params(self, max_tokens: int | None = None) -> SamplingParams:

@@ -106,10 +106,13 @@ def halves(questions: Sequence[Question]) -> tuple[list[Question], list[Question
     for question in questions:
         clusters[question.group or "", question.passage or question.id].append(question)
     sides: dict[str, tuple[list[Question], list[Question]]] = defaultdict(lambda: ([], []))
+    halves: tuple[list[Question], list[Question]] = ([], [])
     for (group, _), cluster in clusters.items():
         first, second = sides[group]
-        (first if len(first) <= len(second) else second).extend(cluster)
-    return [q for first, _ in sides.values() for q in first], [q for _, second in sides.values() for q in second]
+        behind = (len(first), len(halves[0])) <= (len(second), len(halves[1]))
+        (first if behind else second).extend(cluster)
+        halves[not behind].extend(cluster)
+    return halves
 
 
 @dataclass(frozen=True, slots=True)

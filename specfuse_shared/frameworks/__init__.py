@@ -5,7 +5,7 @@ Needs pydantic, which both frameworks bring along. The engine never imports this
 
 from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of
 from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
-from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, choice_of, response_schema, value_of
+from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, response_schema, value_of
 from specfuse_shared.frameworks.records import (
     Detail,
     candidate_records,
@@ -22,6 +22,7 @@ from specfuse_shared.frameworks.settings import Engine, EnsembleSettings, OnSegm
 from specfuse_shared.frameworks.thoughts import Thoughts
 from specfuse_shared.loading.config_files import plain_config
 from specfuse_shared.messages import CUT_MARK, Role, arguments_of
+from specfuse_shared.serving.calls import choice_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [

@@ -13,16 +13,6 @@ from specfuse_shared.text.grammars.schemas import schema_request
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
 
-def choice_of(tool_choice: str | bool | Mapping[str, Any] | None, required: bool = False) -> str:
-    """The engine's "auto", "any", "none" or the name of a tool, from the ways in which other LLMs say it."""
-    if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function") or tool_choice
-        tool_choice = str(function.get("name") or tool_choice.get("type") or "")
-    if tool_choice in (None, "", False):
-        return "any" if required else "auto"
-    return "any" if tool_choice in (True, "required") else str(tool_choice)
-
-
 def response_schema(response_format: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
     """The JSON schema of a response format, None for plain text, and whether it must be enforced to the letter.
 

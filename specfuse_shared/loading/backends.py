@@ -71,7 +71,7 @@ def lora_files(config: MemberConfig) -> tuple[Path, ...]:
     beside = ollama_model(config.model.removeprefix(OLLAMA), config.label).adapters if is_ollama(config) else ()
     if config.adapter is None:
         return beside
-    path = Path(config.adapter).expanduser()
+    path = Path(config.adapter)
     if not path.is_file():
         raise MemberLoadError(f"member {config.label!r}: there is no LoRA file {config.adapter}")
     return (*beside, path)

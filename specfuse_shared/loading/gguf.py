@@ -148,7 +148,7 @@ def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
     """The GGUF file that the configuration names, fetched from the hub if need be. Raises `MemberLoadError`."""
     if config.model.startswith(OLLAMA):
         return ollama_model(config.model.removeprefix(OLLAMA), config.label).file
-    path = Path(config.model).expanduser()
+    path = Path(config.model)
     if config.gguf_file is None:
         if path.suffix != ".gguf":
             return None

@@ -67,7 +67,16 @@ def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStag
     with explained(config):
         source, common = _source(config, cache_dir, on_stage)
         on_stage("reading the tokenizer")
-        return AutoTokenizer.from_pretrained(config.tokenizer or source, **common)
+        if config.tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        else:  # a repository of its own, without the model's revisions
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **{**common, "revision": None})
+        if not tokenizer.encode("a word", add_special_tokens=False):
+            raise MemberLoadError(
+                f"member {config.label!r}: its tokenizer knows no text, its files are missing from "
+                f"{config.tokenizer or source!r}: name the hub id or folder of one with MemberConfig(tokenizer=…)"
+            )
+        return tokenizer
 
 
 def load_gguf_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStage = lambda stage: None) -> Any:
@@ -191,8 +200,9 @@ def explained(config: MemberConfig) -> Iterator[None]:
 
 def _explain(config: MemberConfig, error: Exception) -> str:
     hint = ""
-    path = Path(config.model).expanduser()
-    if "safetensors" in str(error) and not config.allow_pickle:
+    path = Path(config.model)
+    may_be_pickled = not path.is_dir() or any(file.suffix in (".bin", ".pt", ".pth") for file in path.iterdir())
+    if "safetensors" in str(error) and not config.allow_pickle and may_be_pickled:
         hint = "; the weights are pickled: convert them, or allow them with MemberConfig(allow_pickle=True)"
     elif not path.exists():
         hint = "; expected a hub id, a local folder or a .gguf file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from specfuse_shared.errors import ConfigError, RequestError
@@ -36,9 +37,22 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def conversation_of(messages: Conversation) -> list[Message]:
+    """Turns; one that answers a call by its id alone has the name of its tool."""
     if isinstance(messages, str):
         return [Message("user", messages)]
-    return [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
+    turns = [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
+    called = {call.id: call.name for turn in turns for call in turn.tool_calls}
+    return [turn if turn.name else replace(turn, name=called.get(turn.tool_call_id)) for turn in turns]
+
+
+def choice_of(tool_choice: str | bool | Mapping[str, Any] | None, required: bool = False) -> str:
+    """The engine's "auto", "any", "none" or the name of a tool, from the ways in which other LLMs say it."""
+    if isinstance(tool_choice, Mapping):
+        function = tool_choice.get("function") or tool_choice
+        tool_choice = str(function.get("name") or tool_choice.get("type") or "")
+    if tool_choice in (None, "", False):
+        return "any" if required else "auto"
+    return "any" if tool_choice in (True, "required") else str(tool_choice)
 
 
 def tools_of(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:

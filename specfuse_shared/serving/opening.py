@@ -15,7 +15,14 @@ from specfuse_shared.events import Event
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import Member
-from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, tools_of
+from specfuse_shared.serving.calls import (
+    CallOptions,
+    Conversation,
+    check_options,
+    choice_of,
+    conversation_of,
+    tools_of,
+)
 from specfuse_shared.serving.request import Deliver, Request
 from specfuse_shared.serving.scheduler import Scheduler
 from specfuse_shared.serving.telemetry.tracing import AnswerSpan
@@ -46,7 +53,7 @@ class Opening:
         self.params = params or SamplingParams()
         self.messages = conversation_of(messages)
         self.texts = tuple(texts)
-        choice, parallel = options.get("tool_choice", "auto"), options.get("parallel_tool_calls", False)
+        choice, parallel = choice_of(options.get("tool_choice")), options.get("parallel_tool_calls", False)
         self.tools = ToolUse(tools_of(options.get("tools", ())), choice, parallel)
         self._timeout = options.get("timeout")
         if self._timeout is not None and not self._timeout > 0:

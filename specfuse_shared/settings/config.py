@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -170,6 +171,8 @@ class EnsembleConfig(Settings):
                 check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
         self._check_score()
         check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
+        if self.feedback_limit == math.inf:  # as files say it
+            object.__setattr__(self, "feedback_limit", None)
         limit = self.feedback_limit
         check(limit is None or limit >= 1, f"EnsembleConfig.feedback_limit must be ≥ 1 or None, not {limit!r}")
         check(

@@ -108,10 +108,11 @@ class MemberConfig(Settings):
     """Environment variable that holds the server's key. The key itself is never stored."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", str(self.model))
+        for name in ("model", "adapter", "tokenizer"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _at_home(str(given)))
         check(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
         if self.adapter is not None:
-            object.__setattr__(self, "adapter", str(self.adapter))
             check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
         check(
             self.adapter_revision is None or self.adapter is not None,
@@ -134,16 +135,21 @@ class MemberConfig(Settings):
             f"MemberConfig.max_context must be positive, not {self.max_context!r}",
         )
         self._check_server()
+        for name in ("template_options", "resources"):
+            given = getattr(self, name)
+            check(isinstance(given, Mapping), f"MemberConfig.{name} must be a table of names and values, not {given!r}")
         thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
         if not isinstance(thinking, bool):
-            thinking = tuple(thinking)
             check(
-                len(thinking) == 2 and all(isinstance(marker, str) and marker for marker in thinking),
+                _is_list_of(str, thinking) and len(thinking) == 2 and all(thinking),
                 f"MemberConfig.thinking must be True, False or the two markers around thoughts, not {thinking!r}",
             )
+            thinking = tuple(thinking)
         object.__setattr__(self, "thinking", thinking)
         options = {**self.template_options, "enable_thinking": bool(thinking)}
         object.__setattr__(self, "template_options", MappingProxyType(options))
+        ids = self.stop_token_ids
+        check(_is_list_of(int, ids), f"MemberConfig.stop_token_ids must be a list of token ids, not {ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         amounts = dict(self.resources)
         check(
@@ -233,3 +239,15 @@ def unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
 
 def _renamed(member: MemberConfig, name: str) -> MemberConfig:
     return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(type(each) is kind for each in value)
+
+
+def _at_home(path: str) -> str:
+    """A path whose "~" is a home folder. Raises `ConfigError` where nobody has that name."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError as error:
+        raise ConfigError(f"{path} begins with the home folder of nobody here: write the whole path") from error

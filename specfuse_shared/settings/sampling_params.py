@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -52,7 +52,9 @@ class SamplingParams(Settings):
     """The most tokens of a member's thoughts (`MemberConfig.thinking`), in its own tokens."""
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        check(isinstance(given, Iterable), f"SamplingParams.stop must hold strings, not {given!r}")
+        stops = tuple(given)
         object.__setattr__(self, "stop", stops)
         check(
             all(isinstance(s, str) and s for s in stops),

@@ -272,3 +272,32 @@ def test_llamaindex_gives_the_same_responses_with_the_same_provenance(
     one = SpecFuseLLM(base_url=str(client.base_url), model="tiny/base", max_tokens=8)
     assert one.complete("Hi").raw["specfuse"]["members"] == ["base"]
     assert QUESTION
+
+
+def test_an_option_that_no_call_takes_is_refused_here_as_there(
+    remote: RemoteEngine, tiny_engine: EnsembleEngine
+) -> None:
+    for engine in (remote, tiny_engine):
+        with pytest.raises(ConfigError, match="no setting 'timout': did you mean 'timeout'"):
+            engine.generate("Hi.", timout=5)  # type: ignore[call-arg]
+
+
+def test_openai_s_turns_with_tools_are_the_same_prompt_here_and_there(
+    remote: RemoteEngine, tiny_engine: EnsembleEngine
+) -> None:
+    """OpenAI's tool turns have no name, but members without a place for tools read one."""
+    function = {"name": "get_weather", "arguments": "{}"}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "How warm is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "5"},
+    ]
+    named = [*turns[:2], {**turns[2], "name": "get_weather"}]
+    counts = {engine.count_tokens(asked) for engine in (remote, tiny_engine) for asked in (turns, named)}
+    assert len(counts) == 1
+
+
+def test_a_required_call_is_asked_for_in_openai_s_word(tiny_engine: EnsembleEngine) -> None:
+    now = {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}}
+    result = tiny_engine.generate("Hi.", SamplingParams(max_tokens=60), tools=[now], tool_choice="required")
+    assert result.text.startswith("<tool_call>")

@@ -76,7 +76,7 @@ def test_what_is_no_text_is_no_turn_and_ends_nothing(
 def test_what_cannot_be_saved_is_said(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(f"/save {tmp_path}/no/talk.json\n", speaker, monkeypatch) == 0
+    assert said(f"/save {tmp_path}/no/talk.json\n/save ~nobody-here/talk.json\n", speaker, monkeypatch) == 0
     assert "not saved" in capsys.readouterr().err
 
 

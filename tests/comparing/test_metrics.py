@@ -173,3 +173,42 @@ def test_circles() -> None:
     assert goes_in_circles("He ran fast.\nShe too.\nHe ran fast.\nHe ran fast.")
     assert goes_in_circles("so " + "and on we go " * 3)
     assert not goes_in_circles("- yes\n- yes\n- yes")
+
+
+@pytest.mark.parametrize("reference", ["A", "the", "!", "B"])
+def test_a_reference_of_an_article_or_a_mark_can_be_met(reference: str) -> None:
+    question = Question("Pick one.", references=[reference], kind="short")
+    assert score(question, reference) == {"f1": 100.0, "contains": 100.0}
+    assert score(question, "C") == {"f1": 0.0, "contains": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "right"),
+    [
+        ("-3", "It is \u22123.", True),
+        ("0.5", "So it is .5", True),
+        ("35", "It is 3,5", False),
+        ("1200", "All in all $1,200.00.", True),
+        ("1,200", "1200", True),
+        ("1234", "1,234.", True),
+    ],
+)
+def test_numbers_are_read_as_they_are_written(reference: str, answer: str, right: bool) -> None:
+    assert score(Question("How many?", references=[reference], kind="number"), answer) == {"exact": 100.0 * right}
+
+
+def test_a_decimal_comma_is_no_number_of_a_question() -> None:
+    assert Question("How much?", references=["3,5"]).kind == "short"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "length_constraints:number_words", "num_words": 3, "relation": "at most"}, "the relation"),
+        ({"name": "keywords:existence", "keywords": "apple"}, "keywords must be a list"),
+        ({"name": "keywords:forbidden_words", "forbidden_words": "apple"}, "forbidden_words must be a list"),
+    ],
+)
+def test_an_instruction_that_would_be_checked_as_another_one_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Question("Write.", instructions=[settings])

@@ -127,6 +127,56 @@ def test_a_cell_too_many_is_said(tmp_path: Path) -> None:
     assert found.remarks[0].startswith("line 2 is left out: it has more cells than the header")
 
 
+def test_columns_are_told_apart_by_their_place(tmp_path: Path) -> None:
+    text = "question,note,note,answer,,\nCapital of France?,x,y,Paris,,\n"
+    found = read_questions(written(tmp_path, "q.csv", text))
+    assert [(q.references, q.group) for q in found.questions] == [(("Paris",), "short")]
+    assert found.remarks == ("columns without effect: note",)
+    with pytest.raises(ConfigError, match="names the column 'answer' twice"):
+        read_questions(written(tmp_path, "q.csv", "question,answer,answer\nWhy?,a,b\n"))
+
+
+def test_a_file_of_tabs_is_not_split_at_commas(tmp_path: Path) -> None:
+    found = read_questions(written(tmp_path, "q.tsv", "question\nHello, who are you?\n"))
+    assert [q.text for q in found.questions] == ["Hello, who are you?"]
+
+
+def test_a_wrong_quote_costs_its_row(tmp_path: Path) -> None:
+    text = 'question,answer\nGood?,yes\n"He said "hi" to me?",yes\nBetter?,yes\n'
+    found = read_questions(written(tmp_path, "q.csv", text))
+    assert [q.text for q in found.questions] == ["Good?", "Better?"]
+    assert found.remarks == ("line 3 is left out: it is no row of a table (',' expected after '\"')",)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"context": ["It is", "Rome."]}, "the passage must be a text"),
+        ({"context": 5}, "the passage must be a text, not 5"),
+        ({"instructions": 5}, "instructions must be a list"),
+        ({"answers": {"en": ["Rome"]}}, "references must be texts, not {'en'"),
+        ({"answers": [["Rome"]]}, "references must be texts"),
+        ({"choices": {"a": "Rome"}, "answer": "Rome"}, "choices must be texts"),
+    ],
+)
+def test_a_value_of_another_kind_costs_its_row(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    rows = [{"question": "Where?", **row}, {"question": "Good?"}]
+    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows))))
+    assert [q.text for q in found.questions] == ["Good?"]
+    assert said in found.remarks[0]
+
+
+def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> None:
+    rows = [
+        {"question": "Capital?", "context": "Rome.", "answers": {"text": ["Rome", "Roma"], "answer_start": [0, 0]}},
+        {"question": "2+2?", "choices": [1, 2, 3, 4], "answer": 4, "group": 3},
+        {"question": "1+1?", "choices": [1, 2, 3, 4], "answer": 2},
+    ]
+    found = read_questions(written(tmp_path, "q.jsonl", "\n".join(map(json.dumps, rows)))).questions
+    assert [q.references for q in found] == [("Rome", "Roma"), ("4",), ("2",)]
+    assert found[1].group == "3"
+
+
 def test_what_is_asked_holds_the_passage_the_choices_and_a_plea() -> None:
     passage = Question("Who?", passage="It was Ann.", references=["Ann"])
     assert passage.prompt == "Answer the question with a few words.\n\nIt was Ann.\n\nWho?"

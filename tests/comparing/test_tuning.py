@@ -9,6 +9,7 @@ import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig
 from specfuse_shared.comparing import ENSEMBLE, Question, Tuned, tune, write_ensemble
+from specfuse_shared.comparing.config_writing import check_config_file
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.tuning import halves
 from specfuse_shared.loading.config_files import read_ensemble
@@ -33,6 +34,11 @@ def test_the_halves_are_alike_in_their_groups_and_share_no_passage() -> None:
     assert not {q.passage for q in first if q.passage} & {q.passage for q in second if q.passage}
     assert sum(q.kind == "number" for q in first) == 4
     assert not {q.id for q in first} & {q.id for q in second}
+
+
+def test_many_small_groups_are_halved_together() -> None:
+    first, second = halves([Question(f"q{n}", references=["x"], group=str(n)) for n in range(60)])
+    assert len(first) == len(second) == 30
 
 
 def test_the_weight_of_a_worse_member_falls_and_the_other_half_confirms_it() -> None:
@@ -153,3 +159,17 @@ def test_the_point_of_a_verdict_says_on_which_rows() -> None:
         "did, of 5 settings tried): no gain is shown; to a alone +2.0 [-1.0, +5.0]."
     )
     assert ENSEMBLE not in told
+
+
+@pytest.mark.parametrize("preset", ["default", "fast", "specfuse", "specem"])
+def test_every_preset_can_be_written_and_reads_back(tmp_path: Path, preset: str) -> None:
+    config = EnsembleConfig.preset(preset, ["org/x", "org/y"])
+    write_ensemble(tmp_path / "new.toml", "tuned", config)
+    assert read_ensemble(tmp_path / "new.toml").feedback_limit == config.feedback_limit
+
+
+def test_a_file_whose_ensembles_stand_in_one_line_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('ensembles = {a = {members = ["org/x"]}}\n', "utf-8")
+    with pytest.raises(ConfigError, match=r"in one line: write a table \[ensembles\.NAME\]"):
+        check_config_file(file)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import ConfigError
-from specfuse_shared.comparing import ENSEMBLE, votes_on
+from specfuse_shared.comparing import ENSEMBLE, Question, votes_on
 from specfuse_shared.comparing.pages.voting import Pair, Votes, pairs_of
 from tests.comparing.made import made
 
@@ -119,3 +119,9 @@ def test_a_file_that_is_no_voting_page_is_named(tmp_path: Path, text: str) -> No
         votes_on(tmp_path / "page.html")
     with pytest.raises(ConfigError, match="cannot be read"):
         votes_on(tmp_path)
+
+
+def test_choices_are_listed_with_the_letters_of_the_answers() -> None:
+    question = Question("Pick.", choices=["red", "blue"], references=["blue"])
+    assert question.asked == "Pick.\nA. red\nB. blue"
+    assert question.asked in question.prompt

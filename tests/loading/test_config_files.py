@@ -96,3 +96,34 @@ def test_members_of_a_table_are_checked_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.toml: .*did you mean 'weight'"):
         read_ensemble(tmp_path / "a.toml")
     assert MemberConfig("x").weight == 1.0
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("stop_token_ids = 2", 'stop_token_ids = "2"', 'stop_token_ids = ["2"]', "thinking = 5", "resources = 5"),
+        'template_options = "x"',
+    ],
+)
+def test_a_setting_of_another_type_is_named(tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text(f'[ensembles.a]\nmembers = [{{model = "x", {setting}}}]\n', "utf-8")
+    with pytest.raises(ConfigError, match=rf"MemberConfig\.{setting.split()[0]} must be"):
+        read_ensemble(file)
+
+
+def test_stop_strings_of_another_type_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text('[ensembles.a]\nmembers = ["x"]\n[sampling]\nstop = 5\n', "utf-8")
+    with pytest.raises(ConfigError, match="stop must hold strings, not 5"):
+        read_config(file)
+
+
+def test_a_home_folder_is_found_for_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    member = MemberConfig("~/chat", adapter="~/adapter", tokenizer="~/tokens")
+    assert (member.model, member.adapter, member.tokenizer) == tuple(
+        str(tmp_path / name) for name in ("chat", "adapter", "tokens")
+    )
+    with pytest.raises(ConfigError, match="the home folder of nobody here"):
+        MemberConfig("~nobody-of-this-name/model")

@@ -292,3 +292,24 @@ def test_impossible_settings_are_named(settings: dict[str, object], message: str
 
 def test_equal_models_get_distinct_names() -> None:
     assert EnsembleConfig(members=["a/m", "a/m", "b/m"]).names == ("m", "m-2", "m-3")
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECFUSE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(MemberLoadError, match=r"cannot be made .*: name another one with .* SPECFUSE_CACHE"):
+        demo_members()
+
+
+def test_a_folder_without_weights_or_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    folder = save_model("llama", byte_level_tokenizer(), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "weights")
+    with pytest.raises(MemberLoadError) as raised:
+        LocalMember(MemberConfig(str(folder), dtype="float32"))
+    assert "pickled" not in str(raised.value)
+    (tmp_path / "weights").rename(weights)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(MemberLoadError, match="tokenizer"):
+        LocalMember(MemberConfig(str(folder), dtype="float32"))

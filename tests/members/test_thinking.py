@@ -140,7 +140,8 @@ def test_log_probabilities_are_those_of_an_answer_and_not_of_more_thoughts(engin
     prompt = member.encode_prompt([Message("user", QUESTION)])
     found = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
     closed = [*prompt, *member.codec.encode("\n"), *member.prompts.thoughts_closing()]
-    assert found["thinks"] == pytest.approx([sum(logprob_behind(member, closed, t)) for t in ("Yes.", "No, it is not.")])
+    plain = [sum(logprob_behind(member, closed, text)) for text in ("Yes.", "No, it is not.")]
+    assert found["thinks"] == pytest.approx(plain)
     result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=20, logprobs=True))
     thought = member.codec.encode(result.thinking["thinks"] + "\n")
     behind = [*prompt, *thought, *member.prompts.thoughts_closing()]

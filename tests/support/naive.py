@@ -231,7 +231,7 @@ def _last(
     authors: dict[Draft, list[str]],
     config: EnsembleConfig,
 ) -> Draft:
-    """The one that leaves: of what nobody tells apart, what is worst among itself; else a beginning, if some tail behind
+    """The one that leaves: of what nobody tells apart, what is worst among itself; else a beginning, if a tail behind
     it has half of the votes, a token, or the tail with the fewest."""
     scores, total = _votes(some, judged, weight, authors, config)
     lowest = min(reversed(some), key=lambda d: total[d])

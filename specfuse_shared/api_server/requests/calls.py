@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from specfuse_shared.api_server.models import Model, Models
@@ -18,9 +18,9 @@ from specfuse_shared.api_server.requests.bodies import (
 )
 from specfuse_shared.api_server.requests.responses_api import ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
-from specfuse_shared.frameworks import ToolUse, choice_of, response_schema, value_of
+from specfuse_shared.frameworks import ToolUse, response_schema, value_of
 from specfuse_shared.messages import Message, Tool
-from specfuse_shared.serving.calls import CallOptions
+from specfuse_shared.serving.calls import CallOptions, choice_of, conversation_of
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.grammar import Grammar
 
@@ -43,7 +43,7 @@ class Call:
     model: Model
     choices: Sequence[RequestedChoice]
     options: CallOptions
-    use: ToolUse = ToolUse()
+    use: ToolUse = field(default_factory=ToolUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,11 @@ class Reader:
     def conversation(
         self, messages: Sequence[MessageBody], tools: Sequence[ToolBody] | None
     ) -> tuple[list[Message], list[Tool]]:
-        """Turns and tools; a turn that answers a call by its id alone has the name of its tool."""
+        """Turns and tools."""
         given = [message.model_dump(exclude_none=True, include=_OF_A_MESSAGE) for message in messages]
         offered = [tool.model_dump(exclude_none=True) for tool in tools or ()]
         self._check_size(len(repr(given)) + len(repr(offered)))
-        turns = [Message.from_dict(message) for message in given]
-        called = {call.id: call.name for turn in turns for call in turn.tool_calls}
-        named = [replace(turn, name=turn.name or called.get(turn.tool_call_id)) for turn in turns]
-        return named, [Tool.from_dict(tool) for tool in offered]
+        return conversation_of(given), [Tool.from_dict(tool) for tool in offered]
 
     def _value(self, body: ChatBody) -> tuple[Grammar | None, list[Message]]:
         """What the answer must be, by `response_format` or by `grammar`."""

@@ -75,8 +75,7 @@ def pairs_of(comparison: Comparison, against: str | None = None) -> list[Pair]:
             continue
         key = sha256(json.dumps([question.prompt, ours, theirs]).encode()).hexdigest()[:24]
         left, right = (ours, theirs) if side_of(key) == "left" else (theirs, ours)
-        listed = "".join(f"\n{n}. {choice}" for n, choice in enumerate(question.choices, 1))
-        found.append(Pair(key, question.text + listed, question.passage, left, right))
+        found.append(Pair(key, question.asked, question.passage, left, right))
     return sorted(found, key=lambda pair: pair.key[::-1])
 
 
