@@ -32,6 +32,8 @@ class Tool:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise RequestError(f"a tool needs a name, not {self.name!r}")
+        if not isinstance(self.description, str) or not is_whole_text(self.name + self.description):
+            raise RequestError(f"the name and description of tool {self.name!r} must be texts of whole characters")
         if not isinstance(self.parameters, Mapping) or self.parameters.get("type", "object") != "object":
             raise RequestError(f"the parameters of tool {self.name!r} must be the JSON schema of an object")
 
@@ -120,7 +122,9 @@ class Message:
             raise RequestError(
                 f"message content must be text, not {type(self.content).__name__}: this engine reads text only"
             )
-        if not is_whole_text(self.content):
+        if not isinstance(self.name, str | None):
+            raise RequestError(f"a message's name must be text, not {self.name!r}")
+        if not is_whole_text(self.content + (self.name or "")):
             raise RequestError("a message holds half a character (a lone surrogate): replace it before you send it")
 
     @classmethod
@@ -129,8 +133,9 @@ class Message:
         known = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio")
         if unknown := sorted(set(message) - set(known)):
             raise RequestError(f"a message has unknown fields {unknown}: it may have {', '.join(known[:5])}")
+        role: Any = message.get("role", "")
         return cls(
-            role=_OPENAI_ROLES.get(message.get("role", ""), message.get("role", "")),
+            role=role if role not in tuple(_OPENAI_ROLES) else _OPENAI_ROLES[role],
             content=_text_of(message.get("content")),
             name=message.get("name"),
             tool_calls=tuple(map(ToolCall.from_dict, message.get("tool_calls") or ())),

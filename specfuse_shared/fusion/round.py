@@ -47,7 +47,7 @@ class Round:
         """
         choices, winner = yield from self._decide()
         if winner is None:
-            return RoundEnd(None, TrimmedSegment("", FinishReason.STOP))
+            return self._silent()
         judged = len(choices) > 1
         segment = self._state.answer.fit(*self._unstuck(winner), self._own_count())
         goes_on = segment.reason is None
@@ -58,6 +58,14 @@ class Round:
         retention = self._learn(choices) if judged and goes_on else {}
         record = self._record(choices, winner, segment.text, weights, retention)
         return RoundEnd(record, segment, segment.text if goes_on and not self._drafting.alone else "")
+
+    def _silent(self) -> RoundEnd:
+        """Nobody had anything to say: others are asked where somebody left, else a value is closed."""
+        if self._state.active and len(self._state.active) < len(self._before):
+            return RoundEnd(None, TrimmedSegment("", None))
+        if self._constraint is not None and not self._constraint.accepts(""):
+            return RoundEnd(None, TrimmedSegment(self._constraint.finish(), FinishReason.LENGTH))
+        return RoundEnd(None, TrimmedSegment("", FinishReason.STOP))
 
     def _decide(self) -> Generator[Ops, Results, tuple[list[DistinctCandidate], DistinctCandidate | None]]:
         """Candidates and the one that wins, as soon as that is clear; None: nobody had anything to say."""

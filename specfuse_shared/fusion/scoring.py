@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from specfuse_shared.errors import GenerationError
+from specfuse_shared.errors import GenerationError, RequestError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.drafting import Ops, Results
 from specfuse_shared.fusion.participants import Participants
@@ -40,9 +40,16 @@ class ScoringSession:
         tools: ToolUse,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.participants = Participants(config, members, messages, tools.offered, check)
-        self._questions = tuple(ScoringQuery(text, False) for text in texts)
         self._before = {m.name: m.text.encode_thoughts() for m in members}
+        self.participants = Participants(config, members, messages, tools.offered, check)
+        for name, side in self.participants.sides.items():
+            needs = len(side.prompt) + len(self._before[name]) + max(len(side.member.codec.encode(t)) for t in texts)
+            if side.member.context_limit is not None and needs > side.member.context_limit:
+                held = side.member.context_limit
+                raise RequestError(
+                    f"a text ends behind the context of member {name!r}: it holds {held} tokens, not {needs}"
+                )
+        self._questions = tuple(ScoringQuery(text, False) for text in texts)
         self.max_tokens = max(len(self._before[m.name]) + len(m.codec.encode(text)) for m in members for text in texts)
         self.scores: dict[str, tuple[float, ...]] = {}
         self.events: deque[Event] = deque()

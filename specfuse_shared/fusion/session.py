@@ -47,6 +47,7 @@ from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageN
 Work = Generator[Ops, Results, None]
 
 _THINKING_PIECE = 16
+_FULL = "PromptTooLongError"
 """Tokens of thoughts between two events."""
 _SEED_BITS = 32
 """Of the seed of a sampled request that named none."""
@@ -132,6 +133,7 @@ class AnswerSession:
             else:
                 end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
         self._finish(end)
+        self._tell_last_exits()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
             yield closes
@@ -219,18 +221,26 @@ class AnswerSession:
             self.events.append(self._answer.add(end.record.text, end.record))
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
+    def _tell_last_exits(self) -> None:
+        """The last round also has those who left behind it, because their contexts were full."""
+        if self._rounds:
+            told = self._rounds[-1].exits
+            left = [gone for gone in self.participants.take_exits() if gone not in told]
+            self._rounds[-1] = replace(self._rounds[-1], exits=(*told, *left))
+
     def _finish(self, end: RoundEnd) -> None:
         """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
         is_cut = end.segment.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
-        constraint = self._policies.constraint if is_cut else None
+        constraint = self._policies.constraint if end.segment.stop is None else None
         unfinished = constraint is not None and not constraint.accepts(end.segment.text)
-        if constraint is not None and end.segment.text == constraint.finish():
+        if is_cut and constraint is not None and end.segment.text == constraint.finish():
             self._closing = end.segment.text
         last = self._answer.finish(end.segment, end.record)
         if last is not None:
             self.events.append(last)
         if unfinished and not self._tools.begins(self.text):
-            message = f"no room was left to complete the answer (max_tokens={self._params.max_tokens})"
+            found = f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
+            message = f"the answer could not be completed: {found}"
             raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
         self.finished = True
 
@@ -244,6 +254,12 @@ class AnswerSession:
         name, verdicts = side.member.name, None
         asked = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
         prompt = (*side.prompt, *side.member.text.encode_thoughts(self._thoughts.get(name, "")))
+        limit = side.member.context_limit
+        if limit is not None and len(prompt) + len(side.member.codec.encode(self.text)) > limit:
+            self._warn(
+                name, "score", f"member {name!r} could not score the answer: its context holds {limit} tokens", _FULL
+            )
+            return None
         for op in (Open(prompt, replace(self._params, grammar=None), 0), asked):
             result = (yield {name: op})[name]
             if result.error is not None:

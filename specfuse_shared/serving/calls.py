@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.settings.sampling_params import SamplingParams
-from specfuse_shared.validation import unknown_setting
+from specfuse_shared.validation import is_whole_text, unknown_setting
 
 Conversation = str | Sequence[Message | Mapping[str, Any]]
 
@@ -22,7 +22,7 @@ class CallOptions(TypedDict, total=False):
     part; all if None.
     """
 
-    tools: Sequence[Tool | Mapping[str, Any]]
+    tools: Sequence[Tool | Mapping[str, Any]] | None
     tool_choice: str
     parallel_tool_calls: bool
     timeout: float | None
@@ -40,9 +40,19 @@ def conversation_of(messages: Conversation) -> list[Message]:
     """Turns; one that answers a call by its id alone has the name of its tool."""
     if isinstance(messages, str):
         return [Message("user", messages)]
-    turns = [m if isinstance(m, Message) else Message.from_dict(m) for m in messages]
-    called = {call.id: call.name for turn in turns for call in turn.tool_calls}
-    return [turn if turn.name else replace(turn, name=called.get(turn.tool_call_id)) for turn in turns]
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"a conversation is a text or a list of turns, not {type(messages).__name__}")
+    turns = list(map(_turn_of, messages))
+    called = {call.id: call.name for turn in turns for call in turn.tool_calls if call.id is not None}
+    return [turn if turn.name else replace(turn, name=called.get(turn.tool_call_id or "")) for turn in turns]
+
+
+def _turn_of(message: object) -> Message:
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a turn is a Message or a dictionary with role and content, not {type(message).__name__}")
+    return Message.from_dict(message)
 
 
 def choice_of(tool_choice: str | bool | Mapping[str, Any] | None, required: bool = False) -> str:
@@ -55,8 +65,23 @@ def choice_of(tool_choice: str | bool | Mapping[str, Any] | None, required: bool
     return "any" if tool_choice in (True, "required") else str(tool_choice)
 
 
-def tools_of(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
-    return [tool if isinstance(tool, Tool) else Tool.from_dict(tool) for tool in tools]
+def tools_of(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Tool]:
+    if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
+        raise RequestError(f"tools must be a list of them, not {type(tools).__name__}")
+    return [tool if isinstance(tool, Tool) else Tool.from_dict(tool) for tool in tools or ()]
+
+
+def check_texts(what: str, texts: Sequence[str]) -> None:
+    """Raises `RequestError` for what is no text, or half a character."""
+    if not all(isinstance(text, str) and is_whole_text(text) for text in texts):
+        raise RequestError(f"{what} takes whole texts: one is none, or holds half a character (a lone surrogate)")
+
+
+def check_scored(texts: Sequence[str]) -> None:
+    """Raises `RequestError` where there is nothing to score."""
+    if isinstance(texts, str) or not texts or not all(texts):
+        raise RequestError("log_probabilities takes a list of texts, none of them empty")
+    check_texts("log_probabilities", texts)
 
 
 def one_each(

@@ -21,11 +21,12 @@ from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.admission import Budget
-from specfuse_shared.serving.calls import CallOptions, Conversation, conversation_of, one_each, tools_of
+from specfuse_shared.serving.calls import CallOptions, Conversation, check_scored, check_texts, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import FORKED, limit_threads_after_fork
 from specfuse_shared.serving.memory import bound_kernels, release
 from specfuse_shared.serving.opening import Opener, Opening
 from specfuse_shared.serving.places import Places
+from specfuse_shared.serving.request import Request
 from specfuse_shared.serving.scheduler import Scheduler
 from specfuse_shared.serving.streams import EventStream, result_of, results_of
 from specfuse_shared.serving.telemetry.metrics import Metrics, MetricsSnapshot
@@ -135,6 +136,7 @@ class EnsembleEngine:
 
         `members`: names of the members that take part, if not all do; the reference is then one of them.
         """
+        check_texts("tokenize", [text])
         return self._reference(members).codec.encode(text)
 
     def count_tokens(
@@ -165,11 +167,7 @@ class EnsembleEngine:
         `GenerationError` with the text so far. Closing or dropping the iterator stops the answer within one
         forward pass and frees its caches.
         """
-        items: SimpleQueue[Event | Exception] = SimpleQueue()
-        opening = Opening(self.config, messages, params, options)
-        opener = self._ready()
-        request = opener.open(opening.start(), items.put)
-        return EventStream(items, partial(opener.cancel, request))
+        return self._begin(Opening(self.config, messages, params, options))[1]
 
     def generate_batch(
         self,
@@ -194,13 +192,9 @@ class EnsembleEngine:
         Members that fail are missing. Raises `RequestError` before any work if there is nothing to score or the request
         cannot be served, and `GenerationError` if all members fail.
         """
-        if isinstance(texts, str) or not texts or not all(texts):
-            raise RequestError("log_probabilities takes a list of texts, none of them empty")
-        items: SimpleQueue[Event | Exception] = SimpleQueue()
-        opening = Opening(self.config, messages, None, options, texts)
-        opener = self._ready()
-        request = opener.open(opening.start(), items.put)
-        result_of(EventStream(items, partial(opener.cancel, request)))
+        check_scored(texts)
+        request, events = self._begin(Opening(self.config, messages, None, options, texts))
+        result_of(events)
         assert isinstance(request.session, ScoringSession)
         return request.session.scores
 
@@ -229,6 +223,7 @@ class EnsembleEngine:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
         opening = Opening(self.config, messages, params, options)
+        self._check_open()
         opener = self._opener
         if opener is None:
             opener = await asyncio.to_thread(self._ready)
@@ -279,6 +274,11 @@ class EnsembleEngine:
             self._check_open()
             raise EngineClosedError()
         return opener
+
+    def _begin(self, opening: Opening) -> tuple[Request, EventStream]:
+        opener, items = self._ready(), SimpleQueue[Event | Exception]()
+        request = opener.open(opening.start(), items.put)
+        return request, EventStream(items, partial(opener.cancel, request), self)
 
     @property
     def _members(self) -> tuple[Member, ...]:

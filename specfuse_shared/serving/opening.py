@@ -10,7 +10,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Self
 
-from specfuse_shared.errors import EngineClosedError, RequestError, RequestTimeoutError
+from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
@@ -50,13 +50,15 @@ class Opening:
     ) -> None:
         check_options(options)
         self.config = config.only(options.get("members"))
+        if not isinstance(params, SamplingParams | None):
+            raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}: SamplingParams(**settings)")
         self.params = params or SamplingParams()
         self.messages = conversation_of(messages)
         self.texts = tuple(texts)
         choice, parallel = choice_of(options.get("tool_choice")), options.get("parallel_tool_calls", False)
         self.tools = ToolUse(tools_of(options.get("tools", ())), choice, parallel)
         self._timeout = options.get("timeout")
-        if self._timeout is not None and not self._timeout > 0:
+        if self._timeout is not None and not (isinstance(self._timeout, (int, float)) and self._timeout > 0):
             raise RequestError(f"timeout must be a positive number of seconds, not {self._timeout!r}")
         self.deadline: float | None = None
         self.cancelled = False
@@ -118,7 +120,11 @@ class Opener:
         self._pool.shutdown(wait=False)
 
     def _submit(self, opening: Opening, deliver: Deliver) -> Request:
-        span = AnswerSpan(opening.config.names, opening.params)
+        try:
+            span = AnswerSpan(opening.config.names, opening.params)
+        except Exception:
+            self._scheduler.places.leave()
+            raise
 
         def observed(item: Event | Exception) -> None:
             span.observe(item)

@@ -7,17 +7,20 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.results import EnsembleResult
 
 
 class EventStream(Iterator[Event]):
-    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated."""
+    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
 
-    def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None]) -> None:
+    `engine`: kept until the answer is over.
+    """
+
+    def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None], engine: object) -> None:
         self._items = items
         self._cancel = cancel
+        self._engine: object | None = engine
         self._over = False
 
     def __next__(self) -> Event:
@@ -29,15 +32,16 @@ class EventStream(Iterator[Event]):
             self.close()
             raise
         if isinstance(item, Exception):
-            self._over = True
+            self._over, self._engine = True, None
             raise item
-        self._over = isinstance(item, FinishEvent)
+        if isinstance(item, FinishEvent):
+            self._over, self._engine = True, None
         return item
 
     def close(self) -> None:
         """Stop the answer and free its caches."""
         if not self._over:
-            self._over = True
+            self._over, self._engine = True, None
             self._cancel()
 
     def __del__(self) -> None:
@@ -58,12 +62,12 @@ def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exception
     def outcome(step: Callable[[], Any]) -> Any:
         try:
             return step()
-        except SpecFuseError as error:
+        except Exception as error:
             return error
 
     begun = [outcome(start) for start in starts]
-    ended = [e if isinstance(e, SpecFuseError) else outcome(partial(result_of, e)) for e in begun]
-    failures = [e for e in ended if isinstance(e, SpecFuseError)]
+    ended = [e if isinstance(e, Exception) else outcome(partial(result_of, e)) for e in begun]
+    failures = [e for e in ended if isinstance(e, Exception)]
     if failures and not return_exceptions:
         raise failures[0]
     return ended

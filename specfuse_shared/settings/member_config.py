@@ -146,8 +146,7 @@ class MemberConfig(Settings):
             )
             thinking = tuple(thinking)
         object.__setattr__(self, "thinking", thinking)
-        options = {**self.template_options, "enable_thinking": bool(thinking)}
-        object.__setattr__(self, "template_options", MappingProxyType(options))
+        object.__setattr__(self, "template_options", MappingProxyType(dict(self.template_options)))
         ids = self.stop_token_ids
         check(_is_list_of(int, ids), f"MemberConfig.stop_token_ids must be a list of token ids, not {ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -60,7 +60,7 @@ class PromptEncoder:
         thinking: bool | Sequence[str] = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self._options = dict(options)
+        self._options = {**options, "enable_thinking": bool(thinking)}
         self._member = member
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):

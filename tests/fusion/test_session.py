@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
-from specfuse_shared.errors import EngineClosedError, GenerationError, PromptTooLongError
+from specfuse_shared.errors import ConfigError, EngineClosedError, GenerationError, PromptTooLongError, RequestError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.fusion.repetition import repeats
 from specfuse_shared.policies import CandidateLogprobs, ExitDecision, Matrix
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import FinishReason
 from tests.support.against_naive import OpenAnswer, answer_of, local_members, open_session, run_rounds, with_settings
-from tests.support.tiny import byte_level_tokenizer, save_model
+from tests.support.faults import FAULTS, fault_in
+from tests.support.tiny import byte_level_tokenizer, pair_config, save_model, save_pair
 
 QUESTION = [Message("user", "How do the tides follow the moon?")]
 
@@ -314,3 +317,99 @@ def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
     with pytest.raises(EngineClosedError):
         engine.generate(QUESTION)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (5, "a conversation is a text or a list of turns, not int"),
+        (Message("user", "Hi."), "a conversation is a text or a list of turns"),
+        ([("user", "Hi.")], "a turn is a Message or a dictionary"),
+        (["Hi."], "a turn is a Message or a dictionary"),
+        ([{"role": ["user"], "content": "Hi."}], "message role"),
+        ([{"role": "user", "content": "Hi.", "name": 5}], "name must be text"),
+        ([{"role": "user", "content": "Hi.", "name": "\ud83d"}], "half a character"),
+    ],
+)
+def test_a_conversation_of_another_form_is_refused_and_harms_no_batch(
+    tiny_engine: EnsembleEngine, messages: Any, said: str
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        tiny_engine.generate(messages)
+    params = SamplingParams(max_tokens=4)
+    first, second = tiny_engine.generate_batch(["Hi.", messages], params, return_exceptions=True)
+    assert isinstance(first, EnsembleResult)
+    assert isinstance(second, RequestError)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"params": {"max_tokens": 3}}, ConfigError, "params must be SamplingParams, not dict"),
+        ({"timeout": "5"}, RequestError, "timeout must be a positive number"),
+        ({"tools": {"name": "f"}}, RequestError, "tools must be a list"),
+        ({"tools": [{"name": "f", "description": "\ud83d"}]}, RequestError, "texts of whole characters"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_and_keeps_no_place(
+    tiny_engine: EnsembleEngine, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    for _ in range(tiny_engine.config.max_concurrent + 4):
+        with pytest.raises(error, match=said):
+            tiny_engine.generate("Hi.", **options)
+    assert tiny_engine.metrics().running == tiny_engine.metrics().waiting == 0
+    assert tiny_engine.generate("Hi.", SamplingParams(max_tokens=4), tools=None, timeout=60).text
+
+
+def test_half_a_character_is_refused_wherever_text_is_read(tiny_engine: EnsembleEngine) -> None:
+    for call in (
+        lambda: tiny_engine.tokenize("\ud83d"),
+        lambda: tiny_engine.log_probabilities("Hi.", ["\ud83d"]),
+    ):
+        with pytest.raises(RequestError, match="half a character"):
+            call()
+
+
+def test_a_stream_keeps_its_engine(tmp_path_factory: pytest.TempPathFactory) -> None:
+    stream = EnsembleEngine(pair_config(save_pair(tmp_path_factory))).stream("Hi.", SamplingParams(max_tokens=8))
+    gc.collect()
+    assert isinstance(list(stream)[-1], FinishEvent)
+
+
+def test_a_member_that_leaves_behind_the_last_round_is_in_the_result(tmp_path_factory: pytest.TempPathFactory) -> None:
+    member = MemberConfig(str(save_pair(tmp_path_factory)["chat"]), name="a", dtype="float32", max_context=120)
+    with EnsembleEngine([member]) as engine:
+        result = engine.generate("Hi.", SamplingParams(max_tokens=500))
+    assert result.finish_reason is FinishReason.LENGTH
+    assert [row.exit_reason for row in result.summary()] == ["context"]
+    told = [gone for record in result.rounds for gone in record.exits]
+    assert len(told) == 1
+
+
+def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFactory) -> None:
+    chat, base = save_pair(tmp_path_factory).values()
+    small = MemberConfig(str(chat), name="small", dtype="float32", max_context=240)
+    with EnsembleEngine([small, MemberConfig(str(base), name="large", dtype="float32")]) as engine:
+        asked = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
+        result = engine.generate("Hi.", asked)
+        assert result.logprobs is None
+        assert "could not score the answer: its context holds 240 tokens" in result.warnings[-1].message
+        with pytest.raises(RequestError, match="behind the context of member 'small': it holds 240 tokens"):
+            engine.log_probabilities("Hi.", ["word " * 400])
+
+
+def test_where_the_only_member_that_drafts_leaves_the_others_go_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Under a grammar one member drafts; it fails while it does."""
+    chat, base = save_pair(tmp_path_factory).values()
+    members = [
+        MemberConfig(str(chat), name="verifies", dtype="float32", drafts_under_grammar=False),
+        MemberConfig(str(base), name="drafts", dtype="float32"),
+    ]
+    wanted = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string", "maxLength": 9}}}
+    wanted["required"] = ["n", "s"]
+    with EnsembleEngine(EnsembleConfig(members, speculation="off", segment_tokens=3)) as engine:
+        engine.load()
+        with fault_in(engine, "draft", FAULTS["exception"], None):
+            result = engine.generate("Hi.", SamplingParams(max_tokens=90, grammar=Grammar.json_schema(wanted)))
+    assert set(json.loads(result.text)) == {"n", "s"}
+    assert [warning.member for warning in result.warnings] == ["drafts"]

@@ -176,8 +176,7 @@ def test_thoughts_that_a_template_begins_unasked_are_ended_at_once(folders: tupl
 
 def test_a_template_option_that_asks_for_thoughts_is_the_setting() -> None:
     assert MemberConfig("x", template_options={"enable_thinking": True}).thinking is True
-    assert MemberConfig("x", thinking=True).template_options["enable_thinking"] is True
-    assert MemberConfig("x").template_options["enable_thinking"] is False
+    assert MemberConfig("x").thinking is False
 
 
 def test_markers_that_cannot_be_are_refused(folders: tuple[str, str]) -> None:
@@ -194,3 +193,9 @@ def test_markers_that_cannot_be_are_refused(folders: tuple[str, str]) -> None:
 def test_thinking_is_part_of_a_saved_configuration(tmp_path: Path) -> None:
     config = MemberConfig("x", thinking=("<a>", "</a>"))
     assert MemberConfig.from_dict({"model": "x", "thinking": ["<a>", "</a>"]}) == config
+
+
+def test_thinking_can_be_taken_back() -> None:
+    member = MemberConfig("x", thinking=True, template_options={"tone": "dry"})
+    assert replace(member, thinking=False).thinking is False
+    assert dict(member.template_options) == {"tone": "dry"}

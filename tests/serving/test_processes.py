@@ -29,7 +29,7 @@ from specfuse_shared.loading.gguf_head import gguf_head
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 FORKED = """
-import os, sys
+import asyncio, os, sys
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EngineClosedError, EnsembleEngine
 
@@ -41,6 +41,11 @@ if child == 0:
     try:
         same = [model.invoke("Hello").content, given.invoke("Hello").content] == before
         same = same and given.engine.closed
+        try:
+            asyncio.run(given.engine.agenerate("Hello"))
+            os._exit(6)
+        except EngineClosedError as error:
+            same = same and "forked" in str(error)
         given.engine.generate("Hello")
     except EngineClosedError as error:
         os._exit(0 if same and "forked" in str(error) else 3)

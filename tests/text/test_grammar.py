@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +16,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import validate
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from specfuse_shared import EnsembleEngine, FinishReason, Grammar, Message, SamplingParams
+from specfuse_shared import EnsembleConfig, EnsembleEngine, FinishReason, Grammar, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, GrammarError, MissingExtraError, RequestError, UnfinishedValueError
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.runtime.sampler import masked
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.grammars.constraint import AnswerConstraint, MemberConstraint
 from tests.support.against_naive import local_members, open_session, run_rounds, with_settings
-from tests.support.tiny import byte_level_tokenizer
+from tests.support.tiny import byte_level_tokenizer, save_model
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -208,7 +211,7 @@ class _Leave:
         (Grammar.json_schema(CITY), '{"name": "Kö', '", "kind": "town", "people": 1, "districts": []}'),
         (Grammar.json_schema(CITY), '{"name": "\\', '"", "kind": "town", "people": 1, "districts": []}'),
         (Grammar.json_schema({"type": "array", "items": {"type": "number"}, "minItems": 2}), "[12.5e", "0, 0]"),
-        (Grammar.json_schema({"type": "string", "minLength": 4}), '"a', '000"'),
+        (Grammar.json_schema({"type": "string", "minLength": 4}), '"a', '0aa"'),
         (Grammar.json_schema({"type": "string", "format": "date"}), '"2024-', '01-01"'),
         (Grammar.regex(r"[A-Z][a-zé]+ \d{2}(, \d{2})*"), "Ke", " 00"),
         (Grammar.lark('start: "f(" arg ")"\narg: /[a-z]+/ | start'), "f(f(x", "))"),
@@ -221,6 +224,64 @@ def test_an_open_value_has_a_short_finish(grammar: Grammar, start: str, finish: 
     assert answer.admit("", False).reason is None
     assert answer.admit("\0", False).text == ""
     assert answer.finish() == finish
+
+
+@pytest.mark.parametrize(
+    ("schema", "closing"),
+    [
+        ({"type": "string", "format": "email"}, '"0@0"'),
+        ({"type": "string", "format": "uri"}, '"A:"'),
+        ({"type": "string", "pattern": r"^\S+$"}, '"0"'),
+        ({"type": "string", "pattern": r"^\S+@\S+$"}, '"0@a"'),
+        ({"type": "string", "pattern": r"^[a-z0-9._%+-]+@[a-z0-9.-]+\.[a-z]{2,}$"}, '"0@0.aa"'),
+        ({"type": "string", "pattern": r"^[^\s@]+@[^\s@]+\.[^\s@]+$"}, '"0@0.a"'),
+        ({"type": "string", "pattern": "^[^/]+/[^/]+$"}, '"0/0"'),
+    ],
+)
+def test_a_string_that_may_hold_brackets_and_no_spaces_has_a_short_finish(schema: dict[str, Any], closing: str) -> None:
+    codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
+    assert AnswerConstraint(Grammar.json_schema(schema), codec, 40).finish() == closing
+
+
+def test_text_between_tags_is_finished_by_its_tag() -> None:
+    codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
+    answer = AnswerConstraint(Grammar.lark('start: "<x>" /[^<]*/ "</x>"'), codec, 40)
+    assert answer.finish() == "<x></x>"
+
+
+def test_a_long_value_goes_on_as_long_as_there_is_room() -> None:
+    """Each piece has another closing, and far more are needed than one search may cost."""
+    codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
+    person = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "mail": {"type": "string", "format": "email"}},
+    }
+    person["required"] = ["name", "mail"]
+    value = json.dumps([{"name": f"Person {n}", "mail": f"p{n}@example.org"} for n in range(90)])
+    pieces = re.findall(r".{1,7}", value)
+    whole = len(codec.encode(value))
+    for budget in (10**6, whole + 40):
+        answer = AnswerConstraint(Grammar.json_schema({"type": "array", "items": person}), codec, budget)
+        for piece in pieces[:-1]:
+            for draft in (piece + "x", piece):
+                admitted = answer.admit(draft, False)
+                assert admitted.reason is None
+            assert admitted.text == piece
+            answer.commit(piece)
+        assert answer.accepts(pieces[-1])
+
+
+def test_a_value_that_the_vocabulary_cannot_write_is_closed_and_said(tmp_path: Path) -> None:
+    """Some community tokenizers lack bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["yes no maybe nothing 0123456789 "], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    with EnsembleEngine(EnsembleConfig([str(save_model("llama", fast, tmp_path))])) as engine:
+        result = engine.generate("Hi.", SamplingParams(max_tokens=20, grammar=Grammar.choice(["nße", "nàa"])))
+    assert (result.text, result.finish_reason) == ("nße", FinishReason.LENGTH)
 
 
 def test_a_budget_below_the_shortest_value_is_refused_before_any_work(tiny_engine: EnsembleEngine) -> None:

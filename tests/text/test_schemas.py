@@ -8,8 +8,12 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
+from specfuse_shared import Grammar
 from specfuse_shared.errors import GrammarError
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.grammars.schemas import MOST_FIELDS, schema_request
+from tests.support.tiny import byte_level_tokenizer
 
 
 class Place(BaseModel):
@@ -102,3 +106,37 @@ def test_of_very_many_fields_the_members_are_told_the_first_ones() -> None:
 def test_a_schema_that_is_too_large_is_refused() -> None:
     with pytest.raises(GrammarError, match="values"):
         schema_request({"enum": [*range(100_000)]})
+
+
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"id": TEXT}, "required": ["id"], "anyOf": [{"properties": {"to": TEXT}}]},
+        {"properties": {"id": TEXT}, "$ref": "#/$defs/to", "$defs": {"to": {"properties": {"to": TEXT}}}},
+        {"properties": {"id": TEXT}, "anyOf": [{"$ref": "#/$defs/to"}], "$defs": {"to": {"properties": {"to": TEXT}}}},
+        {"allOf": [{"properties": {"id": TEXT}}, {"properties": {"to": TEXT}}]},
+    ],
+)
+def test_properties_beside_alternatives_and_references_do_not_exclude_each_other(schema: dict[str, Any]) -> None:
+    assert is_value(schema, '{"id": "a", "to": "b"}')
+    assert not is_value(schema, '{"id": 1, "to": "b"}')
+
+
+def test_alternatives_that_name_no_property_leave_an_object_closed() -> None:
+    schema = {"properties": {"a": TEXT, "b": TEXT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert is_value(schema, '{"a": "x"}')
+    assert not is_value(schema, '{"a": "x", "c": "x"}')
+    assert not is_value(schema, "{}")
+
+
+def test_a_strict_one_of_says_what_to_do() -> None:
+    with pytest.raises(GrammarError, match="strict=False reads it as anyOf"):
+        Grammar.json_schema({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string", "maxLength": 3}]})
+
+
+def is_value(schema: dict[str, Any], text: str) -> bool:
+    codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
+    return AnswerConstraint(Grammar.json_schema(schema), codec, 200).is_value(text)

@@ -18,11 +18,12 @@ from typing import Any
 
 from specfuse_shared.errors import GenerationError, UnfinishedValueError, ValueTooLongError
 from specfuse_shared.text.codec import Codec, Encoding
-from specfuse_shared.text.grammars.closings import Closings, completes
+from specfuse_shared.text.grammars.closings import MOST_BYTES, Closings, completes
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.text.grammars.guidance import Vocabulary, byte_vocabulary, gave_up
 from specfuse_shared.types import FinishReason
 
+_ROOMY = MOST_BYTES + 32
 _MOST_FORCED = 4096
 """Characters of dictated text a round: a schema that requires itself dictates without end."""
 
@@ -69,7 +70,8 @@ class AnswerConstraint:
     """The grammar along one answer. Raises `ValueTooLongError` if no value fits into `max_tokens`.
 
     `codec` and `max_tokens` are those of the reference member. Between calls at least one complete value that
-    begins with the committed text fits into `max_tokens`, unless none was found at all. Where a step of the grammar
+    begins with the committed text fits into `max_tokens`, unless none was found: while there is room for any that could
+    be, none is searched. Where a step of the grammar
     takes more than its library or the `Allowance` allows, every method raises `UnfinishedValueError`.
     """
 
@@ -121,6 +123,8 @@ class AnswerConstraint:
 
     def finish(self) -> str:
         """A short text that completes the value; empty if it is complete, or if none was found."""
+        if self._closing is None and self._can_finish:
+            self._closing = self._closings.shortest(self._matcher)
         return self._closing or ""
 
     def accepts(self, text: str) -> bool:
@@ -134,8 +138,11 @@ class AnswerConstraint:
     def commit(self, text: str) -> None:
         """`text`, admitted before, is now part of the answer."""
         self._matcher, _ = self._follow(self._matcher, text)
-        self._closing = self._closing_behind(self._matcher, text) if self._can_finish else None
+        if self._can_finish:
+            look = self._known if self._is_roomy(text) else self._closing_behind
+            self._closing = look(self._matcher, text)
         self._behind.clear()
+        self._closings.refill()
         self._counted = self._codec.extend(self._counted, text)
 
     def _is_complete(self, matcher: Any, text: str) -> bool:
@@ -146,14 +153,21 @@ class AnswerConstraint:
         """Whether the value can be finished behind `text`; one token stays free until it is."""
         if not self._can_finish:
             return self._counts(text)
-        if self._leaves_room(text, self._known(after, text)):
+        if self._is_roomy(text) or self._leaves_room(text, self._known(after, text)):
             return True
-        return self._leaves_room(text, self._closing_behind(after, text))
+        closing = self._closing_behind(after, text)
+        if closing is None and (self._closing is None or self._closings.spent):  # nothing is known: the count decides
+            return self._counts(text, spare=1)
+        return self._leaves_room(text, closing)
+
+    def _is_roomy(self, text: str) -> bool:
+        """Whether there is room for every closing that could be found."""
+        return self._counts(text, spare=_ROOMY)
 
     def _leaves_room(self, text: str, closing: str | None) -> bool:
         if closing is None:
             return False
-        return self._counts(text, spare=bool(closing)) and (not closing or self._counts(text + closing))
+        return self._counts(text, spare=int(bool(closing))) and (not closing or self._counts(text + closing))
 
     def _closing_behind(self, after: Any, text: str) -> str | None:
         """How the value may be completed behind a text of this round; searched for once."""
@@ -168,8 +182,8 @@ class AnswerConstraint:
         with self._allowance.metered():
             return next((each for each in (closing[len(text) :], closing) if completes(after, each)), None)
 
-    def _counts(self, text: str, spare: bool = False) -> bool:
-        """Whether `max_tokens` hold the answer with `text`, with one token to spare if asked."""
+    def _counts(self, text: str, spare: int = 0) -> bool:
+        """Whether `max_tokens` hold the answer with `text`, and so many tokens more."""
         return len(self._codec.extend(self._counted, text).ids) <= self._limit - spare
 
     def _follow(self, matcher: Any, text: str) -> tuple[Any, str]:

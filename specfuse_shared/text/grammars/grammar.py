@@ -23,7 +23,8 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 """One way to write a value, so that members agree on all but its content and none wanders off in white space."""
 
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
+_ALTERNATIVES = ("anyOf", "oneOf")
+_SCHEMA_LISTS = (*_ALTERNATIVES, "prefixItems")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
@@ -74,7 +75,10 @@ class Grammar:
         guidance()
         check_source(self.kind, self.source)
         if problem := problem_of(self.compiled):
-            raise GrammarError(f"this {self.kind} grammar cannot be used: {problem}")
+            said = problem.replace(
+                "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "strict=False reads it as anyOf"
+            )
+            raise GrammarError(f"this {self.kind} grammar cannot be used: {said}")
 
     @property
     def compiled(self) -> str:
@@ -140,7 +144,8 @@ def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:
         raise GrammarError(f"the schema is no JSON: {error}") from error
     if not isinstance(parsed, Mapping):
         raise GrammarError(f"a JSON schema is an object, not {type(parsed).__name__}")
-    plain = dict(parsed) if '"allOf"' in _written(parsed) else _closed(parsed)
+    _written(parsed)
+    plain = dict(parsed) if _has_shared_parts(parsed) else _closed(parsed)
     return {**plain, "x-guidance": {**JSON_STYLE, "lenient": not strict, "coerce_one_of": not strict}}
 
 
@@ -153,23 +158,47 @@ def _written(schema: Mapping[str, Any]) -> str:
         raise GrammarError(f"the schema cannot be written as JSON: {error}") from error
 
 
-def _closed(schema: Any) -> Any:
-    """Objects that name their properties have no others; parts of an `allOf` would then exclude each other."""
+def _closed(schema: Any, is_part: bool = False) -> Any:
+    """Objects that name their properties have no others.
+
+    Not where several schemas describe one object, since they would exclude each other: `is_part` of one.
+    """
     if not isinstance(schema, Mapping):
         return schema
-    closed = dict(schema)
+    closed, has_parts = dict(schema), is_part or _names_properties_twice(schema)
     for key in _SCHEMA_MAPS:
         if isinstance(closed.get(key), Mapping):
             closed[key] = {name: _closed(part) for name, part in closed[key].items()}
     for key in _SCHEMA_LISTS:
         if isinstance(closed.get(key), list):
-            closed[key] = [_closed(part) for part in closed[key]]
+            closed[key] = [_closed(part, has_parts and key in _ALTERNATIVES) for part in closed[key]]
     for key in ("items", "additionalProperties"):
         if key in closed:
             closed[key] = _closed(closed[key])
-    if "properties" in closed and not any(key in closed for key in _OPEN):
+    if "properties" in closed and not has_parts and not any(key in closed for key in _OPEN):
         closed["additionalProperties"] = False
     return closed
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    given = [schema[key] for key in _ALTERNATIVES if isinstance(schema.get(key), list)]
+    return [part for parts in given for part in parts if isinstance(part, Mapping)]
+
+
+def _names_properties_twice(schema: Mapping[str, Any]) -> bool:
+    """Whether its alternatives name further properties of the same object."""
+    return "properties" in schema and any("properties" in part for part in _alternatives(schema))
+
+
+def _has_shared_parts(schema: Any) -> bool:
+    """Whether somewhere a schema that is named elsewhere describes a part of an object: it is closed nowhere then."""
+    if isinstance(schema, list):
+        return any(map(_has_shared_parts, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    here = [schema, *_alternatives(schema)]
+    referring = "properties" in schema and any("$ref" in part for part in here)
+    return "allOf" in schema or referring or any(map(_has_shared_parts, schema.values()))
 
 
 def _dumps(value: Any) -> str:
