@@ -72,16 +72,11 @@ def tools_of(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Tool]:
 
 
 def check_texts(what: str, texts: Sequence[str]) -> None:
-    """Raises `RequestError` for what is no text, or half a character."""
+    """Raises `RequestError` where there is no text, or half a character in one."""
+    if isinstance(texts, str) or not texts:
+        raise RequestError(f"{what} takes a list of texts, none of them empty")
     if not all(isinstance(text, str) and is_whole_text(text) for text in texts):
         raise RequestError(f"{what} takes whole texts: one is none, or holds half a character (a lone surrogate)")
-
-
-def check_scored(texts: Sequence[str]) -> None:
-    """Raises `RequestError` where there is nothing to score."""
-    if isinstance(texts, str) or not texts or not all(texts):
-        raise RequestError("log_probabilities takes a list of texts, none of them empty")
-    check_texts("log_probabilities", texts)
 
 
 def one_each(

@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
-from specfuse_shared.errors import EngineClosedError, RequestError
+from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.loading.planning import stated_context
@@ -21,7 +21,7 @@ from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.admission import Budget
-from specfuse_shared.serving.calls import CallOptions, Conversation, check_scored, check_texts, conversation_of, one_each, tools_of
+from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import FORKED, limit_threads_after_fork
 from specfuse_shared.serving.memory import bound_kernels, release
 from specfuse_shared.serving.opening import Opener, Opening
@@ -192,7 +192,7 @@ class EnsembleEngine:
         Members that fail are missing. Raises `RequestError` before any work if there is nothing to score or the request
         cannot be served, and `GenerationError` if all members fail.
         """
-        check_scored(texts)
+        check_texts("log_probabilities", texts if all(texts) else ())
         request, events = self._begin(Opening(self.config, messages, None, options, texts))
         result_of(events)
         assert isinstance(request.session, ScoringSession)
