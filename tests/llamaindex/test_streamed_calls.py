@@ -20,6 +20,7 @@ from llamaindex_specfuse.answers import AnswerFold, AnswerStep
 from specfuse_shared import EnsembleResult, FinishReason, SamplingParams
 from specfuse_shared.errors import UnfinishedValueError
 from specfuse_shared.events import FinishEvent, SegmentEvent
+from specfuse_shared.frameworks import CallReader
 
 
 class Song(BaseModel):
@@ -92,7 +93,7 @@ def result(tiny_llm: SpecFuseLLM) -> EnsembleResult:
 
 def pieces_of(text: str, result: EnsembleResult, reason: FinishReason) -> list[AnswerStep | None]:
     """An answer of this text that may call a tool."""
-    answer = AnswerFold(True, "summary", lambda event: None)
+    answer = AnswerFold(CallReader(), "summary", lambda event: None)
     return [
         answer.piece(SegmentEvent(text, 0, len(text), None)),
         answer.piece(FinishEvent(replace(result, finish_reason=reason))),

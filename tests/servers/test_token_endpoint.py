@@ -104,7 +104,7 @@ def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
 ) -> None:
     with (
         model_server(folders["chat"], Ways(tokens=True, block=256)) as (url, ways),
-        EnsembleEngine(replace(served(tiny_engine, url, "chat"), speculation="off")) as engine,
+        EnsembleEngine(replace(served(tiny_engine, url, "chat"), speculation="off", early_margin=0)) as engine,
     ):
         engine.load()
         ways.asked.clear()
