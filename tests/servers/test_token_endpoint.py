@@ -111,9 +111,10 @@ def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
         result = engine.generate(QUESTIONS[0], SamplingParams(max_tokens=60))
         drafts, verdicts = drafts_and_verdicts(ways)
         assert len(result.rounds) > 5
-        assert sum(draft["max_tokens"] > 1 for draft in drafts) <= len(result.rounds)
+        again = 1  # random models say special tokens, without which they are asked again
+        assert sum(draft["max_tokens"] > 1 for draft in drafts) <= len(result.rounds) + again
         candidates = sum(len(record.candidates) for record in result.rounds if record.verified)
-        assert len(drafts) + len(verdicts) <= 1 + len(result.rounds) + candidates, "one reads the prompt"
+        assert len(drafts) + len(verdicts) <= 1 + again + len(result.rounds) + candidates, "one reads the prompt"
         for params in verdicts:
             assert (params["skip_reading_prefix_cache"], params["detokenize"]) == (False, False)
 
