@@ -16,6 +16,7 @@ from specfuse_shared.messages import Message, ToolCall
 from specfuse_shared.text.grammars import closings, guidance
 from specfuse_shared.text.grammars.bounds import MOST_CHARACTERS, MOST_RULES, MOST_VALUES
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
+from specfuse_shared.text.grammars.lark_rules import check_has_text
 from tests.hostile.strategies import chain
 from tests.support.against_naive import local_members
 
@@ -176,3 +177,43 @@ def test_arguments_of_calls_that_are_no_json_are_refused(arguments: str) -> None
 def test_half_a_character_is_no_message() -> None:
     with pytest.raises(RequestError, match="half a character"):
         Message("user", "\ud800")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "start: /a*/ start start",
+        "start: (start)* /a+/ start",
+        'start: a\na: "x" b\nb: (a | b "y")+',
+        'start: "(" start ")" // | "no alternative"',
+        'start: "|" start /|"x"/',
+        'start: start ~ 2..3 "a"',
+        'start: %json {"type": "null"} start',
+    ],
+)
+def test_a_grammar_of_no_text_is_refused_since_the_library_would_follow_it_without_end(source: str) -> None:
+    with pytest.raises(GrammarError, match="describes no text: its rule start always needs itself"):
+        Grammar.lark(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'start: "f(" arg ")"\narg: /[a-z]+/ | start',
+        'start: (start)* /a*/ start start | "b"',
+        'start: start? "a"',
+        'start: [start] "a"',
+        'start: start~0..2 "a"',
+        'start: NAME (":" NAME)*\nNAME: /[a-z:]+/\n%ignore / +/',
+        'start: a b\na: "x"\n  | b a\nb[lazy]: /y*z/',
+        'start: thing\nthing: %json {"type": "object"} | "(" thing ")" -> nested',
+        'start: /start: start/ "b: b"',
+    ],
+)
+def test_a_grammar_with_a_way_out_is_not(source: str) -> None:
+    check_has_text(source)
+
+
+def test_brackets_without_end_are_refused() -> None:
+    with pytest.raises(GrammarError, match="brackets within each other"):
+        check_has_text("start: " + "(" * 5000)

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from specfuse_shared.errors import GrammarError
+from specfuse_shared.text.grammars.lark_rules import check_has_text
 from specfuse_shared.validation import is_whole_text
 
 MOST_CHARACTERS = 256 * 1024
@@ -49,6 +50,7 @@ def check_source(kind: str, source: str) -> None:
         raise GrammarError("allow_invalid_utf8 is not supported: an answer is text, so a grammar describes text")
     for match in _EMBEDDED.finditer(source):
         check_schema(_embedded(source, match.end()))
+    check_has_text(source)
 
 
 def _embedded(source: str, start: int) -> Any:
