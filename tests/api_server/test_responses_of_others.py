@@ -25,7 +25,7 @@ from tests.support.agents import QUESTION as ASKED
 from tests.support.serving import Digit, unkept
 
 QUESTION = "Why is the sea salty?"
-ENDLESS = {"grammar": {"kind": "lark", "source": 'start: "ab" start | "c" start "d" start'}}
+ENDLESS = {"grammar": {"kind": "lark", "source": "start: /(ab|cd){2000}/"}}
 
 
 # ── OpenAI's SDK ─────────────────────────────────────────────────────────────────────────────────
