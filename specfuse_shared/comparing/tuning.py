@@ -106,13 +106,13 @@ def halves(questions: Sequence[Question]) -> tuple[list[Question], list[Question
     for question in questions:
         clusters[question.group or "", question.passage or question.id].append(question)
     sides: dict[str, tuple[list[Question], list[Question]]] = defaultdict(lambda: ([], []))
-    halves: tuple[list[Question], list[Question]] = ([], [])
+    both: tuple[list[Question], list[Question]] = ([], [])
     for (group, _), cluster in clusters.items():
         first, second = sides[group]
-        behind = (len(first), len(halves[0])) <= (len(second), len(halves[1]))
+        behind = (len(first), len(both[0])) <= (len(second), len(both[1]))
         (first if behind else second).extend(cluster)
-        halves[not behind].extend(cluster)
-    return halves
+        both[not behind].extend(cluster)
+    return both
 
 
 @dataclass(frozen=True, slots=True)
