@@ -5,11 +5,11 @@ Members without room refuse a prompt before any model runs, and leave once their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specfuse_shared.errors import PromptTooLongError
+from specfuse_shared.errors import PromptTooLongError, RequestError
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import NOTHING_YET, Close, TokenCounts
 from specfuse_shared.messages import Message, Tool
@@ -150,6 +150,18 @@ class Participants:
         if limit is None:
             return most
         return max(1, min(most, limit - len(side.prompt) - 2 * self._room(len(self.active))))
+
+    def scoring_prompt(self, name: str, texts: Iterable[str], thoughts: str = "") -> tuple[int, ...]:
+        """What a member reads before texts that it shall judge: its prompt and its thoughts, or none where it has none.
+
+        Raises `RequestError` if its context does not hold one of them.
+        """
+        side = self.sides[name]
+        prompt = (*side.prompt, *side.member.text.encode_thoughts(thoughts))
+        needs, limit = len(prompt) + max(len(side.member.codec.encode(text)) for text in texts), side.member.context_limit
+        if limit is not None and needs > limit:
+            raise RequestError(f"a text ends behind the context of member {name!r}: it holds {limit} tokens, not {needs}")
+        return prompt
 
     def _is_full(self, side: Participant, more: int = 0) -> bool:
         limit = side.member.context_limit

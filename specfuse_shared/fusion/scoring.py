@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from specfuse_shared.errors import GenerationError, RequestError
+from specfuse_shared.errors import GenerationError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.drafting import Ops, Results
 from specfuse_shared.fusion.participants import Participants
@@ -40,17 +40,11 @@ class ScoringSession:
         tools: ToolUse,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._before = {m.name: m.text.encode_thoughts() for m in members}
         self.participants = Participants(config, members, messages, tools.offered, check)
-        for name, side in self.participants.sides.items():
-            needs = len(side.prompt) + len(self._before[name]) + max(len(side.member.codec.encode(t)) for t in texts)
-            if side.member.context_limit is not None and needs > side.member.context_limit:
-                held = side.member.context_limit
-                raise RequestError(
-                    f"a text ends behind the context of member {name!r}: it holds {held} tokens, not {needs}"
-                )
+        self._prompts = {name: self.participants.scoring_prompt(name, texts) for name in self.participants.sides}
         self._questions = tuple(ScoringQuery(text, False) for text in texts)
-        self.max_tokens = max(len(self._before[m.name]) + len(m.codec.encode(text)) for m in members for text in texts)
+        thoughts = {name: len(prompt) - len(self.participants[name].prompt) for name, prompt in self._prompts.items()}
+        self.max_tokens = max(thoughts[m.name] + len(m.codec.encode(text)) for m in members for text in texts)
         self.scores: dict[str, tuple[float, ...]] = {}
         self.events: deque[Event] = deque()
         self.finished = False
@@ -59,7 +53,7 @@ class ScoringSession:
         """Yields stages by member, is sent their results."""
         began, sides = time.monotonic(), self.participants.sides
         params = SamplingParams(max_tokens=max(1, self.max_tokens))
-        opened = yield {name: Open((*side.prompt, *self._before[name]), params, 0) for name, side in sides.items()}
+        opened = yield {name: Open(prompt, params, 0) for name, prompt in self._prompts.items()}
         faults = {name: result.error for name, result in opened.items() if result.error is not None}
         ready = [name for name in sides if name not in faults]
         judged = (yield {name: Verify(self._questions) for name in ready}) if ready else {}

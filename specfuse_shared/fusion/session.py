@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
-from specfuse_shared.errors import GenerationError, UnfinishedValueError
+from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.drafting import AnswerPolicies, Ops, Results, RoundState
@@ -47,7 +47,6 @@ from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageN
 Work = Generator[Ops, Results, None]
 
 _THINKING_PIECE = 16
-_FULL = "PromptTooLongError"
 """Tokens of thoughts between two events."""
 _SEED_BITS = 32
 """Of the seed of a sampled request that named none."""
@@ -253,12 +252,10 @@ class AnswerSession:
         side = self.participants.reference
         name, verdicts = side.member.name, None
         asked = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
-        prompt = (*side.prompt, *side.member.text.encode_thoughts(self._thoughts.get(name, "")))
-        limit = side.member.context_limit
-        if limit is not None and len(prompt) + len(side.member.codec.encode(self.text)) > limit:
-            self._warn(
-                name, "score", f"member {name!r} could not score the answer: its context holds {limit} tokens", _FULL
-            )
+        try:
+            prompt = self.participants.scoring_prompt(name, [self.text], self._thoughts.get(name, ""))
+        except RequestError as error:
+            self._warn(name, "score", f"member {name!r} could not score the answer: {error}", type(error).__name__)
             return None
         for op in (Open(prompt, replace(self._params, grammar=None), 0), asked):
             result = (yield {name: op})[name]
