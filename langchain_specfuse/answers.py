@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
@@ -11,13 +11,14 @@ from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.outputs import ChatGenerationChunk
 from pydantic import Field
 
-from specfuse_shared import EnsembleResult, Event, FinishEvent, SegmentEvent, ThinkingEvent
+from specfuse_shared import EnsembleResult, Event, FinishEvent, SegmentEvent, ThinkingEvent, Usage
 from specfuse_shared.frameworks import (
     CallDelta,
     CallReader,
     Detail,
     TextDelta,
     Thoughts,
+    Whole,
     check_whole,
     finish_reason,
     last_parts,
@@ -31,8 +32,6 @@ from specfuse_shared.frameworks import (
 PROVIDER = "specfuse"
 _FIRST_CALL = 2
 """Blocks are merged by their index, and LangChain gives thoughts and text the first two."""
-Whole = Literal["none", "value", "all"]
-"""What must be whole: nothing, a value, or a call as well."""
 
 
 class SegmentChunk(ChatGenerationChunk):
@@ -76,10 +75,8 @@ class ChunkBuilder:
         return {} if self._detail == "none" else {"additional_kwargs": kwargs}
 
     def _end(self, result: EnsembleResult) -> Iterator[ChatGenerationChunk]:
-        calling = self._reader is not None and self._reader.calling
-        if self._whole == "all" or (self._whole == "value" and not calling):
-            check_whole(result)
-        usage = _usage(result)
+        check_whole(result, self._whole, self._reader)
+        usage = usage_metadata(result.usage)
         if rest := last_parts(self._reader, result):
             yield from _chunks(rest)
         info: dict[str, Any] = {
@@ -96,8 +93,9 @@ class ChunkBuilder:
         yield ChatGenerationChunk(message=last, generation_info=info)
 
 
-def _usage(result: EnsembleResult) -> UsageMetadata:
-    told, thoughts = usage_record(result.usage), reasoning_tokens(result.usage)
+def usage_metadata(of: Usage) -> UsageMetadata:
+    """The tokens of an answer in LangChain's words."""
+    told, thoughts = usage_record(of), reasoning_tokens(of)
     usage = UsageMetadata(
         input_tokens=told["prompt_tokens"], output_tokens=told["completion_tokens"], total_tokens=told["total_tokens"]
     )

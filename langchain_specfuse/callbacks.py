@@ -6,14 +6,16 @@ Every way tells the callbacks of a run each chunk once, in `on_llm_new_token`, s
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 from langchain_core.callbacks import (
     AsyncCallbackHandler,
     AsyncCallbackManager,
+    AsyncCallbackManagerForLLMRun,
     BaseCallbackHandler,
     CallbackManager,
+    CallbackManagerForLLMRun,
     Callbacks,
 )
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -22,12 +24,14 @@ from langchain_core.outputs import ChatGenerationChunk, GenerationChunk, LLMResu
 from langchain_core.runnables import RunnableConfig, ensure_config
 
 from langchain_specfuse.answers import SegmentChunk
+from langchain_specfuse.tools import plain_options
 
 SEGMENT_EVENT = "specfuse_segment"
 """Name of the event; its data is the segment's record and the `text` that it added to the answer."""
 
 Version = Literal["v1", "v2", "v3"]
 Chunk = GenerationChunk | ChatGenerationChunk | None
+Listeners = TypeVar("Listeners", CallbackManagerForLLMRun, AsyncCallbackManagerForLLMRun)
 
 
 class _SegmentEvents(BaseCallbackHandler):
@@ -56,6 +60,9 @@ class _AsyncSegmentEvents(AsyncCallbackHandler):
             await self._others.on_custom_event(SEGMENT_EVENT, data, run_id=run_id)
 
 
+_OWN = (_SegmentEvents, _AsyncSegmentEvents)
+
+
 class SegmentEvents(BaseChatModel):
     """A chat model that dispatches a custom event for every segment of its answers, if asked to."""
 
@@ -69,7 +76,7 @@ class SegmentEvents(BaseChatModel):
         callbacks: Callbacks = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return super().generate(messages, stop, self._listening(callbacks, kwargs), **kwargs)
+        return super().generate(messages, stop, self._listening(callbacks, kwargs), **plain_options(kwargs))
 
     async def agenerate(
         self,
@@ -78,7 +85,8 @@ class SegmentEvents(BaseChatModel):
         callbacks: Callbacks = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return await super().agenerate(messages, stop, self._alistening(callbacks, kwargs), **kwargs)
+        heard = self._alistening(callbacks, kwargs)
+        return await super().agenerate(messages, stop, heard, **plain_options(kwargs))
 
     def stream(
         self,
@@ -112,6 +120,19 @@ class SegmentEvents(BaseChatModel):
         config = self._atold(config) if version == "v3" else config
         return super().astream_events(input, config, version=version, **kwargs)
 
+    def _heard(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
+        """Who hears of the chunks of a call that is no stream: where streams are switched off, only `segment_events`.
+
+        LangGraph, for one, would show them as a stream.
+        """
+        by_tools = self.disable_streaming == "tool_calling" and bool(options.get("tools"))
+        unasked = "stream" in options and not options["stream"]
+        off = self.disable_streaming is True or by_tools or unasked or getattr(self, "streaming", None) is False
+        if run is None or not off:
+            return run
+        own: list[BaseCallbackHandler] = [handler for handler in run.handlers if isinstance(handler, _OWN)]
+        return type(run)(run_id=run.run_id, handlers=own, inheritable_handlers=[], parent_run_id=run.parent_run_id)
+
     def _told(self, config: RunnableConfig | None) -> RunnableConfig:
         config = ensure_config(config)
         return {**config, "callbacks": self._listening(config.get("callbacks"), config)}
@@ -122,7 +143,7 @@ class SegmentEvents(BaseChatModel):
 
     def _listening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
         """The callbacks of a call, with one more that tells them and the model's own ones about segments."""
-        if not self.segment_events:
+        if not self.segment_events or _listens(callbacks):
             return callbacks
         others = CallbackManager.configure(
             callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
@@ -130,12 +151,18 @@ class SegmentEvents(BaseChatModel):
         return _joined(callbacks, _SegmentEvents(others))
 
     def _alistening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
-        if not self.segment_events:
+        if not self.segment_events or _listens(callbacks):
             return callbacks
         others = AsyncCallbackManager.configure(
             callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
         )
         return _joined(callbacks, _AsyncSegmentEvents(others))
+
+
+def _listens(callbacks: Callbacks) -> bool:
+    """Whether somebody tells of segments already: a stream that is switched off is made of a call."""
+    handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers if callbacks is not None else []
+    return any(isinstance(handler, _OWN) for handler in handlers)
 
 
 def _joined(callbacks: Callbacks, handler: BaseCallbackHandler) -> Callbacks:

@@ -15,7 +15,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field, model_validator
 
-from langchain_specfuse.answers import PROVIDER, ChunkBuilder, Whole
+from langchain_specfuse.answers import PROVIDER, ChunkBuilder
 from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
@@ -24,7 +24,7 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, config_of
+from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, Whole, config_of
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
@@ -119,7 +119,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+        return generate_from_stream(self._stream(messages, stop, self._heard(run_manager, kwargs), **kwargs))
 
     def _stream(
         self,
@@ -147,7 +147,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
+        heard = self._heard(run_manager, kwargs)
+        return await agenerate_from_stream(self._astream(messages, stop, heard, **kwargs))
 
     async def _astream(
         self,
@@ -240,7 +241,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         choice = to_choice(asked["tool_choice"], tools)
         grammar, told = to_value(asked["response_format"], asked["grammar"])
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
-        whole: Whole = "all" if asked["whole"] else "value" if asked["response_format"] is not None else "none"
+        is_value = asked["response_format"] is not None and grammar is not None
+        whole: Whole = "all" if asked["whole"] else "value" if is_value else "none"
         reader = ToolUse(tools, choice, otherwise=params.grammar).reader()
         return _Request(
             engine=self._resolve_engine(name, asked["extra_headers"]),

@@ -107,9 +107,13 @@ class UnfinishedValueError(errors.UnfinishedValueError, exceptions.OutputParserE
     send_to_llm = False
 
     @property
-    def llm_output(self) -> str:  # type: ignore[override]
+    def llm_output(self) -> str:
         """The beginning of the value."""
         return self.text
+
+    @llm_output.setter
+    def llm_output(self, given: str | None) -> None:
+        """LangChain's constructor sets it, to None."""
 
 
 _TRANSLATED: dict[type[BaseException], type[errors.SpecFuseError]] = {

@@ -20,7 +20,7 @@ from langchain_core.messages import (
 
 from specfuse_shared import Message, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import Role, arguments_of
+from specfuse_shared.frameworks import Role, arguments_said
 
 _ROLES: dict[type[BaseMessage], Role] = {
     SystemMessage: "system",
@@ -76,14 +76,7 @@ def _calls(message: AIMessage, answered: Container[str | None]) -> Iterator[Tool
         yield ToolCall(call["name"], call["args"], call["id"])
     for failed in message.invalid_tool_calls:
         if failed["name"] and failed["id"] in answered:
-            yield ToolCall(failed["name"], _arguments(failed["args"]), failed["id"])
-
-
-def _arguments(text: str | None) -> Mapping[str, Any]:
-    try:
-        return arguments_of(text)
-    except RequestError:
-        return {}
+            yield ToolCall(failed["name"], arguments_said(failed["args"]), failed["id"])
 
 
 def _role(message: BaseMessage) -> Role:

@@ -21,6 +21,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
+from langchain_specfuse.answers import usage_metadata
 from langchain_specfuse.tools import json_schema_of, schema_tool
 from specfuse_shared import ConfigError, UnfinishedValueError
 
@@ -90,8 +91,10 @@ def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnab
 
 def _cut(call: dict[str, Any]) -> dict[str, Any]:
     """The beginning of a value that `max_tokens` cut; a parser might take it for the whole."""
-    raw = AIMessage(call["cut"].text, response_metadata={"finish_reason": "length"})
-    return {"raw": raw, "parsed": None, "parsing_error": call["cut"]}
+    cut: UnfinishedValueError = call["cut"]
+    usage = None if cut.usage is None else usage_metadata(cut.usage)
+    raw = AIMessage(cut.text, response_metadata={"finish_reason": "length"}, usage_metadata=usage)
+    return {"raw": raw, "parsed": None, "parsing_error": cut}
 
 
 def _tracing(method: Method, schema: Schema) -> dict[str, Any]:

@@ -63,6 +63,12 @@ def json_schema_of(schema: Any) -> dict[str, Any]:
     return convert_to_json_schema(schema)
 
 
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call as a cache may know them: a class is its schema, since its name may outlive its fields."""
+    wanted = options.get("response_format")
+    return {**options, "response_format": json_schema_of(wanted)} if isinstance(wanted, type) else dict(options)
+
+
 def to_value(response_format: Any, grammar: Grammar | None) -> tuple[Grammar | None, list[Message]]:
     """What an answer must be, and what the members are told about it."""
     if response_format is None:

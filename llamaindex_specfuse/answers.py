@@ -28,6 +28,7 @@ from specfuse_shared.frameworks import (
     CallReader,
     Detail,
     TextDelta,
+    Whole,
     candidate_records,
     check_whole,
     finish_reason,
@@ -92,7 +93,7 @@ class AnswerFold:
         reader: CallReader | None,
         detail: Detail,
         observe: Callable[[Event], None],
-        whole: bool = False,
+        whole: Whole = "none",
         model_name: Callable[[], str] = lambda: "",
     ) -> None:
         self._observe = observe
@@ -129,8 +130,7 @@ class AnswerFold:
         return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
 
     def _last(self, result: EnsembleResult) -> AnswerStep:
-        if self._whole:
-            check_whole(result)
+        check_whole(result, self._whole, self._reader)
         parts = last_parts(self._reader, result)
         usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
         record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}

@@ -30,7 +30,7 @@ from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
-from specfuse_shared.frameworks import EnsembleSettings, ToolUse, choice_of
+from specfuse_shared.frameworks import EnsembleSettings, ToolUse, Whole, choice_of
 
 _SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620
@@ -44,8 +44,8 @@ class _Call:
     params: SamplingParams
     use: ToolUse
     timeout: float | None
-    whole: bool = False
-    """What `max_tokens` cuts is an error."""
+    whole: Whole = "none"
+    """What raises `UnfinishedValueError` where `max_tokens` cuts it."""
     headers: Mapping[str, str] | None = None
 
     @property
@@ -254,7 +254,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
                 )
         tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
         parallel = bool(given.pop("parallel_tool_calls", self.parallel_tool_calls))
-        timeout, whole = given.pop("timeout", self.timeout), bool(given.pop("whole", False))
+        timeout, asked = given.pop("timeout", self.timeout), given.pop("whole", False)
+        whole: Whole = "call" if asked == "call" else "all" if asked else "none"
         headers = given.pop("extra_headers", None)
         params = self._sampling(given)
         return _Call(params, ToolUse(tools, choice, parallel, params.grammar), timeout, whole, headers)

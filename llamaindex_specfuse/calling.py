@@ -89,7 +89,8 @@ class ToolCalling(FunctionCallingLLM):
 
 
 def _forced(options: dict[str, Any]) -> dict[str, Any]:
-    return {"tool_required": options.get("error_on_no_tool_call", True), "whole": True, **options}
+    forced = options.get("error_on_no_tool_call", True)
+    return {"tool_required": forced, "whole": True if forced else "call", **options}
 
 
 def _is_output(tools: Sequence[BaseTool]) -> bool:

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from specfuse_shared import Message, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import CUT_MARK, Role, arguments_of
+from specfuse_shared.frameworks import CUT_MARK, Role, arguments_said
 
 _ROLES: dict[MessageRole, Role] = {
     MessageRole.SYSTEM: "system",
@@ -88,7 +88,7 @@ def _part(value: Any, name: str) -> Any:
 
 def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Message:
     answered = message.additional_kwargs.get("tool_call_id")
-    calls = (ToolCall(c.tool_name, arguments_of(c.tool_kwargs), c.tool_call_id) for c in begun_in(message))
+    calls = (ToolCall(c.tool_name, arguments_said(c.tool_kwargs), c.tool_call_id) for c in begun_in(message))
     return Message(
         role=_ROLES[message.role],
         content="\n".join(text for block in message.blocks for text in _texts(block)),

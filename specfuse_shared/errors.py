@@ -28,7 +28,10 @@ All of them can be pickled.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from specfuse_shared.types import Usage
 
 
 class SpecFuseError(Exception):
@@ -158,7 +161,16 @@ class GenerationError(SpecFuseError):
 
 
 class UnfinishedValueError(GenerationError, ValueError):
-    """An answer under a grammar reached its limit before its value was complete. `text` is the beginning."""
+    """An answer under a grammar reached its limit before its value was complete. `text` is the beginning.
+
+    `usage`: the tokens of that answer, where they are known.
+    """
+
+    def __init__(
+        self, message: str, *, member: str | None, text: str, public: str | None = None, usage: Usage | None = None
+    ) -> None:
+        super().__init__(message, member=member, text=text, public=public)
+        self.usage = usage
 
 
 class RequestTimeoutError(GenerationError, TimeoutError):

@@ -79,6 +79,15 @@ class ToolCall:
             raise RequestError(f"a tool call needs a function with a name, not {dict(call)!r}")
         return cls(function["name"], arguments_of(function.get("arguments")), call.get("id"))
 
+    def check(self) -> None:
+        """Raises `RequestError` for arguments that are no JSON, or that hold half a character."""
+        try:
+            text = json.dumps(dict(self.arguments), ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the arguments of a call of {self.name!r} are no JSON ({error})") from error
+        if not is_whole_text(self.name + text):
+            raise RequestError(f"a call of {self.name!r} holds half a character (a lone surrogate): replace it")
+
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""
         function = {"name": self.name, "arguments": json.dumps(dict(self.arguments), ensure_ascii=False)}
@@ -100,6 +109,14 @@ def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]
     if not isinstance(parsed, dict):
         raise RequestError(f"the arguments of a tool call are not a JSON object: {str(arguments)[:80]!r}")
     return parsed
+
+
+def arguments_said(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """`arguments_of` a call that any model may have written before: nothing where they are no object."""
+    try:
+        return arguments_of(arguments)
+    except RequestError:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +143,8 @@ class Message:
             raise RequestError(f"a message's name must be text, not {self.name!r}")
         if not is_whole_text(self.content + (self.name or "")):
             raise RequestError("a message holds half a character (a lone surrogate): replace it before you send it")
+        for call in self.tool_calls:
+            call.check()
 
     @classmethod
     def from_dict(cls, message: Mapping[str, Any]) -> Self:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -57,9 +57,6 @@ from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])

@@ -8,6 +8,7 @@ from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
 from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, response_schema, value_of
 from specfuse_shared.frameworks.records import (
     Detail,
+    Whole,
     candidate_records,
     check_whole,
     finish_reason,
@@ -21,7 +22,7 @@ from specfuse_shared.frameworks.records import (
 from specfuse_shared.frameworks.settings import Engine, EnsembleSettings, OnSegment
 from specfuse_shared.frameworks.thoughts import Thoughts
 from specfuse_shared.loading.config_files import plain_config
-from specfuse_shared.messages import CUT_MARK, Role, arguments_of
+from specfuse_shared.messages import CUT_MARK, Role, arguments_said
 from specfuse_shared.serving.calls import choice_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
@@ -41,7 +42,8 @@ __all__ = [
     "TextDelta",
     "Thoughts",
     "ToolUse",
-    "arguments_of",
+    "Whole",
+    "arguments_said",
     "candidate_records",
     "check_whole",
     "choice_of",

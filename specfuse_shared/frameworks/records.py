@@ -14,6 +14,8 @@ from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLogprob, TopLogprob, Usage
 
 Detail = Literal["summary", "full", "none"]
+Whole = Literal["none", "value", "call", "all"]
+"""What must be whole: nothing, an answer that is no call, one that has begun a call, or either."""
 
 
 def segment_record(event: SegmentEvent) -> dict[str, Any]:
@@ -84,14 +86,19 @@ def finish_reason(result: EnsembleResult, called: bool = False) -> str:
     return "tool_calls" if called else "stop"
 
 
-def check_whole(result: EnsembleResult) -> None:
-    """Raises `UnfinishedValueError` for a value or call that was cut, also where it was closed in time."""
-    if _is_cut(result):
+def check_whole(result: EnsembleResult, whole: Whole = "all", reader: CallReader | None = None) -> None:
+    """Raises `UnfinishedValueError` for a value or call that was cut, also where it was closed in time.
+
+    `reader`: of calls, which has read the answer.
+    """
+    said = "call" if reader is not None and reader.calling else "value"
+    if whole in ("all", said) and _is_cut(result):
         count = result.usage.completion_tokens
         message = f"max_tokens cut the value after {count} tokens: give it more room"
         if result.finish_reason is FinishReason.REPETITION:
             message = f"the value went in circles and was cut after {count} tokens: ask for less, or otherwise"
-        raise UnfinishedValueError(message, member=None, text=result.text.removesuffix(result.closing))
+        text = result.text.removesuffix(result.closing)
+        raise UnfinishedValueError(message, member=None, text=text, usage=result.usage)
 
 
 def last_parts(reader: CallReader | None, result: EnsembleResult) -> Sequence[TextDelta | CallDelta]:

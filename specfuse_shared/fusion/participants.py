@@ -158,9 +158,11 @@ class Participants:
         """
         side = self.sides[name]
         prompt = (*side.prompt, *side.member.text.encode_thoughts(thoughts))
-        needs, limit = len(prompt) + max(len(side.member.codec.encode(text)) for text in texts), side.member.context_limit
-        if limit is not None and needs > limit:
-            raise RequestError(f"a text ends behind the context of member {name!r}: it holds {limit} tokens, not {needs}")
+        needs = len(prompt) + max(len(side.member.codec.encode(text)) for text in texts)
+        if (held := side.member.context_limit) is not None and needs > held:
+            raise RequestError(
+                f"a text ends behind the context of member {name!r}: it holds {held} tokens, not {needs}"
+            )
         return prompt
 
     def _is_full(self, side: Participant, more: int = 0) -> bool:

@@ -240,7 +240,8 @@ class AnswerSession:
         if unfinished and not self._tools.begins(self.text):
             found = f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
             message = f"the answer could not be completed: {found}"
-            raise UnfinishedValueError(message, member=self._active[0] if self._active else None, text=self.text)
+            member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
+            raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
 
     def _score(self) -> Generator[Ops, Results, tuple[TokenLogprob, ...] | None]:

@@ -393,7 +393,10 @@ def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFac
         asked = SamplingParams(max_tokens=400, logprobs=True, ignore_eos=True)
         result = engine.generate("Hi.", asked)
         assert result.logprobs is None
-        assert "could not score the answer: a text ends behind the context of member 'small': it holds 240" in result.warnings[-1].message
+        assert (
+            "could not score the answer: a text ends behind the context of member 'small': it holds 240"
+            in result.warnings[-1].message
+        )
         with pytest.raises(RequestError, match="behind the context of member 'small': it holds 240 tokens"):
             engine.log_probabilities("Hi.", ["word " * 400])
 

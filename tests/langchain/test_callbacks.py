@@ -14,6 +14,7 @@ from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
 
 QUESTION = "What does the sea do?"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
 Run = Callable[[ChatSpecFuse, Any], Any]
 
@@ -138,7 +139,7 @@ async def test_callbacks_hear_each_chunk_once_on_an_event_loop(chat: ChatSpecFus
 
 
 @pytest.mark.parametrize("settings", [{"streaming": True}, {}])
-@pytest.mark.parametrize("options", [{"stream": True}, {"stream": False}, {}])
+@pytest.mark.parametrize("options", [{"stream": True}, {}])
 def test_streaming_may_be_asked_for_and_callbacks_still_hear_each_chunk_once(
     tiny: EnsembleEngine, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -152,3 +153,40 @@ def test_a_stream_that_is_switched_off_is_one_message(tiny: EnsembleEngine) -> N
     model = ChatSpecFuse(engine=tiny, max_tokens=12, streaming=False)
     [whole] = model.stream(QUESTION)
     assert whole.text == ChatSpecFuse(engine=tiny, max_tokens=12).invoke(QUESTION).text
+
+
+OFF: list[dict[str, Any]] = [{"streaming": False}, {"disable_streaming": True}]
+
+
+@pytest.mark.parametrize("off", OFF)
+def test_a_graph_does_not_stream_what_is_switched_off(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
+    graph = graph_of(ChatSpecFuse(engine=tiny, max_tokens=12, **off))
+    told = list(graph.stream({"messages": [("user", QUESTION)]}, stream_mode="messages"))
+    assert [type(message) for message, _ in told] == [AIMessage]
+
+
+def test_streams_are_switched_off_for_a_call_or_for_those_with_tools(tiny: EnsembleEngine) -> None:
+    def heard(model: Any, **options: Any) -> list[str]:
+        recorder = Recorder()
+        assert model.invoke(QUESTION, {"callbacks": [recorder]}, **options).text
+        return recorder.tokens
+
+    by_tools = ChatSpecFuse(engine=tiny, max_tokens=12, disable_streaming="tool_calling")
+    assert heard(ChatSpecFuse(engine=tiny, max_tokens=12), stream=False) == []
+    assert heard(by_tools.bind_tools([TOOL], tool_choice="none")) == []
+    assert heard(by_tools) != []
+
+
+@pytest.mark.parametrize("off", OFF)
+async def test_segment_events_come_once_where_streams_are_switched_off(
+    tiny: EnsembleEngine, off: dict[str, Any]
+) -> None:
+    model = ChatSpecFuse(engine=tiny, max_tokens=12, segment_events=True, **off)
+    for way in (invoke, stream):
+        heard = Recorder()
+        text = way(model, {"callbacks": [heard]})
+        assert "".join(data["text"] for _, data in heard.events) == text != ""
+        assert heard.tokens == []
+    later = AsyncRecorder()
+    whole = "".join([chunk.text async for chunk in model.astream(QUESTION, {"callbacks": [later]})])
+    assert "".join(data["text"] for _, data in later.events) == whole != ""

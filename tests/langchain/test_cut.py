@@ -49,6 +49,12 @@ def writer(chat: ChatSpecFuse) -> Runnable[Any, AIMessage]:
     return chat.bind_tools([write_file], tool_choice="any", max_tokens=100)
 
 
+def test_plain_text_is_no_value(chat: ChatSpecFuse) -> None:
+    answer = chat.invoke("Hi", max_tokens=4, response_format={"type": "text"})
+    assert answer.text == chat.invoke("Hi", max_tokens=4).text != ""
+    assert answer.response_metadata["finish_reason"] == "length"
+
+
 class Forced(AgentMiddleware):  # type: ignore[type-arg]
     """Every call of the model has to call a tool."""
 

@@ -15,7 +15,7 @@ from langchain_core.output_parsers import JsonOutputParser
 
 from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse import errors as translated_errors
-from langchain_specfuse.errors import as_langchain, translated
+from langchain_specfuse.errors import UnfinishedValueError, as_langchain, translated
 from langchain_specfuse.structured import with_raw
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, SamplingParams, errors
 
@@ -179,6 +179,14 @@ def test_a_cut_value_is_a_parsing_error_next_to_its_beginning(chat: ChatSpecFuse
     assert told["parsed"] is None
     assert told["raw"].text == told["parsing_error"].text != ""
     assert told["raw"].response_metadata["finish_reason"] == "length"
+    usage = told["raw"].usage_metadata
+    assert usage["output_tokens"] == 20
+    assert usage["total_tokens"] == usage["input_tokens"] + 20
+
+
+def test_an_error_of_a_cut_value_can_be_made_by_hand() -> None:
+    error = UnfinishedValueError("cut", member=None, text='{"a')
+    assert (error.llm_output, error.usage) == ('{"a', None)
 
 
 # ── what LangChain makes of them ─────────────────────────────────────────────────────────────────

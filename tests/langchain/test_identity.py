@@ -13,6 +13,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.load import dumpd, dumps, loads
 from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.runnables import ConfigurableField
+from pydantic import create_model
 
 from langchain_specfuse import ChatSpecFuse, errors
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
@@ -125,6 +126,13 @@ def test_a_cache_answers_and_tells_models_apart(tiny: EnsembleEngine) -> None:
     assert tiny.metrics().forwards == between != before
     blocks = ChatSpecFuse(engine=tiny, max_tokens=6, cache=cache, output_version="v1").invoke(QUESTION)
     assert isinstance(blocks.content, list)
+
+
+def test_a_cache_tells_classes_of_one_name_apart(tiny: EnsembleEngine) -> None:
+    model = ChatSpecFuse(engine=tiny, max_tokens=60, cache=InMemoryCache())
+    first, second = (create_model("Same", **{name: (bool, ...)}) for name in "pq")  # type: ignore[call-overload]
+    for wanted, key in ((first, "p"), (second, "q"), (first, "p")):
+        assert list(json.loads(model.invoke("Yes?", response_format=wanted).text)) == [key]
 
 
 # ── copies and sizes ─────────────────────────────────────────────────────────────────────────────

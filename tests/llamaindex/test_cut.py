@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
 from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
@@ -84,6 +86,15 @@ async def test_who_needs_the_call_hears_of_it_as_an_error(short: SpecFuseLLM) ->
     with pytest.raises(ValueError, match="max_tokens cut"):
         await short.apredict_and_call([TOOL], "Write.")
     assert WRITTEN == []
+
+
+async def test_who_does_not_need_the_call_gets_text_but_no_half_of_a_call(short: SpecFuseLLM) -> None:
+    wanted = short.chat_with_tools([TOOL], "Write.").message.content
+    asked: dict[str, Any] = {"user_msg": "Write.", "error_on_no_tool_call": False}
+    assert str(short.predict_and_call([TOOL], **asked)) == wanted != ""
+    assert str(await short.apredict_and_call([TOOL], **asked)) == wanted
+    with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
+        short.predict_and_call([TOOL], **asked, tool_choice="any")
 
 
 async def test_a_prediction_that_was_cut_is_an_error(short: SpecFuseLLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,9 +46,17 @@ def test_a_tool_call_and_its_answer_keep_name_arguments_and_id() -> None:
     assert answered == Message("tool", "7", name="add", tool_call_id="call-1")
 
 
-def test_arguments_that_are_no_object_are_refused() -> None:
-    call = ToolCallBlock(tool_name="add", tool_kwargs="[1")
-    with pytest.raises(RequestError, match="not a JSON object"):
+@pytest.mark.parametrize("written", ['{"a": tru', "[1]", '"x"', "{"])
+def test_a_call_of_another_model_may_have_written_no_object(written: str) -> None:
+    call = ToolCallBlock(tool_name="add", tool_kwargs=written)
+    [turn] = to_messages([ChatMessage(role="assistant", blocks=[call])])
+    assert turn.tool_calls == (ToolCall("add", {}),)
+
+
+@pytest.mark.parametrize("argument", [date(2026, 1, 1), {1, 2}, b"x", "\ud83d"])
+def test_arguments_that_no_prompt_can_hold_are_refused(argument: object) -> None:
+    call = ToolCallBlock(tool_name="add", tool_kwargs={"a": argument})
+    with pytest.raises(RequestError, match="a call of 'add'"):
         to_messages([ChatMessage(role="assistant", blocks=[call])])
 
 

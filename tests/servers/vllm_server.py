@@ -42,8 +42,8 @@ def start(folder: Path | str, port: int, dtype: str = "float32", *more: str) -> 
     environment.pop("PYTHONPATH", None)
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True)
-    limit = time.monotonic() + _SECONDS_TO_START
-    while not _answers(port):
+    limit, scheme = time.monotonic() + _SECONDS_TO_START, "https" if "--ssl-certfile" in more else "http"
+    while not _answers(scheme, port):
         if process.poll() is not None or time.monotonic() > limit:
             stop(process)
             raise RuntimeError(f"{COMMAND} did not start")
@@ -76,8 +76,8 @@ def running(url: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(kinds))
 
 
-def _answers(port: int) -> bool:
+def _answers(scheme: str, port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+        return httpx.get(f"{scheme}://127.0.0.1:{port}/health", verify=False).is_success
     except httpx.TransportError:
         return False

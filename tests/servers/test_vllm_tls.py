@@ -1,0 +1,93 @@
+"""Three real vLLM servers on one machine, started one after another, behind TLS and a key: they answer together."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
+from specfuse_shared.errors import MemberLoadError, ServerKeyError
+from specfuse_shared.loading.gguf import converted, gguf_file
+from tests.servers import vllm_server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not vllm_server.COMMAND, reason="$SPECFUSE_VLLM names no vllm command"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),
+]
+KEY = "of-the-tests"
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of this machine that nobody has signed, with its key beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    files = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem"))
+    subprocess.run(["openssl", *asked.split(), *files], check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
+@pytest.fixture(scope="module")
+def here() -> list[MemberConfig]:
+    """The members as they are on this machine: SmolLM2 stands twice."""
+    smol, gemma = (replace(m, adapter=None, dtype="float32", backend="transformers") for m in demo_members())
+    return [replace(whole(m), name=name) for m, name in zip((smol, gemma, smol), NAMES, strict=True)]
+
+
+def whole(member: MemberConfig) -> MemberConfig:
+    """The member as a folder of weights that are not quantised."""
+    file = gguf_file(member)
+    assert file is not None
+    return replace(member, model=str(converted(file, None, lambda stage: None)))
+
+
+@pytest.fixture(scope="module")
+def there(here: list[MemberConfig], certificate: Path) -> Iterator[list[MemberConfig]]:
+    tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate.with_name("key.pem")))
+    flags = ("--api-key", KEY, "--block-size", "32", "--enable-scale-out", *vllm_server.GUIDANCE, *tls)
+    with ExitStack() as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_TESTS", KEY)
+        members = []
+        for member in here:
+            port = vllm_server.free_port()
+            stop.callback(vllm_server.stop, vllm_server.start(member.model, port, "float32", *flags))
+            url = f"https://127.0.0.1:{port}/v1"
+            members.append(MemberConfig(member.model, name=member.name, server=url, api_key_env="KEY_OF_TESTS"))
+        yield members
+
+
+def test_three_servers_answer_like_the_same_three_here(
+    here: list[MemberConfig], there: list[MemberConfig], certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    params = SamplingParams(max_tokens=32)
+    with EnsembleEngine(EnsembleConfig(there)) as servers, EnsembleEngine(EnsembleConfig(here)) as local:
+        for question in ("Why is the sky blue?", "What do bees make?", "List the colours of the rainbow."):
+            found, wanted = servers.generate(question, params), local.generate(question, params)
+            assert found.warnings == ()
+            assert (found.text, [r.winner for r in found.rounds]) == (wanted.text, [r.winner for r in wanted.rounds])
+            assert all(found.usage.members[name].drafted for name in NAMES)
+
+
+def test_a_certificate_that_nobody_trusts_is_named(there: list[MemberConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with EnsembleEngine(EnsembleConfig(there)) as engine, pytest.raises(MemberLoadError, match="certificate"):
+        engine.load()
+
+
+def test_the_key_is_asked_for_behind_tls(
+    there: list[MemberConfig], certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setenv("KEY_OF_TESTS", "another")
+    with EnsembleEngine(EnsembleConfig(there)) as engine, pytest.raises(ServerKeyError):
+        engine.load()
