@@ -125,7 +125,8 @@ def test_a_server_that_hides_its_cache_is_used_and_the_report_says_so(chat_ways:
     member, ways = chat_ways
     ways.tells_metrics = False
     with EnsembleEngine([member]) as engine:
-        assert engine.describe()[0].attention == "vLLM 0.0-tests, prefix cache unknown"
+        report = engine.describe()[0]
+        assert (report.backend, report.attention) == ("vLLM 0.0-tests", "the server's, prefix cache unknown")
 
 
 def test_doctor_shows_each_server_or_what_is_wrong_with_it(
@@ -153,7 +154,8 @@ def test_the_command_takes_a_member_with_the_address_of_its_server(
     assert (report["device"], report["verification"]) == (member.server, "prefixes")
     assert main(["doctor", "--member", f"{member.model}@{member.server}"]) == 0
     shown = capsys.readouterr().out
-    assert "vLLM 0.0-tests, prefix cache on in blocks of 16" in " ".join(shown.split())
+    assert "backend vLLM 0.0-tests" in (told := " ".join(shown.split()))
+    assert "the server's, prefix cache on in blocks of 16" in told
     assert KEY not in shown
 
 

@@ -8,10 +8,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, demo_members
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    MemberConfig,
+    SamplingParams,
+    demo_members,
+)
+from specfuse_shared.addresses import trusted
 from specfuse_shared.errors import MemberLoadError, ServerKeyError
 from specfuse_shared.loading.gguf import converted, gguf_file
 from tests.servers import vllm_server
@@ -24,6 +33,8 @@ pytestmark = [
 ]
 KEY = "of-the-tests"
 NAMES = ("one", "two", "three")
+PARAMS = SamplingParams(max_tokens=32)
+QUESTIONS = ("Why is the sky blue?", "What do bees make?", "List the colours of the rainbow.")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,14 @@ def whole(member: MemberConfig) -> MemberConfig:
 
 
 @pytest.fixture(scope="module")
-def there(here: list[MemberConfig], certificate: Path) -> Iterator[list[MemberConfig]]:
+def expected(here: list[MemberConfig]) -> list[EnsembleResult]:
+    """What the members say here; they are gone from memory before the servers start."""
+    with EnsembleEngine(EnsembleConfig(here)) as engine:
+        return [engine.generate(question, PARAMS) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def there(here: list[MemberConfig], expected: list[EnsembleResult], certificate: Path) -> Iterator[list[MemberConfig]]:
     tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate.with_name("key.pem")))
     flags = ("--api-key", KEY, "--block-size", "32", "--enable-scale-out", *vllm_server.GUIDANCE, *tls)
     with ExitStack() as stop, pytest.MonkeyPatch.context() as patch:
@@ -61,18 +79,26 @@ def there(here: list[MemberConfig], certificate: Path) -> Iterator[list[MemberCo
             port = vllm_server.free_port()
             stop.callback(vllm_server.stop, vllm_server.start(member.model, port, "float32", *flags))
             url = f"https://127.0.0.1:{port}/v1"
-            members.append(MemberConfig(member.model, name=member.name, server=url, api_key_env="KEY_OF_TESTS"))
+            there: dict[str, Any] = {"server": url, "api_key_env": "KEY_OF_TESTS", "weight": member.weight}
+            members.append(MemberConfig(member.model, name=member.name, **there))
         yield members
 
 
+@pytest.fixture(autouse=True)
+def _trust_is_read_anew() -> None:
+    trusted.cache_clear()
+
+
 def test_three_servers_answer_like_the_same_three_here(
-    here: list[MemberConfig], there: list[MemberConfig], certificate: Path, monkeypatch: pytest.MonkeyPatch
+    there: list[MemberConfig],
+    expected: list[EnsembleResult],
+    certificate: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    params = SamplingParams(max_tokens=32)
-    with EnsembleEngine(EnsembleConfig(there)) as servers, EnsembleEngine(EnsembleConfig(here)) as local:
-        for question in ("Why is the sky blue?", "What do bees make?", "List the colours of the rainbow."):
-            found, wanted = servers.generate(question, params), local.generate(question, params)
+    with EnsembleEngine(EnsembleConfig(there)) as servers:
+        for question, wanted in zip(QUESTIONS, expected, strict=True):
+            found = servers.generate(question, PARAMS)
             assert found.warnings == ()
             assert (found.text, [r.winner for r in found.rounds]) == (wanted.text, [r.winner for r in wanted.rounds])
             assert all(found.usage.members[name].drafted for name in NAMES)

@@ -149,7 +149,7 @@ class ServerMember:
             device=str(self._config.server),
             dtype="the server's",
             quantization=None,
-            attention=f"{self._facts.title}, prefix cache {cache}",
+            attention=f"the server's, prefix cache {cache}",
             verification=self.dialect.verification,
             probe_error=self._error,
             graphs="the server's",
@@ -157,6 +157,7 @@ class ServerMember:
             context=self._context,
             stop_token_ids=self.stop_ids,
             load_seconds=self._seconds,
+            backend=self._facts.title,
             advice=self._advice,
         )
 
