@@ -176,4 +176,6 @@ def _text_of(content: Any) -> Any:
         if not isinstance(part, Mapping) or part.get("type") not in ("text", "refusal"):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(f"a message holds a part of type {kind!r}: this engine reads text only")
-    return "".join(str(part.get(part["type"]) or "") for part in content)
+        if not isinstance(part.get(part["type"]), str):
+            raise RequestError(f"a part of type {part['type']!r} of a message has no {part['type']!r}: give its text")
+    return "".join(part[part["type"]] for part in content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, Self
 
 from specfuse_shared.errors import ConfigError
@@ -20,6 +20,9 @@ class Settings:
         for key in data:
             if key not in known:
                 raise unknown_setting(cls.__name__, key, known)
+        for f in fields(cls):  # type: ignore[arg-type]
+            if f.default is MISSING and f.default_factory is MISSING and f.name not in data:
+                raise ConfigError(f"{cls.__name__} has no {f.name}: give one")
         return cls(**data)
 
 

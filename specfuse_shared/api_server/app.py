@@ -176,12 +176,14 @@ class Service:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def failed(self, request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
+            headers = error.headers or {}
             what = {404: "there is no such path: see GET /v1/models", 405: f"use another method than {request.method}"}
             error = HttpError(error.status_code, what.get(error.status_code, error.detail))
         unknown = HttpError(500, f"the server failed; its log says where under {request.state.id}", "internal_error")
         failure = error if isinstance(error, SpecFuseError) else unknown
-        headers = error_headers(failure, self.models.retry_seconds())
+        headers = {**headers, **error_headers(failure, self.models.retry_seconds())}
         return JSONResponse(error_body(failure), status_of(failure), headers)
 
 

@@ -58,10 +58,14 @@ class Models:
         self.engines = dict(engines)
         self._by_id: dict[str, Model] = {}
         for name, engine in self.engines.items():
-            self._by_id[name] = Model(name, engine)
             members = engine.config.names
-            for member in members if len(members) > 1 else ():
-                self._by_id[f"{name}/{member}"] = Model(f"{name}/{member}", engine, member)
+            alone = [Model(f"{name}/{member}", engine, member) for member in members] if len(members) > 1 else []
+            for model in (Model(name, engine), *alone):
+                if model.id in self._by_id:
+                    raise ConfigError(
+                        f"{model.id!r} is an ensemble and a member of another one: call the ensemble otherwise"
+                    )
+                self._by_id[model.id] = model
         self._status: Status = "loading"
         self._stage = "starting"
 
@@ -103,6 +107,11 @@ class Models:
             self._status, self._stage = "failed", str(error) if isinstance(error, SpecFuseError) else "internal error"
             raise
         self._status, self._stage = "ok", "ready"
+
+    def close(self) -> None:
+        """End the answers that run; each raises `EngineClosedError`."""
+        for engine in self.engines.values():
+            engine.close()
 
     def named(self, name: str) -> Model:
         """The model of this name, loaded or not. Raises `UnknownModelError`."""

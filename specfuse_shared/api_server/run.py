@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 WATCH_SECONDS = 1.0
-"""Between two looks whether an engine broke."""
+"""Between two looks whether an engine broke, or the server shall stop."""
+LAST_WORDS_SECONDS = 10
+"""For the errors of answers that did not finish within `stop_seconds`."""
 INTERRUPTED = 130
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -50,7 +53,7 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda addr
         app = build_app(Service(models, settings, config.sampling), clients)
         handlers = {number: signal.getsignal(number) for number in STOPS}
         try:
-            asyncio.run(_run(http_server(app, settings), listening, models))
+            asyncio.run(_run(http_server(app, settings), listening, models, settings.stop_seconds))
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -67,13 +70,16 @@ def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(settings.stop_seconds)),
+        timeout_graceful_shutdown=math.ceil(settings.stop_seconds) + LAST_WORDS_SECONDS,
     )
     return uvicorn.Server(config)
 
 
-async def _run(server: uvicorn.Server, listening: socket.socket, models: Models) -> None:
-    """Listen and load at the same time; models that cannot be loaded stop the server, and raise."""
+async def _run(server: uvicorn.Server, listening: socket.socket, models: Models, stop_seconds: float) -> None:
+    """Listen and load at the same time; models that cannot be loaded stop the server, and raise.
+
+    Answers that have not finished `stop_seconds` after the server was told to stop end with an error that says so.
+    """
 
     async def load() -> None:
         try:
@@ -90,14 +96,21 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models)
         logger.critical("the engine of %s broke: the server stops", ", ".join(models.broken))
         server.should_exit = True
 
+    async def stop() -> None:
+        while not server.should_exit:
+            await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(stop_seconds)
+        await asyncio.to_thread(models.close)
+
     loading = asyncio.create_task(load())
-    watching = asyncio.create_task(watch())
+    watching, stopping = asyncio.create_task(watch()), asyncio.create_task(stop())
     for number in STOPS:  # uvicorn raises the signal that stopped it once more when all is done
         signal.signal(number, lambda *_: None)
     await server.serve(sockets=[listening])
     if models.status == "loading":
         os._exit(INTERRUPTED)  # what loads cannot be interrupted, and nobody has been answered
     watching.cancel()
+    stopping.cancel()
     await loading
     for name in models.broken:
         raise EngineClosedError(f"the engine of {name!r} broke, so the server has stopped: start it again")

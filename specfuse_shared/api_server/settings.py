@@ -5,6 +5,7 @@ Its tables are `[server]`, `[sampling]`, `[ensembles.NAME]` and `[clients.NAME]`
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class ServerSettings(Settings):
         check(bool(self.host.strip()), "ServerSettings.host is empty: give an address such as 127.0.0.1")
         check(0 <= self.port <= 65535, f"ServerSettings.port must be 0 to 65535, not {self.port!r}")
         for name in _POSITIVE:
-            check(getattr(self, name) > 0, f"ServerSettings.{name} must be positive, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            check(0 < value < math.inf, f"ServerSettings.{name} must be positive and finite, not {value!r}")
 
     @property
     def is_loopback(self) -> bool:
@@ -125,7 +127,8 @@ def read_config(path: Path) -> ServeConfig:
     try:
         return _parsed(data)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        told = str(error).replace("ServerSettings.", "[server].").replace("SamplingParams.", "[sampling].")
+        raise ConfigError(f"{path}: {told}") from error
 
 
 def _parsed(data: Mapping[str, Any]) -> ServeConfig:

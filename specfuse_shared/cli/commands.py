@@ -69,7 +69,7 @@ app.command()(chat)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 0, 1 (failed), 2 (misused) or 130 (interrupted)."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
         cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
         return int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(in_options(str(error)), MISUSED)
     except SpecFuseError as error:
         return _complain(str(error), FAILED)
+    except OSError as error:
+        return _complain(f"{error.filename or 'the output'} cannot be used: {error.strerror or error}", FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
 

@@ -44,7 +44,7 @@ Loops = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, As
 class Connections:
     """What is kept between requests to one server. Any number of threads and event loops may ask at once."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str | bytes]) -> None:
         self._base_url = base_url
         self._headers = headers
         self._lock = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -20,14 +21,22 @@ from specfuse_shared.client.connections import CONNECT_SECONDS, Connections, che
 from specfuse_shared.client.events import RemoteStream, events_of, understood
 from specfuse_shared.client.retries import MAX_RETRIES, again
 from specfuse_shared.client.wire import error_from_json, request_to_json
-from specfuse_shared.errors import AuthenticationError, ConfigError, EngineClosedError, SpecFuseError
+from specfuse_shared.errors import AuthenticationError, ConfigError, EngineClosedError, RequestError, SpecFuseError
 from specfuse_shared.events import Event
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, tools_of
+from specfuse_shared.serving.calls import (
+    CallOptions,
+    Conversation,
+    check_options,
+    conversation_of,
+    params_of,
+    tools_of,
+)
 from specfuse_shared.serving.streams import result_of
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.validation import is_whole_text
 
 KEY_ENV = "SPECFUSE_API_KEY"
 GRACE_SECONDS = 30.0
@@ -63,8 +72,8 @@ class RemoteEngine:
         self._api_key = _key_for(self.base_url, api_key)
         self._max_retries = max_retries
         self._described: dict[str, Any] = {}
-        key = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        own = {**bounded_http.HEADERS, **checked_headers("default_headers", headers), **key}
+        key = {"Authorization": f"Bearer {self._api_key}".encode()} if self._api_key else {}
+        own: dict[str, str | bytes] = {**bounded_http.HEADERS, **checked_headers("default_headers", headers), **key}
         self._connections = Connections(self.base_url, own)
         self._extra: Mapping[str, str] = {}
 
@@ -184,7 +193,9 @@ class RemoteEngine:
 
     def _request(self, messages: Sequence[Message], params: SamplingParams | None, options: CallOptions) -> Any:
         check_options(options)
-        body = request_to_json(messages, params or SamplingParams(), options)
+        if options.get("timeout") == math.inf:
+            options = {**options, "timeout": None}
+        body = request_to_json(messages, params_of(params), options)
         body |= {"model": self.model, "stream": True, "specfuse": {"events": True}}
         seconds = options.get("timeout")
         whole = None if seconds is None else seconds + GRACE_SECONDS
@@ -202,7 +213,11 @@ class RemoteEngine:
             return response.json()
 
     def _built(self, method: str, path: str, **content: Any) -> httpx.Request:
-        return self._connections.client().build_request(method, path, headers=self._extra, **content)
+        """Raises `RequestError` for content that is no JSON, such as a schema with NaN in it."""
+        try:
+            return self._connections.client().build_request(method, path, headers=self._extra, **content)
+        except ValueError as error:
+            raise RequestError(f"the request is no JSON: {error}") from error
 
     def _sent(self, request: httpx.Request, seconds: float | None = None) -> httpx.Response:
         """The response to a request, which is made again where that may help; one of an error is read."""
@@ -238,10 +253,12 @@ class RemoteEngine:
 
 def _key_for(base_url: str, given: str | None) -> str | None:
     """The key that goes with every request. Raises `ConfigError` where others could read it on its way."""
-    key = os.environ.get(KEY_ENV) if given is None else given
+    key = (os.environ.get(KEY_ENV, "") if given is None else given).strip()
+    whose = f"that {KEY_ENV} holds" if given is None else "of api_key=…"
+    if not (key.isprintable() and is_whole_text(key)):
+        raise ConfigError(f"the key {whose} holds what no header can: give it as the server has it, on one line")
     if not key or is_private(base_url):
         return key or None
-    whose = f"that {KEY_ENV} holds" if given is None else "of api_key=…"
     raise ConfigError(
         f"the key {whose} would go to {base_url} unencrypted: use an https:// address, or a tunnel to 127.0.0.1; "
         'api_key="" sends no key'

@@ -162,7 +162,7 @@ def _unused(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _lines(text: str) -> Rows:
-    for n, line in enumerate(text.splitlines(), 1):
+    for n, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"line {n}", {"question": line.strip()}
 

@@ -29,6 +29,13 @@ class CallOptions(TypedDict, total=False):
     members: Sequence[str] | None
 
 
+def params_of(params: object) -> SamplingParams:
+    """Raises `ConfigError` for what are no `SamplingParams`."""
+    if not isinstance(params, SamplingParams | None):
+        raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}: SamplingParams(**settings)")
+    return params or SamplingParams()
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for an option that no call takes."""
     for name in options:

@@ -10,7 +10,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Self
 
-from specfuse_shared.errors import ConfigError, EngineClosedError, RequestError, RequestTimeoutError
+from specfuse_shared.errors import EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
@@ -21,6 +21,7 @@ from specfuse_shared.serving.calls import (
     check_options,
     choice_of,
     conversation_of,
+    params_of,
     tools_of,
 )
 from specfuse_shared.serving.request import Deliver, Request
@@ -50,9 +51,7 @@ class Opening:
     ) -> None:
         check_options(options)
         self.config = config.only(options.get("members"))
-        if not isinstance(params, SamplingParams | None):
-            raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}: SamplingParams(**settings)")
-        self.params = params or SamplingParams()
+        self.params = params_of(params)
         self.messages = conversation_of(messages)
         self.texts = tuple(texts)
         choice, parallel = choice_of(options.get("tool_choice")), options.get("parallel_tool_calls", False)

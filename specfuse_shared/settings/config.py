@@ -213,6 +213,7 @@ class EnsembleConfig(Settings):
         """The same ensemble with these members only; all of them if None. Raises `ConfigError` for an unknown name."""
         if names is None:
             return self
+        check(not isinstance(names, str), f"members is {names!r}: give a list of names")
         for name in names:
             check_choice("a member that shall take part", name, self.names)
         kept = [member for member in self.member_configs if member.name in names]

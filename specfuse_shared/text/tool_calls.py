@@ -23,6 +23,9 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 _TAIL = "}" + CALL_CLOSE
 
+_CHOICES = ("auto", "any", "required", "none")
+"""Of tools, where none is named."""
+
 CALL_SYNTAX = (
     'To call a tool, write exactly <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call> with the name of '
     "the tool and a JSON object of its arguments. Text that calls no tool is the answer to the user."
@@ -44,9 +47,8 @@ def plain_description(functions: Sequence[Mapping[str, Any]]) -> str:
 class ToolUse:
     """The tools of one call, and what the answer may do with them. Raises `ConfigError` for what cannot be done.
 
-    `choice`: "auto" (the ensemble decides), "any", "none" or a
-    tool's name. `parallel`: one answer may hold several calls. `otherwise`: what an answer that calls no tool must be;
-    None: any text, also before a call.
+    `choice`: "auto" (the ensemble decides), "any", "none" or a tool's name. `parallel`: one answer may hold several
+    calls. `otherwise`: what an answer that calls no tool must be; None: any text, also before a call.
     """
 
     tools: Sequence[Tool] = ()
@@ -60,6 +62,8 @@ class ToolUse:
         check(all(isinstance(t, Tool) for t in tools), "tools must hold Tool objects, or dictionaries of tools")
         names = [tool.name for tool in tools]
         check(len(set(names)) == len(names), f"tools holds two tools of one name: {names}")
+        for name in names:
+            check(name not in _CHOICES, f"a tool cannot be called {name!r}: as a tool_choice that means all tools")
         check_choice("tool_choice", self.choice, ("auto", "none", *(["any"] if names else []), *names))
 
     @property

@@ -245,6 +245,17 @@ def test_thoughts_are_kept_apart_from_the_answer(client: httpx.Client) -> None:
     assert "reasoning_content" not in chat(client)["choices"][0]["message"]
 
 
+def test_what_a_client_read_in_an_answer_may_come_back_with_it(client: httpx.Client) -> None:
+    def told(call: dict[str, Any], message: dict[str, Any]) -> Any:
+        function = {"name": "add", "arguments": "{}", **call}
+        turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], **message}
+        result = {"role": "tool", "tool_call_id": "1", "content": "7"}
+        return chat(client, messages=[*QUESTION, turn, result])["choices"][0]["message"]
+
+    read = told({"parsed_arguments": {}}, {"parsed": {"a": 1}, "reasoning": "hm"})
+    assert read == told({}, {})
+
+
 def test_what_means_nothing_here_is_accepted(client: httpx.Client) -> None:
     given = {
         "user": "ada",

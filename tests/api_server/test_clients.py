@@ -26,6 +26,7 @@ from specfuse_shared import (
     Grammar,
     Message,
     PromptTooLongError,
+    RequestError,
     RequestTimeoutError,
     SamplingParams,
     SpecFuseError,
@@ -35,6 +36,7 @@ from specfuse_shared import (
 )
 from specfuse_shared.api_server.settings import ServerSettings
 from specfuse_shared.client.engine import RemoteEngine
+from specfuse_shared.errors import AuthenticationError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from tests.support.serving import QUESTION, serving, until, untimed
 
@@ -170,6 +172,24 @@ def test_a_server_that_is_not_there_a_wrong_key_and_an_unknown_model_are_named(t
         assert RemoteEngine(f"{client.base_url}/v1/", "tiny/base", "right").generate("Hi").members == ("base",)
         with pytest.raises(UnknownModelError, match="'tiny/base'"):
             RemoteEngine(str(client.base_url), "none", "right").generate("Hi")
+
+
+def test_what_no_request_can_hold_is_refused_here_as_there(tiny: EnsembleEngine, monkeypatch: Any) -> None:
+    schema = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": float("nan")}}}}
+    with serving({"tiny": tiny}, key="right") as client:
+        with pytest.raises(AuthenticationError):
+            RemoteEngine(str(client.base_url), api_key="schlüssel").generate("Hi")
+        monkeypatch.setenv("SPECFUSE_API_KEY", "right\n")
+        there = RemoteEngine(str(client.base_url))
+        for engine in (there, tiny):
+            with pytest.raises(ConfigError, match="params must be SamplingParams, not dict"):
+                engine.generate("Hi", {"max_tokens": 4})  # type: ignore[arg-type]
+            with pytest.raises((RequestError, ConfigError)):
+                engine.generate("Hi", tools=[schema])
+        short = SamplingParams(max_tokens=4)
+        assert there.generate("Hi", short, timeout=float("inf")).text == tiny.generate("Hi", short).text
+    with pytest.raises(ConfigError, match="on one line"):
+        RemoteEngine("http://127.0.0.1:8000", api_key="a\nb")
 
 
 def test_a_server_that_goes_away_while_it_answers_is_an_error_with_the_text_so_far(tiny: EnsembleEngine) -> None:

@@ -225,6 +225,11 @@ def test_a_server_whose_engine_breaks_stops_with_the_reason(monkeypatch: pytest.
         run.serve(config, listening)
 
 
+def test_an_ensemble_is_not_called_as_another_ones_member_is() -> None:
+    with pytest.raises(ConfigError, match="'t/a' is an ensemble and a member of another one"):
+        Models({"t": FakeEngine(*two()), "t/a": FakeEngine(*two())})
+
+
 def test_a_key_of_any_alphabet_is_found_as_it_was_sent() -> None:
     clients = Clients(ServerSettings(), "schlüssel-钥匙")
     assert clients.find("Bearer schlüssel-钥匙".encode().decode("latin-1")) is not None

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,26 @@ def test_a_server_that_is_told_to_stop_lets_answers_finish(tiny_members: list[Me
         said = process.stderr.read() if process.stderr else ""
     assert re.search(r"POST /v1/chat/completions 200 .* completion_tokens=\d+", said)
     assert "salty" not in said
+
+
+@pytest.mark.slow
+def test_answers_that_do_not_finish_in_time_end_with_an_error(tmp_path: Path, tiny_members: list[MemberConfig]) -> None:
+    members = json.dumps([member.model for member in tiny_members])
+    (file := tmp_path / "serve.toml").write_text(
+        f"[server]\nport = 0\nstop_seconds = 1\n[ensembles.tiny]\nmembers = {members}\n", "utf-8"
+    )
+    with command("--config", str(file), SPECFUSE_API_KEY="") as (process, address), ThreadPoolExecutor() as pool:
+        until(lambda: ready(address), 60)
+        whole = pool.submit(httpx.post, address + CHAT, json=LONG, timeout=60)
+        with httpx.stream("POST", address + CHAT, json={**LONG, "stream": True}, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert told[-1]["error"]["code"] == "stopping"
+        assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopping")
+        assert process.wait(20) == 0
+        assert "Traceback" not in (process.stderr.read() if process.stderr else "")
 
 
 @pytest.mark.slow

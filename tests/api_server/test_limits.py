@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from specfuse_shared import ConfigError, EnsembleEngine
+from specfuse_shared.api_server.access.clients import Clients
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings, read_config
 from specfuse_shared.events import Event
@@ -33,6 +34,15 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> dict[str, ClientSettings]:
         "ann": ClientSettings(api_key_env="ANNS_KEY", max_requests=1),
         "bob": ClientSettings(api_key_env="BOBS_KEY", requests_per_minute=3),
     }
+
+
+@pytest.mark.parametrize("own", ["ann's", None])
+def test_a_key_belongs_to_one_client(
+    clients: dict[str, ClientSettings], monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.setenv("BOBS_KEY", "ann's")
+    with pytest.raises(ConfigError, match=r"\[clients\.ann\] has the key of another client"):
+        Clients(ServerSettings(), own, clients)
 
 
 def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: dict[str, ClientSettings]) -> None:

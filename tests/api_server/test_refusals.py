@@ -88,11 +88,35 @@ def refused(client: httpx.Client, status: int, *words: str, path: str = "/v1/cha
         ({"grammar": {"kind": "choice", "source": "[]"}}, "as JSON"),
         ({"timeout": 0}, "timeout"),
         ({"functions": [{"name": "f"}]}, "use tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "has no 'text'"),
+        *(
+            ({"tools": [{"type": "function", "function": {"name": name}}], "tool_choice": "none"}, f"{name!r}")
+            for name in ("none", "auto", "any", "required")
+        ),
     ],
 )
 def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], word: str) -> None:
     error = refused(client, 400, word, json={**CHAT, **change})
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "message"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens", "max_tokens must be"),
+        ("/v1/chat/completions", {"stop": ""}, "stop", "stop must"),
+        ("/v1/chat/completions", {"tool_choice": 5}, "tool_choice", "string"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
+        ("/v1/completions", {"prompt": "Hi", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ],
+)
+def test_an_error_has_the_field_and_the_reason(
+    client: httpx.Client, path: str, change: dict[str, Any], param: str, message: str
+) -> None:
+    base = CHAT if path.startswith("/v1/chat") else {"model": "tiny"}
+    error = refused(client, 400, message, path=path, json={**base, **change})
+    assert error["param"] == param
+    assert "SamplingParams" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +239,8 @@ def test_an_unknown_model_is_not_found(client: httpx.Client) -> None:
 def test_other_paths_and_methods_are_refused(client: httpx.Client) -> None:
     assert client.get(f"/{SECRET}").status_code == 404
     assert client.get(f"/v1/models?key={SECRET}").status_code == 200
-    assert client.delete("/v1/models").status_code == 405
+    wrong = client.delete("/v1/models")
+    assert (wrong.status_code, "GET" in wrong.headers["allow"]) == (405, True)
 
 
 @pytest.mark.parametrize("text", CONTROLS)

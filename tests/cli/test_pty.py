@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -128,6 +129,15 @@ def test_a_reader_that_leaves_early_causes_no_traceback(recite: Callable[..., st
     process.stderr.close()
     assert process.wait(60) == 1
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("target", [">&-", "> /dev/full"])
+def test_an_output_that_takes_nothing_causes_no_traceback(recite: Callable[..., str], target: str) -> None:
+    speaker = recite("brief", "So be it.")
+    asked = shlex.join([*COMMAND, "ask", "Speak", "--member", speaker])
+    done = subprocess.run(["bash", "-c", f"{asked} {target}"], stderr=subprocess.PIPE, timeout=100)
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == (1 if "full" in target else 0)
 
 
 def test_python_m_and_the_installed_command_are_the_same(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ def test_a_text_has_a_question_a_line(tmp_path: Path) -> None:
     found = read_questions(written(tmp_path, "q.txt", "\ufeffWhy?\n\n  When?  \nWhy?\n"))
     assert [(q.id, q.text, q.kind) for q in found.questions] == [("1", "Why?", "open"), ("2", "When?", "open")]
     assert found.remarks == ("question '3' is the same as '1': it is asked once",)
+    pasted = read_questions(written(tmp_path, "q.txt", "One\u2028and two?\r\nThree\fand four?\n"))
+    assert [question.text for question in pasted.questions] == ["One\u2028and two?", "Three\fand four?"]
 
 
 def test_a_table_has_a_header_and_several_references_in_a_cell(tmp_path: Path) -> None:

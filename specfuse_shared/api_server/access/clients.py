@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from specfuse_shared.api_server.failures import HttpError
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
-from specfuse_shared.errors import RequestTimeoutError
+from specfuse_shared.errors import ConfigError, RequestTimeoutError
 
 MINUTE = 60.0
 LARGE_BODY = 65_536
@@ -114,7 +114,7 @@ class Client:
 class Clients:
     """The clients of a server by their keys: who holds the server's own `key`, and those that the settings name.
 
-    Where there is no key at all, everybody is one client.
+    Where there is no key at all, everybody is one client. Raises `ConfigError` for a key of two.
     """
 
     def __init__(
@@ -123,6 +123,10 @@ class Clients:
         own = Client(ClientSettings(max_requests=settings.max_requests), None if key is None else key.encode())
         others = [Client(each, each.api_key(name).encode()) for name, each in (named or {}).items()]
         self._clients = [*([] if others and key is None else [own]), *others]
+        keys = [client.key for client in self._clients]
+        for name, client in zip(named or (), others, strict=True):
+            if keys.count(client.key) > 1:
+                raise ConfigError(f"[clients.{name}] has the key of another client, or the server's: give it its own")
 
     def find(self, authorization: str) -> Client | None:
         """Who sent this header; None if its key belongs to nobody. Takes as long for any key."""

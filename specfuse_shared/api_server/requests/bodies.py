@@ -69,7 +69,7 @@ MOST_VALUES = 100_000
 MOST_TURNS = 10_000
 """Of a conversation."""
 _STRING = re.compile(rb'(?s)"(?:[^"\\]|\\.)*+"?')
-_OF_UNIONS = re.compile(r"(list|dict)\[|function-|item-|\w+Body$")
+_OF_UNIONS = re.compile(r"(list|dict)\[|function-|item-|\w+Body$|(str|bool|int|float|constrained-\w+)$")
 """The names of a union's branches, which are no part of a field's place."""
 LONGEST_NAME = 80
 """Characters of an unknown field's name that an error repeats."""
@@ -140,6 +140,7 @@ class ToolChoiceBody(Body):
 class CalledBody(Body):
     name: str
     arguments: str | dict[str, JsonValue] | None = None
+    parsed_arguments: JsonValue = None
 
 
 class CallBody(Body):
@@ -150,7 +151,7 @@ class CallBody(Body):
 
 
 class MessageBody(Body):
-    """A turn; thoughts and refusals of earlier answers are read by nobody."""
+    """A turn; thoughts and refusals of earlier answers, and what a client read in them, are read by nobody."""
 
     role: str
     content: str | Several[dict[str, JsonValue]] | None = None
@@ -160,7 +161,9 @@ class MessageBody(Body):
     refusal: str | None = None
     annotations: JsonValue = None
     audio: JsonValue = None
+    reasoning: JsonValue = None
     reasoning_content: JsonValue = None
+    parsed: JsonValue = None
     function_call: None = None
 
 
@@ -287,8 +290,9 @@ def read_body(kind: type[B], raw: bytes) -> B:
 
 
 def _named(error: ValidationError) -> BodyError:
-    """The deepest complaint: of a union, the branch that came furthest."""
-    found = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
+    """The deepest complaint: of a union, the branch that came furthest, and whose type was right."""
+    complaints = error.errors(include_url=False, include_input=False)
+    found = max(complaints, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     place = ".".join(part for part in map(str, found["loc"]) if not _OF_UNIONS.match(part))
     message = found["msg"].removeprefix("Value error, ")
     return BodyError(f"{place}: {message[0].lower()}{message[1:]}", place)

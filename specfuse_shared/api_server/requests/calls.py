@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -18,6 +19,7 @@ from specfuse_shared.api_server.requests.bodies import (
 )
 from specfuse_shared.api_server.requests.responses_api import ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.errors import ConfigError
 from specfuse_shared.frameworks import ToolUse, response_schema, value_of
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.serving.calls import CallOptions, choice_of, conversation_of
@@ -25,6 +27,8 @@ from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.grammar import Grammar
 
 SMALLEST_TOP_P = 1e-6
+_SETTING = re.compile(r"SamplingParams\.(\w+) ")
+"""How complaints about the sampling begin."""
 _SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("grammar", "logprobs", "top_logprobs"))
 
 
@@ -118,7 +122,12 @@ class Reader:
         said = {name: value for name, value in said.items() if value is not None}
         if "top_p" in said:
             said = {**said, "top_p": max(said["top_p"], SMALLEST_TOP_P)}  # OpenAI's 0 is the most probable token
-        return SamplingParams.on_top(asdict(self.defaults), said)
+        try:
+            return SamplingParams.on_top(asdict(self.defaults), said)
+        except ConfigError as error:
+            if (named := _SETTING.match(str(error))) is None:
+                raise
+            raise BodyError(str(error)[named.start(1) :], named[1]) from error
 
     def _choices(
         self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None

@@ -58,6 +58,8 @@ class CallItem(ItemBody):
     name: str
     arguments: str | dict[str, JsonValue]
     caller: JsonValue = None
+    namespace: JsonValue = None
+    parsed_arguments: JsonValue = None
 
 
 class ResultItem(ItemBody):
@@ -66,6 +68,10 @@ class ResultItem(ItemBody):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
+    caller: JsonValue = None
+    created_by: JsonValue = None
+    name: JsonValue = None
+    namespace: JsonValue = None
 
 
 class ReasoningItem(ItemBody):
