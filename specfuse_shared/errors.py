@@ -28,10 +28,7 @@ All of them can be pickled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
-
-if TYPE_CHECKING:
-    from specfuse_shared.types import Usage
+from typing import Any, ClassVar, Self
 
 
 class SpecFuseError(Exception):
@@ -163,11 +160,11 @@ class GenerationError(SpecFuseError):
 class UnfinishedValueError(GenerationError, ValueError):
     """An answer under a grammar reached its limit before its value was complete. `text` is the beginning.
 
-    `usage`: the tokens of that answer, where they are known.
+    `usage`: the `Usage` of that answer, None where it is not known.
     """
 
     def __init__(
-        self, message: str, *, member: str | None, text: str, public: str | None = None, usage: Usage | None = None
+        self, message: str, *, member: str | None, text: str, public: str | None = None, usage: Any = None
     ) -> None:
         super().__init__(message, member=member, text=text, public=public)
         self.usage = usage

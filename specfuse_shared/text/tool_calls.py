@@ -63,7 +63,7 @@ class ToolUse:
         names = [tool.name for tool in tools]
         check(len(set(names)) == len(names), f"tools holds two tools of one name: {names}")
         for name in names:
-            check(name not in _CHOICES, f"a tool cannot be called {name!r}: as a tool_choice that means all tools")
+            check(name not in _CHOICES, f"a tool cannot be called {name!r}, which is a tool_choice: rename it")
         check_choice("tool_choice", self.choice, ("auto", "none", *(["any"] if names else []), *names))
 
     @property

@@ -34,6 +34,7 @@ from specfuse_shared import (
     UnknownModelError,
     ValueTooLongError,
 )
+from specfuse_shared.api_server import run
 from specfuse_shared.api_server.settings import ServerSettings
 from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.errors import AuthenticationError
@@ -192,7 +193,10 @@ def test_what_no_request_can_hold_is_refused_here_as_there(tiny: EnsembleEngine,
         RemoteEngine("http://127.0.0.1:8000", api_key="a\nb")
 
 
-def test_a_server_that_goes_away_while_it_answers_is_an_error_with_the_text_so_far(tiny: EnsembleEngine) -> None:
+def test_a_server_that_goes_away_while_it_answers_is_an_error_with_the_text_so_far(
+    tiny: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LAST_WORDS_SECONDS", 0)
     with serving({"tiny": tiny}, ServerSettings(stop_seconds=1)) as client:
         events = RemoteEngine(str(client.base_url)).stream(TURNS, SamplingParams(max_tokens=3500, ignore_eos=True))
         first = next(event for event in events if isinstance(event, SegmentEvent))
