@@ -104,5 +104,5 @@ def _kind(file: Path) -> str:
 
 
 def _what_it_would_save(file: Path) -> str:
-    size = format_bytes(file.stat().st_size)
+    size = format_bytes(gguf_head(file).size)
     return f"llama-cpp-python is not installed; with it the file runs as it is, in {size} of weights: {EXTRA}"

@@ -5,9 +5,10 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from os import SEEK_CUR
 from pathlib import Path
@@ -68,9 +69,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """Facts of a file of `size` bytes; `values` are its metadata but for long tables, with the family's name cut off.
+    """Facts of a model of `size` bytes, all its parts together.
 
-    Everything is as the file states it; 0 or None where it does not.
+    `values` are its metadata but for long tables, with the family's name cut off. Everything is as the file states it;
+    0 or None where it does not.
     """
 
     size: int
@@ -122,13 +124,48 @@ class GgufHead:
         return int(max(value, default=0) if isinstance(value, tuple) else value)
 
 
-def gguf_head(file: Path) -> GgufHead:
-    """The head of a file as it is now. Raises `MemberLoadError` for a head that is none."""
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""How llama.cpp's `llama-gguf-split` names the parts of a model."""
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """The names of all parts of the model that `name` is a part of, in order; `name` alone if it is whole."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return (name,)
+    count = match["count"]
+    return tuple(f"{match['stem']}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1))
+
+
+def gguf_parts(file: Path) -> tuple[Path, ...]:
+    """All files of the model that `file` is a part of. Raises `MemberLoadError` where one of them is missing."""
+    parts = tuple(file.with_name(name) for name in part_names(file.name))
+    if missing := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MemberLoadError(
+            f"{file} is one of {len(parts)} parts of a model, and {missing[0]}{more} is not beside it: put all parts "
+            "into one folder"
+        )
+    said = gguf_head(file, whole=False).values.get("split.count", 0)
+    if len(parts) != max(said, 1):
+        raise MemberLoadError(
+            f"{file} says that it is one of {said} parts of a model: name the parts as they were, such as "
+            f"{file.stem}-00001-of-{said:05}.gguf"
+        )
+    return parts
+
+
+def gguf_head(file: Path, whole: bool = True) -> GgufHead:
+    """The head of a model's file as it is now. `whole` False: the size of this part alone.
+
+    Raises `MemberLoadError` for a head that is none, and for a missing part.
+    """
     try:
         state = file.stat()
-        return _head(file, state.st_size, state.st_mtime_ns)
+        head = _head(file, state.st_size, state.st_mtime_ns)
     except (OSError, ValueError, OverflowError, struct.error) as error:
         raise MemberLoadError(f"{file} is no GGUF file, or its head is broken ({error}): fetch it again") from error
+    return replace(head, size=sum(part.stat().st_size for part in gguf_parts(file))) if whole else head
 
 
 @lru_cache(maxsize=64)

@@ -10,8 +10,8 @@ from typing import Any
 
 from specfuse_shared.errors import ConfigError, MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import backend_of
-from specfuse_shared.loading.gguf import OnStage, converted, gguf_file, known_conversion
-from specfuse_shared.loading.gguf_head import gguf_head
+from specfuse_shared.loading.gguf import OnStage, converted, gguf_file, has_tensor, known_conversion
+from specfuse_shared.loading.gguf_head import gguf_head, gguf_parts
 from specfuse_shared.loading.llama_spec import llama_spec
 from specfuse_shared.loading.pretrained import explained
 from specfuse_shared.placement.devices import find_devices
@@ -61,7 +61,7 @@ def _spec(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: 
         settings, stored = _settings(config, file, cache_dir, convert, on_stage)
         sizes = ModelSizes(settings, config.trust_remote_code)
         if file is not None and stored is None:
-            stored = "bfloat16" if file.stat().st_size < _MOST_QUANTISED * sizes.parameters else "float32"
+            stored = "bfloat16" if gguf_head(file).size < _MOST_QUANTISED * sizes.parameters else "float32"
     if sizes.quantised and config.quantization in ("8bit", "4bit"):
         raise MemberLoadError(f"member {config.label!r}: its weights are quantised already: leave quantization unset")
     fixed = sizes.quantised or config.adapter is not None  # adapters are merged into whole numbers
@@ -89,7 +89,10 @@ def _settings(
     if file is not None:
         folder = converted(file, cache_dir, on_stage) if convert else known_conversion(file, cache_dir)
         if folder is None:
-            return AutoConfig.from_pretrained(file.parent, gguf_file=file.name), None
+            settings = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            if len(parts := gguf_parts(file)) > 1:  # transformers looks for an output layer in the first part alone
+                settings.tie_word_embeddings = not has_tensor(parts, "output.weight")
+            return settings, None
         source, revision = str(folder), None
     settings = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=config.trust_remote_code)
     stored = settings.dtype or settings.get_text_config(decoder=True).dtype

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
-from specfuse_shared.loading.gguf import OnStage, cache_folder, converted, converted_tokenizer, gguf_file
+from specfuse_shared.loading.gguf import (
+    OnStage,
+    cache_folder,
+    check_complete,
+    converted,
+    converted_tokenizer,
+    gguf_file,
+)
+from specfuse_shared.loading.versions import untested_versions
 from specfuse_shared.placement.plan import Assignment
 from specfuse_shared.settings.member_config import MemberConfig
 
@@ -42,18 +50,21 @@ def load_pretrained(
     """Model (in eval mode, in its place) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
     from transformers import AutoModelForCausalLM
 
+    library: Any = AutoModelForCausalLM
     tokenizer = load_tokenizer(config, cache_dir, on_stage)
     with explained(config):
         source, common = _source(config, cache_dir, on_stage)
         on_stage("reading the weights")
-        model = AutoModelForCausalLM.from_pretrained(
+        model, read = library.from_pretrained(
             source,
             dtype=getattr(torch, place.number_format),
             attn_implementation=config.attn_implementation,
             use_safetensors=None if config.allow_pickle else True,
             **_placing(place, cache_dir),
+            output_loading_info=True,
             **common,
         )
+        check_complete(f"member {config.label!r}: {config.model}", model, read)
         if config.adapter is not None:
             on_stage("merging the adapter")
             model = _with_adapter(model, config, config.adapter)
@@ -182,7 +193,14 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
             ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the two libraries' quarrels over each other's names
-        adapted = PeftModel.from_pretrained(model, adapter, revision=config.adapter_revision)
+        warnings.filterwarnings("error", r".*missing adapter keys", UserWarning)  # they would be random numbers
+        try:
+            adapted = PeftModel.from_pretrained(model, adapter, revision=config.adapter_revision)
+        except UserWarning as missing:
+            raise MemberLoadError(
+                f"member {config.label!r}: the adapter {adapter!r} lacks weights of its own ({str(missing)[:160]} …): "
+                "fetch it again, or name the adapter that was trained for this model"
+            ) from missing
         return adapted.merge_and_unload(safe_merge=True)
 
 
@@ -206,6 +224,8 @@ def _explain(config: MemberConfig, error: Exception) -> str:
         hint = "; the weights are pickled: convert them, or allow them with MemberConfig(allow_pickle=True)"
     elif not path.exists():
         hint = "; expected a hub id, a local folder or a .gguf file"
+    elif isinstance(error, (AttributeError, ImportError, KeyError, TypeError)) and untested_versions():
+        hint = f"; {untested_versions()}"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"member {config.label!r}: cannot load {config.model!r}: {first_line}{hint}"
 

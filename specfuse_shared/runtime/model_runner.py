@@ -43,6 +43,10 @@ class Reclaimable(Protocol):
         ...
 
 
+_CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_params")
+"""Names of the cache in a model's forward: up to transformers 5.23, from 5.24 on, and of recurrent models."""
+
+
 class ModelForward:
     """A model's own call, over tokens in a row."""
 
@@ -50,11 +54,13 @@ class ModelForward:
         self.model = model
         parameters = inspect.signature(model.forward).parameters
         self.can_skip_logits = "logits_to_keep" in parameters
-        self.cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self.cache_argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), "")
         self._takes_positions = "position_ids" in parameters
 
     def __call__(self, ids: torch.Tensor, cache: Any, at: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
         """Logits (Q, V) of tokens `ids` (Q) at positions `at` (Q)."""
+        if not self.cache_argument:
+            raise TypeError(f"{type(self.model).__name__} takes no cache")
         inputs = {"input_ids": ids[None], self.cache_argument: cache}
         if self._takes_positions:
             inputs["position_ids"] = at[None]

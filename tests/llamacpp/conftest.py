@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine
-from tests.llamacpp.tiny_gguf import write_gguf
 from tests.support.llamacpp import FILES, member_config
+from tests.support.tiny_gguf import write_gguf
 
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
 """Its tests need the extra "llamacpp"."""

@@ -20,9 +20,9 @@ from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
 from tests.langchain.standard import Supported
-from tests.llamacpp.tiny_gguf import write_gguf
 from tests.support.llamacpp import member_config
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
+from tests.support.tiny_gguf import write_gguf
 
 pytest.importorskip("llama_cpp")
 

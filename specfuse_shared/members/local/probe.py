@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from specfuse_shared.errors import UnsupportedModelError
+from specfuse_shared.loading.versions import untested_versions
 from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
 from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
@@ -102,11 +103,28 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
             dtype = str(model.dtype).removeprefix("torch.")
             logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
             return _executed(model, best, shrunk, member, execution, known)
-    raise UnsupportedModelError(
-        f"member {member!r} ({type(model).__name__}): neither packed nor row-by-row verification reproduces the "
-        f"model's own probabilities within {tolerance:g} nats (off by {best.error:.3g}); use another model, or "
-        f"dtype='float32' if the numbers are close. {'; '.join(problems)}"
+    raise UnsupportedModelError(_refusal(model, member, best.error, tolerance, problems))
+
+
+def _refusal(model: Any, member: str, error: float, tolerance: float, problems: Sequence[str]) -> str:
+    """Why no verification is exact, as far as that can be told, and what to do."""
+    name = f"member {member!r} ({type(model).__name__})"
+    if _sees_later_tokens(model):
+        return f"{name} is an encoder: each token sees the tokens after it. Name a causal language model"
+    advice = untested_versions() or "use another model, or dtype='float32' if the numbers are close"
+    return (
+        f"{name}: neither packed nor row-by-row verification reproduces the model's own probabilities within "
+        f"{tolerance:g} nats (off by {error:.3g}). {advice[0].upper()}{advice[1:]}. {'; '.join(problems)}"
     )
+
+
+@torch.inference_mode()
+def _sees_later_tokens(model: Any) -> bool:
+    """Whether probabilities after a prompt change with the tokens that follow it."""
+    runner, ids = ModelRunner(model), _random_ids(model, 2 * _FIRST)
+    alone, followed = runner.plain(ids[:_FIRST])[-1], runner.plain(ids)[_FIRST - 1]
+    difference = alone.float().log_softmax(-1) - followed.float().log_softmax(-1)
+    return bool(difference.abs().mean() > _COARSE.get(model.dtype, 0.1))
 
 
 def _is_packable(model: Any) -> bool:

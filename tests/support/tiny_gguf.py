@@ -189,3 +189,26 @@ def _kind(token: str, is_special: bool) -> gguf.TokenType:
         return gguf.TokenType.UNKNOWN if token == "<unk>" else gguf.TokenType.CONTROL
     is_byte = len(token) == 6 and token.startswith("<0x")
     return gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
+
+
+def split_gguf(file: Path, parts: int) -> list[Path]:
+    """The file in parts beside it, named and marked as `llama-gguf-split` does; metadata is in the first one."""
+    reader = gguf.GGUFReader(file)
+    architecture = str(reader.fields["general.architecture"].contents())
+    paths = [file.with_name(f"{file.stem}-{n + 1:05}-of-{parts:05}.gguf") for n in range(parts)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, architecture)
+        for name, field in reader.fields.items() if number == 0 else ():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(name, field.contents(), field.types[0], inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
