@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.local.member import LocalMember
 

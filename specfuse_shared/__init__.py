@@ -72,7 +72,7 @@ from specfuse_shared.types import (
 
 if TYPE_CHECKING:
     from specfuse_shared.loading.demo import demo_encoder, demo_members
-    from specfuse_shared.loading.pretrained import LoadProgress
+    from specfuse_shared.loading.progress import LoadProgress
     from specfuse_shared.serving.calls import CallOptions
     from specfuse_shared.serving.engine import EnsembleEngine
     from specfuse_shared.serving.leases import EngineLease, close_idle_engines, lease_engine
@@ -160,7 +160,7 @@ __all__ = [
 _NEEDS_TORCH = {
     "CallOptions": "specfuse_shared.serving.calls",
     "EnsembleEngine": "specfuse_shared.serving.engine",
-    "LoadProgress": "specfuse_shared.loading.pretrained",
+    "LoadProgress": "specfuse_shared.loading.progress",
     "EngineLease": "specfuse_shared.serving.leases",
     "Histogram": "specfuse_shared.serving.telemetry.metrics",
     "MetricsSnapshot": "specfuse_shared.serving.telemetry.metrics",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specfuse_shared.errors import ConfigError, EngineBusyError, EngineClosedError, SpecFuseError, UnknownModelError
-from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.loading.progress import LoadProgress
 from specfuse_shared.serving.engine import EnsembleEngine
 
 logger = logging.getLogger(__name__)

@@ -52,6 +52,7 @@ from specfuse_shared.cli.serve import serve
 from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble, configure_logging, ensemble_of
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.messages import Message
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
@@ -161,9 +162,9 @@ def doctor(
     configure_logging(verbose)
     if plan or devices:
         return _plan(config, devices, answers, context, as_json)
-    from specfuse_shared.cli.doctor import examine
-
     with terminal.loading(Console(stderr=True)) as on_progress:
+        from specfuse_shared.cli.doctor import examine
+
         checkup = examine(config, on_progress)
     if as_json:
         print(json.dumps(asdict(checkup)))
@@ -175,6 +176,7 @@ def doctor(
 
 
 def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: int, as_json: bool) -> int:
+    check_sources(config)
     from specfuse_shared.cli.doctor import foresee
 
     plan = foresee(config, devices, answers, context)

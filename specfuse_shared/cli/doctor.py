@@ -15,7 +15,7 @@ from specfuse_shared.errors import MemberLoadError, SpecFuseError
 from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.ollama import ollama_models
 from specfuse_shared.loading.planning import plan_ensemble
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan
 from specfuse_shared.serving.engine import EnsembleEngine

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from specfuse_shared.cli import machine_tables, terminal
 from specfuse_shared.cli.setup import configure_logging
+from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.settings.config import EnsembleConfig
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 @contextmanager
 def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
     configure_logging(verbose)
-    from specfuse_shared.serving.engine import EnsembleEngine
-
+    check_sources(config)
     errors = Console(stderr=True)
-    with EnsembleEngine(config) as engine:
+    with ExitStack() as stack:
         with terminal.loading(errors) as on_progress:
+            from specfuse_shared.serving.engine import EnsembleEngine  # seconds of torch, behind the spinner
+
+            engine = stack.enter_context(EnsembleEngine(config))
             engine.load(on_progress)
         if verbose:
             machine_tables.show_members(engine.describe(), errors)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +19,7 @@ from specfuse_shared.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from specfuse_shared.api_server.settings import ServeConfig
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx", "tenacity", "anyio")
 
 ServerFileOption = Annotated[
     Path | None,
@@ -49,30 +51,37 @@ def serve(
 ) -> int:
     """Serve the ensemble over OpenAI's API, with a page for people."""
     given: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
+    with _needed():
+        from specfuse_shared.api_server.run import serve as run
     chosen = _chosen(member, config, preset)
     chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in given.items() if v is not None}))
     chosen.api_key()
     configure_logging(verbose)
     _log(verbose)
-    from specfuse_shared.api_server.run import serve as run
-
     run(chosen, lambda address: print(f"listening at {address}", file=sys.stderr, flush=True))
     return 0
 
 
 def _chosen(member: list[str] | None, config: Path | None, preset: str) -> ServeConfig:
-    try:
-        from specfuse_shared.api_server.settings import ServeConfig, read_config
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
-            raise
-        raise MissingExtraError("specfuse-llm serve", "serve") from error
+    from specfuse_shared.api_server.settings import ServeConfig, read_config
+
     if config is not None and (member or preset != "default"):
         raise ConfigError("--config names the members and their preset: leave --member and --preset out")
     if config is not None:
         return read_config(config)
     ensemble = ensemble_of(member, {}, preset)
     return ServeConfig({"+".join(ensemble.names) if member else "demo": ensemble})
+
+
+@contextmanager
+def _needed() -> Iterator[None]:
+    """Raises `MissingExtraError` where a library of the server is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in NEEDED:
+            raise
+        raise MissingExtraError("specfuse-llm serve", "serve") from error
 
 
 def _log(verbose: bool) -> None:

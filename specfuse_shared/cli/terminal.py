@@ -21,7 +21,7 @@ from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit, RoundRecord
 
 if TYPE_CHECKING:
-    from specfuse_shared.loading.pretrained import LoadProgress
+    from specfuse_shared.loading.progress import LoadProgress
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
 PIPE_WIDTH = 120

@@ -17,9 +17,10 @@ from tenacity import AsyncRetrying, Retrying
 from specfuse_shared import bounded_http
 from specfuse_shared.addresses import is_private, server_address
 from specfuse_shared.bounded_http import ResponseRefusedError
+from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.client.connections import CONNECT_SECONDS, Connections, checked_headers
 from specfuse_shared.client.events import RemoteStream, events_of, understood
-from specfuse_shared.client.retries import MAX_RETRIES, again
+from specfuse_shared.client.retries import again
 from specfuse_shared.client.wire import error_from_json, request_to_json
 from specfuse_shared.errors import AuthenticationError, ConfigError, EngineClosedError, RequestError, SpecFuseError
 from specfuse_shared.events import Event

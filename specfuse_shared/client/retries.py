@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 from tenacity import RetryCallState, stop_after_attempt, stop_before_delay, wait_exponential, wait_random
 
-MAX_RETRIES = 2
 LONGEST_SECONDS = 60.0
 """A server that asks for more patience is not asked again."""
 _LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)

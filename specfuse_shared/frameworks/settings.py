@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainValidator,
     PrivateAttr,
     SecretStr,
     ValidationError,
     model_validator,
 )
 
-from specfuse_shared.client.engine import RemoteEngine
-from specfuse_shared.client.retries import MAX_RETRIES
+from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks.ensembles import SOURCES, Config, Members, config_of, named_config
 from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS, known_here
 from specfuse_shared.frameworks.records import Detail
-from specfuse_shared.loading.planning import stated_context
-from specfuse_shared.loading.pretrained import OnLoadProgress
-from specfuse_shared.serving.engine import EnsembleEngine
-from specfuse_shared.serving.leases import EngineLease, lease_engine
+from specfuse_shared.loading.context_limits import stated_context
+from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
+from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import unknown_setting
@@ -35,7 +35,14 @@ from specfuse_shared.validation import unknown_setting
 OnSegment = Callable[[SegmentEvent], None]
 
 _SAMPLING = SamplingParams()
+if TYPE_CHECKING:
+    from specfuse_shared.client.engine import RemoteEngine
+    from specfuse_shared.serving.engine import EnsembleEngine
+    from specfuse_shared.serving.leases import EngineLease
+else:  # importing torch takes seconds, and importing this package must not
+    EnsembleEngine = EngineLease = RemoteEngine = Any
 Engine = EnsembleEngine | RemoteEngine
+OwnEngine = Annotated[EnsembleEngine | None, PlainValidator(lambda value: _as_engine(value))]
 
 
 class EnsembleSettings(BaseModel):
@@ -46,14 +53,16 @@ class EnsembleSettings(BaseModel):
     never the key of a server.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, use_attribute_docstrings=True, populate_by_name=True)
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, defer_build=True, populate_by_name=True, use_attribute_docstrings=True
+    )
 
     members: Members = None
     """The members: "demo" (two small packaged models), or hub ids, folders, GGUF files and `MemberConfig`s."""
     config: Config = None
     """An `EnsembleConfig`, or a TOML file of one ("FILE"; "FILE#NAME" picks one of several). With `engine`, the
     engine's configuration."""
-    engine: EnsembleEngine | None = Field(default=None, exclude=True, repr=False)
+    engine: OwnEngine = Field(default=None, exclude=True, repr=False)
     """An engine to use. Without one, equal configurations share one engine in this process."""
     base_url: str | None = None
     """Address of a server (`specfuse-llm serve`), used instead of members in this process."""
@@ -135,6 +144,8 @@ class EnsembleSettings(BaseModel):
         """The server's model of this name, or the one that this model asks; None where the ensemble is here."""
         if self.base_url is None:
             return None
+        from specfuse_shared.client.engine import RemoteEngine
+
         name = name or self.model_name
         if name not in self._remotes:
             key = None if self.api_key is None else self.api_key.get_secret_value()
@@ -163,6 +174,11 @@ class EnsembleSettings(BaseModel):
             return self.engine
         held = self._held(config)
         if held is None:
+            check_sources(config)
+            if "torch" not in sys.modules:
+                loading_bar.open(config.names)
+            from specfuse_shared.serving.leases import lease_engine
+
             self._leases = [lease for lease in self._leases if not lease.engine.closed]
             self._leases.append(held := lease_engine(config))
         return held.engine
@@ -247,6 +263,16 @@ class EnsembleSettings(BaseModel):
     def __getstate__(self) -> dict[Any, Any]:
         bare = self.model_copy(update={"engine": None, "api_key": None, "default_headers": None})
         return super(EnsembleSettings, bare).__getstate__()
+
+
+def _as_engine(value: Any) -> Any:
+    if value is None:
+        return None
+    from specfuse_shared.serving.engine import EnsembleEngine
+
+    if not isinstance(value, EnsembleEngine):
+        raise ConfigError(f"engine must be an EnsembleEngine, not {type(value).__name__}: EnsembleEngine(members)")
+    return value
 
 
 def _own_error(error: ValidationError) -> SpecFuseError | None:

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock
 
 from specfuse_shared.errors import MemberLoadError
@@ -93,6 +92,7 @@ def _digest(gguf: Path, size: int, changed: int) -> str:
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     library: Any = AutoModelForCausalLM

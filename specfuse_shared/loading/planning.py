@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from specfuse_shared.errors import ConfigError, MemberLoadError, SpecFuseError
+from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.loading.backends import backend_of
 from specfuse_shared.loading.gguf import OnStage, converted, gguf_file, has_tensor, known_conversion
 from specfuse_shared.loading.gguf_head import gguf_head, gguf_parts
@@ -109,35 +108,3 @@ def needed_memory(config: MemberConfig, cache_dir: str | None) -> int | None:
         spec = _spec(config, cache_dir, False, lambda stage: None)
         return spec.need(processor, spec.quantizations[0], Workload()).total
     return None
-
-
-def stated_context(config: EnsembleConfig) -> int | None:
-    """Tokens that the smallest member's context holds, as far as its configuration is on this machine.
-
-    Reads no weights and asks no hub; None where no member says it.
-    """
-    stated = [limit for member in config.member_configs if (limit := _stated_context(member))]
-    return min(stated, default=None)
-
-
-def _stated_context(config: MemberConfig) -> int | None:
-    with suppress(SpecFuseError, OSError, ValueError):
-        file = gguf_file(config, fetch=False)
-        known = (
-            _configured_context(config.model, config.revision, config.trust_remote_code)
-            if file is None
-            else gguf_head(file).context
-        )
-        limits = [config.max_context, config.cache_tokens, known]
-        return min((limit for limit in limits if limit), default=None)
-    return config.max_context
-
-
-@lru_cache(maxsize=256)
-def _configured_context(model: str, revision: str | None, trust_remote_code: bool) -> int | None:
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(
-        model, revision=revision, trust_remote_code=trust_remote_code, local_files_only=True
-    )
-    return getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)

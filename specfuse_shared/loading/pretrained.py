@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,6 @@ from specfuse_shared.loading.gguf import (
 from specfuse_shared.loading.versions import untested_versions
 from specfuse_shared.placement.plan import Assignment
 from specfuse_shared.settings.member_config import MemberConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """One step of loading: `stage` of member number `index` of `total`."""
-
-    member: str
-    index: int
-    total: int
-    stage: str
-
-
-OnLoadProgress = Callable[[LoadProgress], None]
 
 
 def load_pretrained(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from specfuse_shared.errors import MissingExtraError
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
-from specfuse_shared.loading.pretrained import LoadProgress, OnLoadProgress, load_gguf_tokenizer, load_tokenizer
+from specfuse_shared.loading.pretrained import load_gguf_tokenizer, load_tokenizer
+from specfuse_shared.loading.progress import READY, LoadProgress, OnLoadProgress
+from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.members.loading import load_in_process
 from specfuse_shared.members.local.base import InProcessMember
@@ -72,6 +74,7 @@ def assemble(members: Sequence[InProcessMember], on_forward: OnForward) -> Assem
 
 def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress: OnLoadProgress | None) -> Assembly:
     """The members wherever they are: those behind servers are reached first. Raises `MemberLoadError`."""
+    check_sources(config)
     stages = _stages(config, on_progress)
     served = [member for member in config.member_configs if member.server is not None]
     unserved = [member for member in config.member_configs if member.server is None]
@@ -106,7 +109,7 @@ def load_members(config: EnsembleConfig, here: Sequence[MemberConfig], stages: S
         yield load_in_process(
             member, cache_dir=config.cache_dir, on_stage=on_stage, place=place, execution=config.execution
         )
-        on_stage("ready")
+        on_stage(READY)
 
 
 def _stages(config: EnsembleConfig, on_progress: OnLoadProgress | None) -> Stages:
@@ -133,7 +136,7 @@ def _ray_lanes(
     memory_of = partial(needed_memory, cache_dir=config.cache_dir)
     lanes = ray_lanes(members, memory_of, config.ray_address, config.execution, on_forward)
     for member in members:
-        stages[member.label]("ready")
+        stages[member.label](READY)
     return lanes
 
 
@@ -153,5 +156,5 @@ def _server_lane(
         stages[member.label](f"asking {member.server}")
     lane = ServerLane(read, on_forward)
     for member in members:
-        stages[member.label]("ready")
+        stages[member.label](READY)
     return lane

@@ -14,8 +14,8 @@ from typing import Any, Self, Unpack
 from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.scoring import ScoringSession
-from specfuse_shared.loading.planning import stated_context
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.context_limits import stated_context
+from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
@@ -91,13 +91,17 @@ class EnsembleEngine:
     def load(self, on_progress: OnLoadProgress | None = None) -> Self:
         """Plan where the members go, then load each into its place. Does nothing if they are loaded.
 
+        Each step is passed to `on_progress`; unset, a bar on the terminal or in the notebook shows it.
         Raises `MemberLoadError`; where the members do not fit, `PlacementError`, before any weight is read.
         """
         self._check_open()
         with self._loading:
             self._check_open()
             if self._scheduler is None:
-                assembly = self._assemble(on_progress)
+                try:
+                    assembly = self._assemble(on_progress or loading_bar)
+                finally:
+                    loading_bar.close()
                 infos = [member.info for member in assembly.members]
                 free = {device: size for lane in assembly.lanes for device, size in lane.memory().items()}
                 budget = Budget(self.config, infos, free)

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
-from specfuse_shared.loading.pretrained import LoadProgress
+from specfuse_shared.loading.progress import LoadProgress
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
 from tests.support.serving import reciting, serving, until
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.members.stages import CandidateVerdict, Fault, Open, StageRequest

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, UnsupportedModelError
 from specfuse_shared.loading.gguf import cache_folder, converted, converted_tokenizer, spells_out
-from specfuse_shared.loading.pretrained import LoadProgress, prepared
+from specfuse_shared.loading.pretrained import prepared
+from specfuse_shared.loading.progress import LoadProgress
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.probe import Attempt, _attempt, _small_windows, probe
 from specfuse_shared.runtime.attention import EAGER, GROUPED

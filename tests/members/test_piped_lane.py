@@ -14,7 +14,7 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.remote.pipe import PipedLane, serve_members

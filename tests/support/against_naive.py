@@ -13,7 +13,7 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingPar
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.participants import Participant
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble
 from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.lane import LocalLane

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine
-from specfuse_shared.loading.pretrained import OnLoadProgress
+from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
 from tests.support.fake_lane import FakeLane, scripted
 

@@ -1,0 +1,44 @@
+"""The context of an ensemble before its members are loaded, from configurations on this machine. Imports no torch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.loading.gguf import gguf_file
+from specfuse_shared.loading.gguf_head import gguf_head
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
+
+
+def stated_context(config: EnsembleConfig) -> int | None:
+    """Tokens that the smallest member's context holds, as far as its configuration is on this machine.
+
+    Reads no weights and asks no hub; None where no member says it.
+    """
+    stated = [limit for member in config.member_configs if (limit := _stated_context(member))]
+    return min(stated, default=None)
+
+
+def _stated_context(config: MemberConfig) -> int | None:
+    with suppress(SpecFuseError, OSError, ValueError):
+        file = gguf_file(config, fetch=False)
+        known = (
+            _configured_context(config.model, config.revision, config.trust_remote_code)
+            if file is None
+            else gguf_head(file).context
+        )
+        limits = [config.max_context, config.cache_tokens, known]
+        return min((limit for limit in limits if limit), default=None)
+    return config.max_context
+
+
+@lru_cache(maxsize=256)
+def _configured_context(model: str, revision: str | None, trust_remote_code: bool) -> int | None:
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(
+        model, revision=revision, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    return getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -1,0 +1,59 @@
+"""Whether the files that members name are there, before anything is imported or fetched."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from specfuse_shared.errors import MemberLoadError
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_EXPECTED = 'expected a hub id ("Qwen/Qwen3-8B"), a folder with a config.json, a .gguf file, or "ollama:NAME"'
+
+
+def check_sources(config: EnsembleConfig) -> None:
+    """Raises `MemberLoadError` for a member of this machine whose file or folder cannot be one of a model."""
+    if config.runtime == "local":
+        for member in config.member_configs:
+            if member.server is None and not member.model.startswith(OLLAMA):
+                _check_source(member)
+
+
+def _check_source(member: MemberConfig) -> None:
+    path, problem = Path(member.model), ""
+    if member.gguf_file is not None:
+        return
+    if path.is_dir():
+        problem = _problem_of_folder(path)
+    elif path.is_file():
+        problem = "" if path.suffix == ".gguf" else f"{path} is a file, but no .gguf file"
+    elif path.suffix == ".gguf":
+        problem = f"there is no GGUF file {path}{_near(path)}"
+    elif not _HUB_ID.fullmatch(member.model) or path.parts[0] in (".", ".."):
+        problem = f"there is no file or folder {path}{_near(path)}"
+    if problem:
+        raise MemberLoadError(f"member {member.label!r}: {problem}: {_EXPECTED}")
+
+
+def _problem_of_folder(folder: Path) -> str:
+    """What keeps a folder from being one of a model; nothing if it may be one."""
+    if (folder / "config.json").is_file():
+        return ""
+    if files := sorted(path.name for path in folder.glob("*.gguf")):
+        return f"{folder} holds GGUF files: name one of them, such as {folder / files[0]}"
+    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return f"{folder} has no config.json" + (f" (its folder {inside[0]!r} has one)" if inside else "")
+
+
+def _near(path: Path) -> str:
+    """The name beside a missing file or folder that is most like it."""
+    try:
+        names: Sequence[str] = [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return "" if path.parent.is_dir() else f", nor a folder {path.parent}"
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f" (there is {near[0]!r})" if near else ""
