@@ -24,7 +24,7 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, Whole, config_of
+from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, Whole, config_of, members_of_model
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
@@ -79,7 +79,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     `model="name"`."""
     model_name: str | None = Field(default=None, alias="model")
     """The ensemble of calls that name none: "demo" or one of `ensembles`, instead of `members`; or one of a server's
-    models."""
+    models. Without any of these, a model or a list of them is the same as `members`."""
     streaming: bool | None = None
     """True: callbacks get the chunks of `invoke` as of a stream. False: `stream` yields one chunk."""
 
@@ -98,7 +98,10 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         name = values.get("model", values.get("model_name"))
         if name is None or any(values.get(key) is not None for key in ("members", "config", "engine", "base_url")):
             return values
-        config = _ensemble_named(name, values.get("ensembles") or {})
+        ensembles = values.get("ensembles") or {}
+        if name != "demo" and (isinstance(name, list | tuple) or not ensembles):  # as models of one provider take it
+            return members_of_model(values, name)
+        config = _ensemble_named(name, ensembles)
         return {**values, **({"members": "demo"} if name == "demo" else {"config": config})}
 
     @property

@@ -30,7 +30,7 @@ from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
-from specfuse_shared.frameworks import EnsembleSettings, ToolUse, Whole, choice_of
+from specfuse_shared.frameworks import EnsembleSettings, ToolUse, Whole, choice_of, members_of_model
 
 _SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620
@@ -120,7 +120,10 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         """`model="demo"` is `members="demo"`."""
         if not isinstance(values, Mapping) or any(values.get(source) is not None for source in _SOURCES):
             return values
-        return {**values, "members": "demo"} if _given_model(values) == "demo" else values
+        name = _given_model(values)
+        if name == "demo":
+            return {**values, "members": "demo"}
+        return values if name is None else members_of_model(values, name)
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:

@@ -6,7 +6,9 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, Self
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from specfuse_shared.errors import ConfigError
 
@@ -24,6 +26,41 @@ class Settings:
             if f.default is MISSING and f.default_factory is MISSING and f.name not in data:
                 raise ConfigError(f"{cls.__name__} has no {f.name}: give one")
         return cls(**data)
+
+    def check_types(self) -> None:
+        """Raises `ConfigError` for a setting whose value is of another type than its annotation says."""
+        for name, kinds in plain_types(cast("Any", type(self))).items():
+            check_type(f"{type(self).__name__}.{name}", getattr(self, name), kinds)
+
+
+_KINDS: dict[type, tuple[Any, str]] = {
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    str: (str, "a text"),
+    bool: (bool, "True or False"),
+    NoneType: (NoneType, "None"),
+}
+"""Plain types: which values pass, and how an error names the type."""
+
+
+@cache
+def plain_types(owner: Any) -> Mapping[str, tuple[type, ...]]:
+    """The fields of a dataclass and their plain types; none for a field that `owner` checks itself."""
+    return {name: _plain_kinds(hint) for name, hint in get_type_hints(owner).items()}
+
+
+def check_type(what: str, value: Any, kinds: tuple[type, ...]) -> None:
+    """Raises `ConfigError` if `value` is of none of the plain types; no types mean that anything passes."""
+    accepted = [kind for kind in kinds if isinstance(value, _KINDS[kind][0])]
+    if not kinds or (accepted and not (isinstance(value, bool) and bool not in kinds)):
+        return
+    raise ConfigError(f"{what} must be {' or '.join(_KINDS[kind][1] for kind in kinds)}, not {value!r}")
+
+
+def _plain_kinds(hint: Any) -> tuple[type, ...]:
+    """The plain types of an annotation; none if it admits others, too."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return tuple(kinds) if all(kind in _KINDS for kind in kinds) else ()
 
 
 def unknown_setting(owner: str, key: str, known: Sequence[str]) -> ConfigError:

@@ -49,7 +49,14 @@ from specfuse_shared.cli.options import (
     Verbose,
 )
 from specfuse_shared.cli.serve import serve
-from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble, configure_logging, ensemble_of
+from specfuse_shared.cli.setup import (
+    EnsembleFileOption,
+    MembersOption,
+    chosen_ensemble,
+    configure_logging,
+    ensemble_of,
+    skip_retries_offline,
+)
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.loading.sources import check_sources
@@ -79,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RequestError) as error:
         return _complain(in_options(str(error)), MISUSED)
     except SpecFuseError as error:
-        return _complain(str(error), FAILED)
+        return _complain(in_options(str(error)), FAILED)
     except OSError as error:
         return _complain(f"{error.filename or 'the output'} cannot be used: {error.strerror or error}", FAILED)
     except (KeyboardInterrupt, typer.Abort):
@@ -160,7 +167,9 @@ def doctor(
     """Load the members and report on each, or plan where they would go."""
     config = ensemble_of(member, {"backend": backend, "dtype": dtype, "quantization": quantization})
     configure_logging(verbose)
+    skip_retries_offline()
     if plan or devices:
+        check_sources(config)
         return _plan(config, devices, answers, context, as_json)
     with terminal.loading(Console(stderr=True)) as on_progress:
         from specfuse_shared.cli.doctor import examine
@@ -176,7 +185,6 @@ def doctor(
 
 
 def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: int, as_json: bool) -> int:
-    check_sources(config)
     from specfuse_shared.cli.doctor import foresee
 
     plan = foresee(config, devices, answers, context)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specfuse_shared.cli import machine_tables, terminal
-from specfuse_shared.cli.setup import configure_logging
+from specfuse_shared.cli.setup import configure_logging, skip_retries_offline
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.settings.config import EnsembleConfig
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
     configure_logging(verbose)
     check_sources(config)
+    skip_retries_offline()
     errors = Console(stderr=True)
     with ExitStack() as stack:
         with terminal.loading(errors) as on_progress:

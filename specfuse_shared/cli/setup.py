@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import typer
 
@@ -34,8 +39,9 @@ EnsembleFileOption = Annotated[
 ]
 KEY_ENV = "SPECFUSE_SERVER_KEY"
 """The environment variable that may hold the key of the servers that members are behind."""
-CHATTY = ("accelerate", "torchao", "torch.utils._pytree")
-"""Libraries that warn at import of compiled parts that a machine has no use for, or of offloaded weights."""
+CHATTY = ("accelerate", "huggingface_hub", "torchao", "torch.utils._pytree")
+"""Libraries that warn of compiled parts that a machine has no use for, of offloaded weights, and of each retry."""
+_HUB_SECONDS = 3.0
 
 
 def ensemble_of(
@@ -45,6 +51,8 @@ def ensemble_of(
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnsembleConfig:
     """Settings, those that are not None, are checked before the demo models are looked for."""
+    if models and list(models) == ["demo"] and not Path("demo").exists():
+        models = None
     settings = {name: value for name, value in given.items() if value is not None}
     members = [_member_of(model, member) for model in models or ["demo"]]
     config = EnsembleConfig.preset(preset, members, **settings)
@@ -94,3 +102,27 @@ def configure_logging(verbose: bool) -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
+
+def skip_retries_offline() -> None:
+    """Without a network, let the hub's library use its cache at once: it would try for half a minute.
+
+    Call it before that library is imported. A proxy may reach what this machine cannot, and is left alone.
+    """
+    if "HF_HUB_OFFLINE" in os.environ or getproxies():
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""
+    lost: list[OSError] = []
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError as error:
+            lost.append(error)
+
+    looking = threading.Thread(target=look_up, daemon=True)
+    looking.start()
+    looking.join(_HUB_SECONDS)
+    if lost:
+        os.environ["HF_HUB_OFFLINE"] = "1"

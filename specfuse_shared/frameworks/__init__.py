@@ -3,7 +3,7 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
-from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of
+from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of, members_of_model
 from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
 from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, response_schema, value_of
 from specfuse_shared.frameworks.records import (
@@ -51,6 +51,7 @@ __all__ = [
     "finish_reason",
     "last_parts",
     "ledger",
+    "members_of_model",
     "openai_logprobs",
     "plain_config",
     "reasoning_tokens",

@@ -35,6 +35,12 @@ SOURCES = (
 )
 
 
+def members_of_model(values: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The settings of a model that was given as `model=…`, one or a list, as models of one provider take it."""
+    members = list(model) if isinstance(model, list | tuple) else [model]
+    return {**{k: v for k, v in values.items() if k not in ("model", "model_name")}, "members": members}
+
+
 def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
     """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
     if isinstance(ensemble, Mapping):
@@ -54,7 +60,8 @@ def _as_members(value: Any) -> Members:
     if value is None or value == "demo":
         return "demo" if value else None
     if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
-        raise ConfigError(f"members is {value!r}: give {SOURCES}")
+        hint = f"[{value!r}] is an ensemble of one" if isinstance(value, str) else f"give {SOURCES}"
+        raise ConfigError(f"members is {value!r}: it is a list of models, {hint}")
     return EnsembleConfig([_as_member(member) for member in value]).member_configs
 
 

@@ -110,8 +110,11 @@ class EnsembleSettings(BaseModel):
     _remotes: dict[str | None, RemoteEngine] = PrivateAttr(default_factory=dict)
 
     def __init__(self, *args: Any, **values: Any) -> None:
+        if args:
+            members = [args[0]] if isinstance(args[0], str) and args[0] != "demo" else args[0]
+            raise ConfigError(f"{type(self).__name__} takes its settings by name: write members={members!r}")
         try:
-            super().__init__(*args, **values)
+            super().__init__(**values)
         except ValidationError as error:
             raise _own_error(error) or error from None
 

@@ -9,16 +9,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.validation import check, check_choice, unknown_setting
+from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
 
 TABLES = ("server", "sampling", "ensembles", "clients")
-_SCALARS = (str, int, float, bool, NoneType)
 
 
 def read_ensemble(source: str | Path) -> EnsembleConfig:
@@ -52,6 +50,8 @@ def read_toml(path: Path) -> Mapping[str, Any]:
 def tables_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The tables of a file, of which one at least is an ensemble. Raises `ConfigError`."""
     for name in data:
+        if name in plain_types(EnsembleConfig):
+            raise ConfigError(f"{name} stands outside every table: write [ensembles.demo] on a line above it")
         if name not in TABLES:
             raise unknown_setting("the file", name, TABLES)
     tables = {name: table_of(name, data.get(name, {})) for name in TABLES}
@@ -97,23 +97,12 @@ def table_of(name: str, value: Any) -> Mapping[str, Any]:
 
 def checked(owner: type, table: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """The table, whose keys `owner` has and whose plain values are of the types that it says."""
-    hints = get_type_hints(owner)
+    known = [*plain_types(owner), *also]
     for key, value in table.items():
-        if key not in hints and key not in also:
-            raise unknown_setting(where, key, [*hints, *also])
-        plain_kinds = _plain_kinds(hints.get(key, str))
-        if plain_kinds and not (type(value) in plain_kinds or (type(value) is int and float in plain_kinds)):
-            kinds = " or ".join(kind.__name__ for kind in plain_kinds if kind is not NoneType)
-            raise ConfigError(f"{where}.{key} is {value!r}: it must be of type {kinds}")
+        if key not in known:
+            raise unknown_setting(where, key, known)
+        check_type(f"{where}.{key}", value, plain_types(owner).get(key, (str,)))
     return table
-
-
-def _plain_kinds(hint: Any) -> tuple[Any, ...]:
-    """The plain types among those of a hint; none where a list or table may stand, which its owner checks."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if any(get_origin(kind) is not None and kind is not dict for kind in kinds):
-        return ()
-    return tuple(kind for kind in kinds if kind in _SCALARS)
 
 
 # ── as plain values ──────────────────────────────────────────────────────────────────────────────

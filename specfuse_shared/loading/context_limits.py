@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.loading.gguf import gguf_file
@@ -36,9 +38,22 @@ def _stated_context(config: MemberConfig) -> int | None:
 
 @lru_cache(maxsize=256)
 def _configured_context(model: str, revision: str | None, trust_remote_code: bool) -> int | None:
+    """Of a folder or of a repository in the hub's cache. transformers is asked only where the file leaves it out."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            return None
+        file = Path(cached)
+    stated = json.loads(file.read_text("utf-8"))
+    for settings in (stated.get("text_config"), stated):
+        if isinstance(settings, dict) and isinstance(limit := settings.get("max_position_embeddings"), int):
+            return limit
     from transformers import AutoConfig
 
-    settings = AutoConfig.from_pretrained(
+    config = AutoConfig.from_pretrained(
         model, revision=revision, trust_remote_code=trust_remote_code, local_files_only=True
     )
-    return getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -27,6 +27,7 @@ from specfuse_shared.loading.gguf import (
 )
 from specfuse_shared.loading.versions import untested_versions
 from specfuse_shared.placement.plan import Assignment
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.settings.member_config import MemberConfig
 
 
@@ -205,15 +206,31 @@ def explained(config: MemberConfig) -> Iterator[None]:
 def _explain(config: MemberConfig, error: Exception) -> str:
     hint = ""
     path = Path(config.model)
-    may_be_pickled = not path.is_dir() or any(file.suffix in (".bin", ".pt", ".pth") for file in path.iterdir())
-    if "safetensors" in str(error) and not config.allow_pickle and may_be_pickled:
+    if is_out_of_memory(error):
+        hint = (
+            "; there is too little memory here: name a smaller model or a quantised GGUF file, or look at "
+            "`specfuse-llm doctor --plan`"
+        )
+    elif _lacks_safetensors(error) and not config.allow_pickle and _may_be_pickled(path):
         hint = "; the weights are pickled: convert them, or allow them with MemberConfig(allow_pickle=True)"
+    elif "connect to" in str(error):
+        hint = f"; where there is a network, fetch it with `hf download {config.model}`, or name a local folder"
     elif not path.exists():
         hint = "; expected a hub id, a local folder or a .gguf file"
     elif isinstance(error, (AttributeError, ImportError, KeyError, TypeError)) and untested_versions():
         hint = f"; {untested_versions()}"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"member {config.label!r}: cannot load {config.model!r}: {first_line}{hint}"
+
+
+def _lacks_safetensors(error: Exception) -> bool:
+    """Whether transformers looked for a file of safetensors, and there is none."""
+    return ".safetensors" in str(error) and isinstance(error, OSError) and error.errno is None
+
+
+def _may_be_pickled(path: Path) -> bool:
+    """Whether a folder, or a repository of which nothing is known here, may hold pickled weights."""
+    return not path.is_dir() or any(file.suffix in (".bin", ".pt", ".pth") for file in path.iterdir())
 
 
 @contextmanager

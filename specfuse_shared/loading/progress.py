@@ -58,7 +58,7 @@ class LoadingBar:
             from tqdm.auto import tqdm
 
             bars = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
-            self._bar = tqdm(total=total, bar_format=bars, leave=False, disable=None)
+            self._bar = tqdm(total=total, bar_format=bars, mininterval=0, leave=False, disable=None)
         return self._bar
 
 

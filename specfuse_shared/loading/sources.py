@@ -33,7 +33,7 @@ def _check_source(member: MemberConfig) -> None:
         problem = "" if path.suffix == ".gguf" else f"{path} is a file, but no .gguf file"
     elif path.suffix == ".gguf":
         problem = f"there is no GGUF file {path}{_near(path)}"
-    elif not _HUB_ID.fullmatch(member.model) or path.parts[0] in (".", ".."):
+    elif not _HUB_ID.fullmatch(member.model) or member.model.startswith("."):
         problem = f"there is no file or folder {path}{_near(path)}"
     if problem:
         raise MemberLoadError(f"member {member.label!r}: {problem}: {_EXPECTED}")

@@ -155,7 +155,11 @@ class EnsembleConfig(Settings):
 
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
-            raise ConfigError("EnsembleConfig.members must be a list of members, not a single one")
+            given = self.members if isinstance(self.members, str) else self.members.model
+            raise ConfigError(
+                f"EnsembleConfig.members is {given!r}: give a list of models, [{given!r}], or demo_members()"
+            )
+        self.check_types()
         members = tuple(as_member(m) for m in self.members)
         check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
         object.__setattr__(self, "members", unique_names(members))

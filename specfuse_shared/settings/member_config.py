@@ -108,10 +108,14 @@ class MemberConfig(Settings):
     """Environment variable that holds the server's key. The key itself is never stored."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, Path):
+            object.__setattr__(self, "model", str(self.model))
+        self.check_types()
         for name in ("model", "adapter", "tokenizer"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _at_home(str(given)))
-        check(bool(self.model.strip()), "MemberConfig.model is empty: give a hub id, a folder or a GGUF file")
+        model = self.model.strip().removeprefix(OLLAMA)
+        check(bool(model), "MemberConfig.model is empty: give a hub id, a folder, a GGUF file or ollama:NAME")
         if self.adapter is not None:
             check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
         check(

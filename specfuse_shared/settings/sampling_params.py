@@ -52,6 +52,7 @@ class SamplingParams(Settings):
     """The most tokens of a member's thoughts (`MemberConfig.thinking`), in its own tokens."""
 
     def __post_init__(self) -> None:
+        self.check_types()
         given = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         check(isinstance(given, Iterable), f"SamplingParams.stop must hold strings, not {given!r}")
         stops = tuple(given)
@@ -79,7 +80,7 @@ class SamplingParams(Settings):
             value = getattr(self, name)
             check(
                 isinstance(value, (int, float)) and low <= value <= high,
-                f"SamplingParams.{name} must be between {low} and {high}, not {value!r}",
+                f"SamplingParams.{name} must be {_range(low, high)}, not {value!r}",
             )
         for name in ("max_tokens", "min_tokens", "top_k", "max_thinking_tokens", "top_logprobs"):
             value = getattr(self, name)
@@ -112,3 +113,7 @@ class SamplingParams(Settings):
     def greedy(self) -> bool:
         """Whether the most probable token is always taken. (Logits divided by a temperature near 0 would overflow.)"""
         return self.temperature < SMALLEST_TEMPERATURE
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low}" if high == math.inf else f"between {low} and {high}"

@@ -254,8 +254,32 @@ def test_errors_of_the_constructor_are_langchain_s_too() -> None:
         with pytest.raises(errors.ConfigError):
             ChatSpecFuse(**settings)
     with pytest.raises(errors.UnknownModelError):
-        ChatSpecFuse(model="trio")
+        ChatSpecFuse(model="trio", ensembles={"pair": ["a/b", "c/d"]})
     assert MemberConfig("a/b")
+
+
+@pytest.mark.parametrize(("model", "names"), [("Qwen/Qwen3-8B", ["Qwen3-8B"]), (["a/b", "c/d"], ["b", "d"])])
+def test_a_model_is_a_member_as_users_of_other_classes_write_it(model: Any, names: list[str]) -> None:
+    assert ChatSpecFuse(model=model)._ensemble().names == tuple(names)
+    assert (
+        ChatSpecFuse(model_name=model)._ensemble()
+        == ChatSpecFuse(members=model if len(names) > 1 else [model])._ensemble()
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (lambda: ChatSpecFuse("demo"), r"by name: write members='demo'"),  # type: ignore[call-arg]
+        (lambda: ChatSpecFuse("a/b"), r"by name: write members=\['a/b'\]"),  # type: ignore[call-arg]
+        (lambda: ChatSpecFuse(["a/b"]), r"by name: write members=\['a/b'\]"),  # type: ignore[call-arg]
+        (lambda: ChatSpecFuse(members="a/b"), r"list of models, \['a/b'\] is an ensemble of one"),
+        (lambda: ChatSpecFuse(engine="demo"), r"engine must be an EnsembleEngine, not str"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_newcomer_types_is_answered_with_what_to_type(settings: Any, told: str) -> None:
+    with pytest.raises(errors.ConfigError, match=told):
+        settings()
 
 
 def test_nothing_private_of_langchain_is_overridden() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.members.local.batching import is_out_of_memory
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from tests.support.against_naive import FAULT_ROW, local_members
 from tests.support.faults import FAULTS, fault_in
 
@@ -216,8 +217,22 @@ def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) 
             engine.generate("x")
 
 
-def test_every_kind_of_memory_error_is_recognised() -> None:
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("MPS backend out of memory (MPS allocated: 17.90 GB, max allowed: 18.13 GB)"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError("Cannot allocate memory (os error 12)"),
+    ],
+)
+def test_every_kind_of_memory_error_is_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(2, "no such file"), ValueError("memory")])
+def test_other_errors_are_no_lack_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)

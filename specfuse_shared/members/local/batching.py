@@ -16,6 +16,7 @@ import torch
 
 from specfuse_shared.members.local.forwards import ForwardRequest, ForwardResult
 from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +104,3 @@ def run_stage(stage: Stage[T]) -> T | Exception:
         if not job.done:
             job.advance()
     return job.error or job.value
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on any device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specfuse_shared.runtime.cache.sizes import SPARE
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.transfer import upload
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ class CacheBlock:
         while True:
             try:
                 return self._add(slots)
-            except torch.OutOfMemoryError:
-                if self.layers or self.size <= len(self.rows):
+            except Exception as error:
+                if not is_out_of_memory(error) or self.layers or self.size <= len(self.rows):
                     raise
                 self.size = max(len(self.rows), self.size // 2)
 

@@ -16,6 +16,7 @@ import torch
 
 from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow, Layer, slot_bytes
 from specfuse_shared.runtime.cache.sizes import fixed_rows, row_capacity, smallest_row
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 
 
 class CachePool:
@@ -99,8 +100,8 @@ class CachePool:
         for tries in itertools.count():
             try:
                 return work()
-            except torch.OutOfMemoryError:
-                if not self.make_room() and tries:
+            except Exception as error:
+                if not is_out_of_memory(error) or (not self.make_room() and tries):
                     raise
         raise AssertionError("never reached")
 
