@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # one process and one thread a core: small models gain nothing from a second thread
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-.PHONY: help setup quant demo test test-all bench docs picture rooms lint clean distclean
+.PHONY: help setup quant demo test test-all newest bench docs picture rooms lint clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -37,6 +37,9 @@ test: $(STAMP) ## Run the tests, without the slow ones
 
 test-all: $(QUANT) ## Run every test
 	$(PYTEST)
+
+newest: ## Try the newest releases of everything in a fresh environment
+	PYTHON="$(PYTHON)" .ci/newest
 
 bench: $(STAMP) ## Measure the engine
 	$(BIN)/python benchmarks/engine.py

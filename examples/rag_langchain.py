@@ -114,7 +114,7 @@ class Display:
         text = "".join(character if character.isprintable() or character == "\n" else " " for character in chunk.text)
         for segment in chunk.additional_kwargs.get("specfuse_segments", ()):
             member = segment["member"]
-            scores = ", ".join(f"{judge} {score:.2g}" for judge, score in segment["scores"].items())
+            scores = ", ".join(f"{judge} {score:.2g}" for judge, score in segment["scores"].items()) or "all agreed"
             line = Text(f"{member:>{self.width}}  ", style=self.colours[member])
             self.console.print(line.append(text.strip()).append(f"  {scores}", "dim"))
             self.answer.append(text, self.colours[member])
@@ -139,7 +139,7 @@ def answer(question: str, folder: Path, console: Console) -> None:
     with EnsembleEngine(EnsembleConfig(demo_members(), exit="never")) as engine:
         engine.load()
         display = Display(console, engine.config.names)
-        display.heading("Segments, with the members' scores")
+        display.heading("Segments, and the probability that each member gives them (none where all agreed at once)")
         for part in build_chain(store, ChatSpecFuse(engine=engine, max_tokens=MAX_TOKENS)).stream(question):
             display.show(part)
         display.finish()

@@ -50,7 +50,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     """Several local models answer together, segment by segment.
 
         model = ChatSpecFuse(members=["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m-it"])
-        for chunk in model.stream("Why is the sky blue?", max_tokens=64):
+        for chunk in model.stream("How does a vaccine work?", max_tokens=64):
             ...
 
     Every streamed chunk is one verified segment; `additional_kwargs["specfuse_segments"]` says which member wrote

@@ -68,7 +68,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     """Several local models answer together, segment by segment.
 
         llm = SpecFuseLLM(members=["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m-it"])
-        for response in llm.stream_complete("Why is the sky blue?", max_tokens=64):
+        for response in llm.stream_complete("How does a vaccine work?", max_tokens=64):
             ...
 
     Every streamed response is one verified segment; `raw["specfuse"]` says which member wrote it, how each member

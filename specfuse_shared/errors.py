@@ -31,6 +31,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 
+def install_command(extra: str) -> str:
+    """What installs an optional part. The package is not on PyPI yet."""
+    return f'pip install ".[{extra}]" in a clone of the repository'
+
+
 class SpecFuseError(Exception):
     """Base class of the errors of this package.
 
@@ -69,7 +74,7 @@ class MissingExtraError(ConfigError, ImportError):
     """An optional feature was used without its extra."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f'{feature} needs the "{extra}" extra: pip install "specfuse-llm[{extra}]"')
+        super().__init__(f'{feature} needs the "{extra}" extra: {install_command(extra)}')
 
 
 class MemberLoadError(SpecFuseError):

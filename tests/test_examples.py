@@ -43,21 +43,22 @@ def printed(store: Path) -> str:
 def test_the_example_streams_segments_of_both_kinds_of_member(printed: str) -> None:
     segments = printed.partition("Segments")[2].partition("\nAnswer\n")[0]
     lines = re.findall(r"^ *(smollm2-135m|gemma3-270m)  .*\S", segments, re.MULTILINE)
-    assert len(lines) >= 2
+    assert set(lines) == {"smollm2-135m", "gemma3-270m"}, "both write"
+    assert re.search(r"(smollm2-135m|gemma3-270m) 0\.\d", segments), "scores are shown"
 
 
 @pytest.mark.slow
 @needs_demo_extra
 def test_the_default_question_gets_a_true_sentence_of_the_documents(printed: str) -> None:
     answer = printed.partition("\nAnswer\n")[2].partition("\nSources\n")[0]
-    assert re.search(r"The Long Glass is a refract(or|ing telescope)", answer)
+    assert re.search(r"[Ww]ear .*two pairs of socks", answer)
 
 
 @pytest.mark.slow
 @needs_demo_extra
 def test_the_example_names_its_sources(printed: str) -> None:
     sources = printed.partition("\nSources\n")[2]
-    assert "history.md  A short history: The Long Glass" in sources
+    assert "weather.md" in sources
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.report.formats import UNKNOWN, lead_of, number, work_of
+from specfuse_shared.report.formats import UNKNOWN, lead_of, number, unverified, work_of
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit, RoundRecord
 
@@ -156,6 +156,7 @@ def show_summary(result: EnsembleResult, notes: Console) -> None:
         table.add_row(Text(visible(row.member), style=colours[row.member]), won, score, weight, exit_round)
     notes.print()
     notes.print(table)
+    notes.print("mean score: the probability that the members gave this member's drafts, from 0 to 1", style="dim")
     notes.print(_speed_line(result), style="dim")
 
 
@@ -176,6 +177,11 @@ def _speed_line(result: EnsembleResult) -> str:
 def show_rounds(result: EnsembleResult, out: Console) -> None:
     """The ledger of every round: candidates, each verifier's scores, the winner, weights, exits, timings."""
     colours = palette(result.members)
+    out.print()
+    out.print(
+        "A score is the probability that a member gives a draft, from 0 to 1. Compare scores within a round.",
+        style="dim",
+    )
     for record in result.rounds:
         out.print()
         out.print(Text(_round_line(record), style="bold"))
@@ -189,7 +195,7 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
 def _round_line(record: RoundRecord) -> str:
     timing = record.timing
     stages = f"draft {duration(timing.draft)}, verify {duration(timing.verify)}"
-    return visible(f"round {record.index} · {stages}{'' if record.verified else ' · not verified'}{lead_of(record)}")
+    return visible(f"round {record.index} · {stages}{unverified(record)}{lead_of(record)}")
 
 
 def _candidates(record: RoundRecord, colours: Palette) -> Table:

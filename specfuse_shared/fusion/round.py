@@ -190,10 +190,10 @@ class Round:
             choice = drafted[name]
             participants[name].total += (choice.score or 0.0) if choice else 0.0
         decision = policies.exit([participants[name].total for name in self._state.active], policies.verified_rounds)
-        retention = dict(zip(self._state.active, decision.retention, strict=True))
+        retention = dict(zip(self._state.active, decision.retention, strict=True)) if decision.retention else {}
         leavers = [self._state.active[i] for i in decision.leavers]
         if len(leavers) >= len(self._state.active):
-            leavers.remove(max(self._state.active, key=lambda name: retention[name]))
+            leavers.remove(max(self._state.active, key=lambda name: retention.get(name, participants[name].total)))
         participants.drop(leavers, self._state.index, "retention", retention)
         return retention
 

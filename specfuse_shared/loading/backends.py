@@ -10,14 +10,14 @@ from typing import Literal
 
 import torch
 
-from specfuse_shared.errors import MemberLoadError, MissingExtraError
+from specfuse_shared.errors import MemberLoadError, MissingExtraError, install_command
 from specfuse_shared.loading.gguf import gguf_file
 from specfuse_shared.loading.gguf_head import gguf_head
 from specfuse_shared.loading.ollama import ollama_model
 from specfuse_shared.placement.plan import format_bytes
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
-EXTRA = 'pip install "specfuse-llm[llamacpp]"'
+EXTRA = install_command("llamacpp")
 
 
 @dataclass(frozen=True, slots=True)

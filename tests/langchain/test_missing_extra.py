@@ -18,4 +18,4 @@ def test_a_missing_framework_is_named_with_its_extra(monkeypatch: pytest.MonkeyP
         importlib.import_module("langchain_specfuse")
     says, install = str(caught.value).split(": ")
     assert says == 'langchain_specfuse needs the "langchain" extra'
-    assert install == 'pip install "specfuse-llm[langchain]"'
+    assert install == 'pip install ".[langchain]" in a clone of the repository'

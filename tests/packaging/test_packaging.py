@@ -166,7 +166,7 @@ def test_an_adapter_without_its_extra_says_what_to_install(
     code = f"try:\n    import {package}\nexcept ImportError as error:\n    print(type(error).__name__, error)"
     said = run_with_extra(metadata, unpacked, other, code)
     assert said.startswith("MissingExtraError ")
-    assert f'pip install "specfuse-llm[{extra}]"' in said
+    assert f'pip install ".[{extra}]" in a clone' in said
 
 
 @pytest.mark.slow
