@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specfuse_shared.errors import MissingExtraError
+from specfuse_shared.errors import ConfigError, MissingExtraError
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import load_gguf_tokenizer, load_tokenizer
@@ -51,10 +52,12 @@ class Assembly:
         return self.others if self.own is None else (self.own, *self.others)
 
     def read_vocabularies(self) -> None:
-        """As the first grammar would have to. Raises `ConfigError` for a tokenizer without a fast version."""
-        byte_vocabulary()
-        for member in self.members:
-            member.text.prepare()
+        """As the first grammar would have to, where grammars can be used: it holds the interpreter for a second."""
+        with suppress(MissingExtraError):
+            byte_vocabulary()
+            for member in self.members:
+                with suppress(ConfigError):  # a tokenizer without a fast version, which a grammar will name
+                    member.text.prepare()
 
 
 def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None = None) -> Member:

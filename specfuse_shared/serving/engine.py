@@ -100,6 +100,7 @@ class EnsembleEngine:
             if self._scheduler is None:
                 try:
                     assembly = self._assemble(on_progress or loading_bar)
+                    assembly.read_vocabularies()
                 finally:
                     loading_bar.close()
                 infos = [member.info for member in assembly.members]
@@ -115,7 +116,7 @@ class EnsembleEngine:
         return self
 
     def prepare_grammars(self) -> None:
-        """Read every member's vocabulary now, which the first grammar would wait for: seconds for large ones."""
+        """Read every member's vocabulary, which the first grammar would wait for. `load` does that, too."""
         self.load()._assembly.read_vocabularies()
 
     def describe(self) -> tuple[MemberReport, ...]:

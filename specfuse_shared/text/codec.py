@@ -108,7 +108,7 @@ class Codec:
     def pieces(self, text: str) -> list[bytes]:
         """The UTF-8 bytes of each token of a text's canonical encoding; joined, they are the text."""
         ids = self.encode(text)
-        found = [self._token_bytes(token_id) for token_id in ids]
+        found = [self.bytes_of(token_id) for token_id in ids]
         if found and b"".join(found) == b" " + text.encode():  # a tokenizer may put a space before every text
             found[0] = found[0][1:]
         if b"".join(found) == text.encode():
@@ -118,9 +118,9 @@ class Codec:
 
     def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
         """The UTF-8 bytes of tokens that might stand in the place of each of a text's; a control token is its name."""
-        found = [[self._token_bytes(token_id) for token_id in ids] for ids in places]
+        found = [[self.bytes_of(token_id) for token_id in ids] for ids in places]
         own, pieces = self.encode(text), self.pieces(text)
-        if own and self._token_bytes(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
+        if own and self.bytes_of(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
             found[:1] = [[piece.removeprefix(b" ") for piece in first] for first in found[:1]]
         return found
 
@@ -149,7 +149,8 @@ class Codec:
         readable = (t.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for t in crossing[:_MOST_CROSSING_PROBES])
         return [*_PROBES, *(f"a b{token}c d e f" for token in readable)]
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token stands for; a control token is its name."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
@@ -160,7 +161,7 @@ class Codec:
         return str(token).replace("▁", " ").encode()
 
     def _count_bytes(self, token_id: int) -> int:
-        return max(1, len(self._token_bytes(token_id)))
+        return max(1, len(self.bytes_of(token_id)))
 
 
 def _last_but_one_anchor(text: str) -> int:

@@ -35,7 +35,7 @@ class MemberText:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens as the grammar library reads them; built when the first grammar comes."""
-        return token_vocabulary(self.prompts.tokenizer, self._vocabulary_size, self._stop_ids)
+        return token_vocabulary(self.prompts.tokenizer, self.codec.bytes_of, self._vocabulary_size, self._stop_ids)
 
     def prepare(self, grammar: Grammar | None = None) -> None:
         """Compile a grammar, in the thread that asks, so that no lane has to; None: only read the vocabulary.

@@ -7,6 +7,7 @@ whatever `specfuse_shared.text.grammars.bounds` lets through.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
@@ -25,6 +26,10 @@ BYTE_END = 256
 _COMPILED = 16
 """Grammars that a vocabulary keeps compiled."""
 _STACK_LOCK = threading.Lock()
+_BEFORE = "\x02"
+"""Stands before a text whose tokens are looked for; no token holds it and something else."""
+_MARK = re.compile(r"<.*>", re.DOTALL)
+"""Added tokens that look like marks are control tokens, whether or not their tokenizer says so."""
 
 
 def guidance() -> Any:
@@ -59,18 +64,47 @@ def gave_up(matcher: Any) -> bool:
     return matcher.is_error() and str(matcher.stop_reason()) in ("ParserTooComplex", "LexerTooComplex")
 
 
-def token_vocabulary(tokenizer: Any, size: int, stop_ids: Sequence[int]) -> Vocabulary:
-    """A member's tokens as bytes; takes seconds for large vocabularies.
+def token_vocabulary(
+    tokenizer: Any, token_bytes: Callable[[int], bytes], size: int, stop_ids: Sequence[int]
+) -> Vocabulary:
+    """A member's tokens as bytes (`token_bytes` of an id), with control tokens apart; seconds for large vocabularies.
 
-    `size`: rows of the logits. Raises `ConfigError` for tokenizers without a fast version.
+    `size`: rows of the logits. The library's own reader of tokenizers gives the same, but holds the interpreter for
+    four times as long, in one piece. Raises `ConfigError` for tokenizers without a fast version.
     """
-    import llguidance.hf
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"grammars need a fast tokenizer, and {type(tokenizer).__name__} is none")
+    library = guidance()
+    wrapped = library.TokenizerWrapper(_Tokens(tokenizer, token_bytes, max(size, len(tokenizer))))
+    # in two pieces, between which other threads run: a trie of all tokens, and slices of it that make masks fast
+    plain = library.LLTokenizer(wrapped, eos_token=list(stop_ids), slices=[])
+    return Vocabulary(plain.with_slices(library.LLTokenizer.general_slices()))
 
-    try:
-        found = llguidance.hf.from_tokenizer(tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=list(stop_ids))
-    except ValueError as error:
-        raise ConfigError(f"grammars need a fast tokenizer: {error}") from error
-    return Vocabulary(found)
+
+class _Tokens:
+    """A vocabulary in the form that the library wraps. It marks control tokens by a byte 0xFF, which no text has."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, token_bytes: Callable[[int], bytes], size: int) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        tokens = [token_bytes(number) for number in range(len(tokenizer))]
+        controls = {number for number, token in added.items() if token.special or _MARK.fullmatch(token.content)}
+        controls |= {number for number, token in enumerate(tokens) if token[:1] == b"\xff"}
+        self.special_token_ids = sorted(controls)
+        self.tokens = [b"<0xFF>" if token[:1] == b"\xff" else token for token in tokens]
+        self.tokens += [b""] * (size - len(tokens))  # rows of the logits that no token has
+        self._before = self._encoded(_BEFORE)
+        self.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else max(controls, default=0)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Ids of a text within another one: some tokenizers put a blank before the first word."""
+        inner = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return list(self._encoded(_BEFORE + inner)[len(self._before) :])
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 @cache
