@@ -35,10 +35,12 @@ class SpecFuseError(Exception):
     """Base class of the errors of this package.
 
     Every error can be pickled: a process pool hangs on one that cannot. `shared` names the attributes, and `public` is
-    the message, that a server sends to its clients.
+    the message, that a server sends to its clients. `param`: the field of the request that it is about, where a server
+    knows it.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
+    param: str | None = None
 
     @property
     def public(self) -> str:
@@ -54,7 +56,17 @@ class ConfigError(SpecFuseError, ValueError):
 
 
 class GrammarError(ConfigError):
-    """A grammar is malformed, or uses a keyword that no grammar can enforce."""
+    """A grammar is malformed, or uses a keyword that no grammar can enforce.
+
+    `tool`: the name of the tool whose schema it is, `field`: where in the schema ("properties.day.pattern"), if known.
+    """
+
+    shared = ("tool", "field")
+
+    def __init__(self, message: str = "", *, tool: str | None = None, field: str | None = None) -> None:
+        super().__init__(message)
+        self.tool = tool
+        self.field = field
 
 
 class AuthenticationError(ConfigError):
