@@ -227,5 +227,9 @@ class MemberFailedWarning(RuntimeWarning):
     """A member failed and left an answer, which went on with the others."""
 
 
+class ClosedValueWarning(RuntimeWarning):
+    """A value went in a loop or reached `max_tokens`, and was closed where it was: it may miss something."""
+
+
 class SlowVerificationWarning(RuntimeWarning):
     """A member's server cannot score given tokens from its prefix cache, so it reads the context again every round."""

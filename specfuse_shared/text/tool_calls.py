@@ -66,7 +66,9 @@ class ToolUse:
         for name in names:
             check(name not in _CHOICES, f"a tool cannot be called {name!r}, which is a tool_choice: rename it")
         if self.choice in ("any", "required") and not names:
-            raise ConfigError('tool_choice "required" (or "any") needs tools, and none are given: give tools, or "auto"')
+            raise ConfigError(
+                'tool_choice "required" (or "any") needs tools, and none are given: give tools, or "auto"'
+            )
         check_choice("tool_choice", self.choice, ("auto", "none", *(["any"] if names else []), *names))
 
     @property

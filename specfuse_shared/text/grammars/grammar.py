@@ -20,6 +20,7 @@ from specfuse_shared.validation import parsed_json
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A language that an answer must belong to; made by the class methods below.

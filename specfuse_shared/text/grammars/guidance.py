@@ -22,8 +22,8 @@ STACK_BYTES = 256 * 2**20
 STEP_ITEMS = 10_000
 """Parser items of one step; the library's own 50,000 let an ambiguous grammar take 40 ms a token."""
 ROW_ITEMS = 8_000
-"""Parser items in one place, which is about 350 objects to choose from: there a first mask takes 40 ms, and twice as many
-take four times as long. The library's own 2,000 end at 87."""
+"""Parser items in one place, which is about 340 objects to choose from: there a first mask takes 40 ms, and 160 ms for
+twice as many. The library's own 2,000 end at 87."""
 BYTE_END = 256
 """The end of a text, behind the 256 bytes."""
 _COMPILED = 16

@@ -48,7 +48,7 @@ _NEAREST = 9
 """Decimal places between an excluded bound and the first number that is taken."""
 _SECONDS_OF_SEARCH = 0.5
 """Of the processor, to find the part of a schema that cannot be used."""
-_WIDE, _MOST_WIDE = 200, 20
+_WIDE, _MOST_WIDE = 200, 8
 """So many alternatives and properties in one place are tried beforehand, in at most so many places."""
 
 
@@ -89,7 +89,9 @@ def _styled(source: str, strict: bool) -> str:
             raise _named(problem, _culprit(schema, problem))
     _check_width(schema)
     for path in reader.dropped:
-        logger.warning("a grammar cannot hold %r of a schema: it is left out (strict=True makes it an error)", path[:200])
+        logger.warning(
+            "a grammar cannot hold %r of a schema: it is left out (strict=True makes it an error)", path[:200]
+        )
     return json.dumps(schema, ensure_ascii=False)
 
 
@@ -219,8 +221,8 @@ class _Reader:
         kinds = node.get("type")
         is_integer = "integer" in (kinds if isinstance(kinds, list) else [kinds]) and "number" not in (kinds or ())
         for key in _OF_NUMBERS[1:]:
-            bound = node.get(key)
-            if not _is_number(bound) or abs(bound) < LARGEST_NUMBER:
+            bound = _number_of(node, key)
+            if bound is None or abs(bound) < LARGEST_NUMBER:
                 continue
             is_upper = key.endswith("aximum")
             if is_upper != (bound > 0):  # all that it leaves is beyond
@@ -242,9 +244,11 @@ class _Reader:
         if not isinstance(names, Mapping) or "patternProperties" in node:
             return node
         rest = {key: value for key, value in node.items() if key != "propertyNames"}
-        allowed = names["enum"] if isinstance(names.get("enum"), list) else [names["const"]] if "const" in names else None
+        allowed = (
+            names["enum"] if isinstance(names.get("enum"), list) else [names["const"]] if "const" in names else None
+        )
         others = node.get("additionalProperties", {})
-        if allowed is not None:
+        if isinstance(allowed, list):
             named = node.get("properties", {})
             properties = {name: named.get(name, others) for name in allowed if isinstance(name, str)}
             return {**rest, "properties": properties, "additionalProperties": False}
@@ -284,7 +288,9 @@ class _Reader:
         kept: dict[str, Any] = {}
         gone: list[Any] = []
         for pattern, part in patterns.items():
-            problem = self._problem({"type": "object", "patternProperties": dict.fromkeys([*kept, pattern], {})}, path)
+            problem = self._problem(
+                {"type": "object", "patternProperties": {key: {} for key in [*kept, pattern]}}, path
+            )
             if problem is None:
                 kept[pattern] = part
                 continue
@@ -299,7 +305,9 @@ class _Reader:
     def _problem(self, part: Mapping[str, Any], path: Path) -> str | None:
         if time.thread_time() >= self._stops_at:
             return None
-        return validated(_compilable({**self._rewritten(dict(part), path), "x-guidance": {"lenient": not self._strict}}))
+        return validated(
+            _compilable({**self._rewritten(dict(part), path), "x-guidance": {"lenient": not self._strict}})
+        )
 
 
 def _mapped(schema: Any, change: Callable[[dict[str, Any], Path], dict[str, Any]], path: Path = ()) -> Any:
@@ -334,10 +342,10 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 def _with_whole_counts(node: dict[str, Any]) -> dict[str, Any]:
     """Counts as integers (JSON has one kind of number), without those that nothing can exceed."""
     for key in _COUNTS:
-        count = node.get(key)
+        count = _number_of(node, key)
         if isinstance(count, float) and count.is_integer():
             node = {**node, key: int(count)}
-        if key.startswith("max") and _is_number(count) and count > LARGEST_COUNT:
+        if key.startswith("max") and count is not None and count > LARGEST_COUNT:
             node = {name: value for name, value in node.items() if name != key}
     return node
 
@@ -369,16 +377,16 @@ def _with_excluded_bounds(node: dict[str, Any], always: bool) -> dict[str, Any]:
     That is where the other bound is less than 1 away; `always`: it may stand elsewhere.
     """
     for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
-        bound = node.get(exclusive)
-        if not _is_number(bound) or bound != int(bound) or abs(bound) >= LARGEST_NUMBER:
+        bound, own = _number_of(node, exclusive), _number_of(node, inclusive)
+        if bound is None or abs(bound) >= LARGEST_NUMBER or bound != int(bound):
             continue
         others = ("maximum", "exclusiveMaximum") if sign > 0 else ("minimum", "exclusiveMinimum")
-        room = min((sign * (node[key] - bound) for key in others if _is_number(node.get(key))), default=math.inf)
+        others_set = [other for key in others if (other := _number_of(node, key)) is not None]
+        room = min((sign * (other - bound) for other in others_set), default=math.inf)
         if room <= 0 or (room >= 1 and not always):
             continue
-        own = node.get(inclusive)
         node = {key: value for key, value in node.items() if key != exclusive}
-        if not _is_number(own) or sign * (own - bound) <= 0:
+        if own is None or sign * (own - bound) <= 0:
             node[inclusive] = _next_to(bound, sign, room)
     return node
 
@@ -414,8 +422,10 @@ def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _number_of(node: Mapping[str, Any], key: str) -> int | float | None:
+    """The number of a keyword; None if it has none."""
+    value = node.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 # ── what is wrong, and where ─────────────────────────────────────────────────────────────────────
@@ -432,7 +442,9 @@ def plain_problem(problem: str) -> str:
     said = problem.strip()
     if "regex parse error" in said and (reason := re.search(r"(?m)^\s*error: (.+)$", said)):
         return f"the regular expression cannot be read: {reason[1]}"
-    said = re.sub(r"^lookarounds not supported.*", "an anchor in the middle of a regular expression is not supported", said)
+    said = re.sub(
+        r"^lookarounds not supported.*", "an anchor in the middle of a regular expression is not supported", said
+    )
     said = said.replace(
         "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "strict=False reads it as anyOf"
     )
@@ -446,7 +458,9 @@ def _culprit(schema: Mapping[str, Any], problem: str) -> Path:
     shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
 
     def work() -> Path:
-        stops_at, path, node = time.thread_time() + _SECONDS_OF_SEARCH, (), schema
+        stops_at = time.thread_time() + _SECONDS_OF_SEARCH
+        path: Path = ()
+        node = schema
         while True:
             for at, part in _parts(node):
                 if time.thread_time() >= stops_at:
@@ -475,7 +489,7 @@ def _check_width(schema: Mapping[str, Any]) -> None:
         path, node = left.pop()
         if not isinstance(node, Mapping):
             continue
-        if _width(node, schema) >= _WIDE:
+        if ("$ref" not in node or _alternatives(node)) and _width(node, schema) >= _WIDE:
             wide.append((path, node))
         left += [((*path, *at), part) for at, part in _parts(node)]
     for path, node in wide:

@@ -13,13 +13,13 @@ _LOOKS = re.compile(r"\(\?<?[=!]|\\[bB]|\\[1-9]|\\k<")
 _CHARACTER = r"(?:\\[.^$*+?()\[\]{}|/\\\-dDwWsS]|\[(?:\\.|[^\]\\])+\]|[^\\.^$*+?()\[\]{}|])"
 """One character of a string: an escape, a class, or the character itself."""
 _WORD = re.compile(rf"{_CHARACTER}+")
-_NO_OTHERS = re.compile(rf"\^?(\[(?:\\.|[^\]\\])+\])\*\$")
+_NO_OTHERS = re.compile(r"\^?(\[(?:\\.|[^\]\\])+\])\*\$")
 _LONGEST_WORD = 40
 
 _DECIMAL = re.compile(
     r"\(\?:\\d\{0,(\d+)\}\|\(\?=\[\\d\.\]\{1,(\d+)\}0\*\$\)\\d(?:\{0,\d+\}|\*)\\\.\\d(?:\{0,(\d+)\}|\*)0\*\$\)$"
 )
-"""The digits of a `Decimal` in pydantic 2.12 and 2.13: at most so many in front of the point (or in all), and in all."""
+"""The digits of a `Decimal` in pydantic 2.12 and 2.13: at most so many before the point (or in all), and in all."""
 _MOST_DIGITS = 60
 
 
