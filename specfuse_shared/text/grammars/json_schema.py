@@ -86,7 +86,7 @@ def _styled(source: str, strict: bool) -> str:
     if problem_of(_compilable(schema)):
         schema = {**reader.without_unreadable(), **style}
         if problem := problem_of(_compilable(schema)):
-            raise _named(problem, _culprit(schema, problem))
+            raise _named(*_culprit(schema, problem))
     _check_width(schema)
     for path in reader.dropped:
         logger.warning(
@@ -453,31 +453,36 @@ def plain_problem(problem: str) -> str:
     return said
 
 
-def _culprit(schema: Mapping[str, Any], problem: str) -> Path:
-    """Where the innermost schema stands that has this problem by itself; found within a budget of time."""
+def _culprit(schema: Mapping[str, Any], problem: str) -> tuple[str, Path]:
+    """The problem of the innermost schema that has it by itself, and its place; found within a budget of time."""
     shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
 
-    def work() -> Path:
+    def work() -> tuple[str, Path]:
         stops_at = time.thread_time() + _SECONDS_OF_SEARCH
         path: Path = ()
-        node = schema
+        node, said = schema, problem
         while True:
             for at, part in _parts(node):
                 if time.thread_time() >= stops_at:
-                    return path
-                own = {**shared, **part} if isinstance(part, Mapping) else None
-                if own is not None and _has_problem(validated(_compilable(own)), problem):
-                    path, node = (*path, *at), part
+                    return said, path
+                inner = validated(_compilable({**shared, **part})) if isinstance(part, Mapping) else None
+                if inner is not None and (_is_same(inner, said) or _is_required(at, said)):
+                    path, node, said = (*path, *at), part, inner
                     break
             else:
-                return path
+                return said, path
 
     return on_deep_stack(work)
 
 
-def _has_problem(found: str | None, problem: str) -> bool:
-    """Whether it is the same one; of a definition the library says further where it was used."""
-    return found is not None and found.partition("\n")[0].strip() == problem.partition("\n")[0].strip()
+def _is_required(at: Path, problem: str) -> bool:
+    """Whether this part is the property of which an object says that no value can have it."""
+    return at[0] == "properties" and f"required property '{at[1]}' is unsatisfiable" in problem
+
+
+def _is_same(inner: str, problem: str) -> bool:
+    """Whether it is the same problem; of a definition the library says further where it was used."""
+    return inner.partition("\n")[0].strip() == problem.partition("\n")[0].strip()
 
 
 def _check_width(schema: Mapping[str, Any]) -> None:
