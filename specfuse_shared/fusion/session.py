@@ -21,6 +21,7 @@ from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
 from specfuse_shared.fusion.token_logprobs import token_logprobs
+from specfuse_shared.fusion.value_loops import loop_of
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,
@@ -241,7 +242,8 @@ class AnswerSession:
             self.events.append(last)
         if unfinished and not self._tools.begins(self.text):
             found = f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
-            looped = f", and it repeats {self._loops[-1][:80]!r}" if self._loops else ""
+            loop = loop_of("", self.text)
+            looped = f", while it said {loop.said[:80]!r} again and again" if loop is not None and loop.closer else ""
             message = f"the answer could not be completed: {found}{looped}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)

@@ -27,6 +27,8 @@ _LONGEST_CYCLE = 4
 
 WORD_TIMES, PAIR_TIMES, STRETCH_TIMES = 8, 4, 3
 """So many times in a row one word, two, or more are a loop within a string."""
+LONG_STRETCH, _BEGUN_AGAIN = 6, 12
+"""Words of a stretch that is a loop when it comes twice and once more begins, with so many characters."""
 _LONGEST_STRETCH, _SHORTEST_WORD = 240, 3
 """Characters of a stretch that is looked for, and of one that counts as a word."""
 PLAIN_CHARACTERS = 256
@@ -107,8 +109,10 @@ def _loop_of_items(text: str, container: _Container, committed: int) -> ValueLoo
         if missing > 1 or not ends:
             continue
         repeated = ", ".join(said[first : first + length])
-        if missing == 1:  # without its comma, a list may still end there
-            return ValueLoop(repeated, text[committed : ends[-1]], "") if ends[-1] > committed else None
+        if missing == 1 and ends[-1] > committed:  # without its comma, a list may still end there
+            return ValueLoop(repeated, text[committed : ends[-1]], "")
+        if missing == 1 and 2 * len(begun) < len(cycle[0]):
+            continue
         return ValueLoop(repeated, text[committed : ends[0]], container.closer)
     return None
 
@@ -130,7 +134,7 @@ def _loop_of_string(text: str, begins: int, committed: int) -> ValueLoop | None:
     offset = len(text) - len(content)
     for length in range(1, min(_LONGEST_STRETCH, len(content) // 2) + 1):
         covered = _covered(content, length)
-        if covered < _needed(content[-length:]) or _is_repeated(content[-length:]):
+        if covered + 1 < _needed(content[-length:]) or _is_repeated(content[-length:]):
             continue
         first = offset + len(content) - covered
         end = _end_of_saying(text, max(first + length - 2, committed), length)
@@ -160,6 +164,8 @@ def _needed(stretch: str) -> int:
         return max(PLAIN_CHARACTERS, 2 * length)
     if not stretch[0].isspace() and not stretch[-1].isspace():
         words = max(1, words - 1)  # it begins within a word that it ends with
+    if words >= LONG_STRETCH:
+        return 2 * length + _BEGUN_AGAIN
     times = WORD_TIMES if words == 1 else PAIR_TIMES if words == 2 else STRETCH_TIMES
     return times * length
 
