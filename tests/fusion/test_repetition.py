@@ -158,7 +158,7 @@ def test_a_string_that_may_not_end_there_goes_on(endless: EnsembleEngine) -> Non
 
 def test_a_circle_without_an_end_near_is_an_error_that_names_it(endless: EnsembleEngine) -> None:
     schema = schema_of(a={**TEXT, "pattern": "sleep near harbours!$"})
-    with pytest.raises(UnfinishedValueError, match="while it said .*people sleep.* again and again"):
+    with pytest.raises(UnfinishedValueError, match=r"while it said .*people sleep.* again and again"):
         endless.generate("Speak.", SamplingParams(max_tokens=200, grammar=Grammar.json_schema(schema)))
 
 

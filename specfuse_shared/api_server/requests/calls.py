@@ -115,7 +115,7 @@ class Reader:
             raise BodyError("response_format and grammar both say what the answer is: give one of them", "grammar")
         self._check_size(len(repr(body.response_format)))
         asked = body.response_format.model_dump(by_alias=True, exclude_none=True)
-        with _about("response_format"):
+        with _about("response_format", "response_format.json_schema.schema."):
             grammar, told = value_of(*response_schema(asked))
         self._check_size(sum(len(message.content) for message in told))
         return grammar, told
@@ -154,6 +154,7 @@ _OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
 _OF_RESPONSES = {
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
     ".function.parameters": ".parameters",
@@ -184,12 +185,13 @@ def _tool_use(tools: Sequence[Tool], choice: str, parallel: bool, grammar: Gramm
 
 
 @contextmanager
-def _about(param: str) -> Iterator[None]:
-    """Errors that leave this block are about this field, if they name none."""
+def _about(param: str, of_schema: str | None = None) -> Iterator[None]:
+    """Errors that leave this block are about this field; one of a schema's field about that, behind `of_schema`."""
     try:
         yield
     except SpecFuseError as error:
-        error.param = error.param or param
+        field = error.field if isinstance(error, GrammarError) else None
+        error.param = f"{of_schema}{field}" if of_schema and field else param
         raise
 
 

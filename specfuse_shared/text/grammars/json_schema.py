@@ -88,10 +88,9 @@ def _styled(source: str, strict: bool) -> str:
         if problem := problem_of(_compilable(schema)):
             raise _named(*_culprit(schema, problem))
     _check_width(schema)
-    for path in reader.dropped:
-        logger.warning(
-            "a grammar cannot hold %r of a schema: it is left out (strict=True makes it an error)", path[:200]
-        )
+    if reader.dropped:  # a log holds nothing of what clients send, names of fields neither
+        keywords = ", ".join(sorted(set(reader.dropped.values())))
+        logger.warning("no grammar holds %s of a schema: left out (strict=True is an error that says where)", keywords)
     return json.dumps(schema, ensure_ascii=False)
 
 
@@ -176,14 +175,14 @@ def _with_required_of_parts(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """Rewrites one schema. `dropped`: the keywords that were left out, each with its place."""
+    """Rewrites one schema. `dropped`: the places of the keywords that were left out, and the keywords."""
 
     def __init__(self, schema: Mapping[str, Any], strict: bool) -> None:
         self._schema = schema
         self._strict = strict
         self._is_combined = _combines_numbers(schema)
         self._stops_at = 0.0
-        self.dropped: dict[str, None] = {}
+        self.dropped: dict[Path, str] = {}
 
     def rewritten(self) -> dict[str, Any]:
         """The schema with the same values, said as the library reads it."""
@@ -207,7 +206,8 @@ class _Reader:
         """The schema without these keywords. Raises `GrammarError` if strict."""
         if self._strict:
             raise _named(problem, (*path, keys[0]))
-        self.dropped.update(dict.fromkeys(".".join((*path, key)) for key in keys if key in node))
+        within = path[-1] if path and path[-1] == "patternProperties" else None
+        self.dropped.update({(*path, key): within or key for key in keys if key in node})
         return {key: value for key, value in node.items() if key not in keys}
 
     # numbers
