@@ -315,14 +315,15 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any], Path], dict[str, Any]
     if not isinstance(schema, Mapping):
         return schema
     node = dict(schema)
+    for key in {at[0] for at, _ in _parts(schema)}:
+        node[key] = schema[key].copy()
     for at, part in _parts(schema):
         new = _mapped(part, change, (*path, *at))
         if len(at) == 1:
             node[at[0]] = new
-        elif isinstance(node[at[0]], list):
-            node[at[0]] = [*node[at[0]][: int(at[1])], new, *node[at[0]][int(at[1]) + 1 :]]
         else:
-            node[at[0]] = {**node[at[0]], at[1]: new}
+            place: Any = int(at[1]) if isinstance(node[at[0]], list) else at[1]
+            node[at[0]][place] = new
     return change(node, path)
 
 
