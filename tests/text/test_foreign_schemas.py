@@ -8,10 +8,13 @@ import logging
 import random
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from specfuse_shared import Grammar, Tool
@@ -22,6 +25,10 @@ from specfuse_shared.text.tool_calls import ToolUse
 from tests.support.foreign_schemas import FOREIGN, KEYWORDS, Foreign
 
 PAGE = Path(__file__).parents[2] / "docs" / "schemas.md"
+KNOWN = [
+    *(keyword for keywords in KEYWORDS if "true" not in keywords for keyword in keywords.split(", ")),
+    *("oneOf", "$defs", "definitions", "additionalItems", "nullable"),
+]
 ALL = {f"{library}: {name}": each for library, some in FOREIGN.items() for name, each in some.items()}
 BY_KEYWORD = {f"{keyword} {n}": each for keyword, some in KEYWORDS.items() for n, each in enumerate(some)}
 
@@ -192,6 +199,24 @@ def test_tools_that_are_too_large_together_are_named_as_tools() -> None:
     with pytest.raises(GrammarError, match="these 9 tools cannot be offered together") as error:
         ToolUse(tools, "any").grammar()
     assert "lark" not in str(error.value).lower()
+
+
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "string", "^(?!a)", "#/a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KNOWN), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=st.dictionaries(st.sampled_from(KNOWN), ODD, max_size=5), strict=st.booleans())
+def test_a_schema_of_any_form_is_taken_or_refused_by_name(schema: dict[str, Any], strict: bool) -> None:
+    with suppress(GrammarError):
+        Grammar.json_schema(schema, strict=strict)
 
 
 # ── unions ───────────────────────────────────────────────────────────────────────────────────────

@@ -218,8 +218,8 @@ class _Reader:
         A bound of floats beyond that says little: it is left out, or tightened if strict.
         """
         node = _with_numeric_exclusions(node)
-        kinds = node.get("type")
-        is_integer = "integer" in (kinds if isinstance(kinds, list) else [kinds]) and "number" not in (kinds or ())
+        kinds = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+        is_integer = "integer" in kinds and "number" not in kinds
         for key in _OF_NUMBERS[1:]:
             bound = _number_of(node, key)
             if bound is None or abs(bound) < LARGEST_NUMBER:
@@ -244,12 +244,10 @@ class _Reader:
         if not isinstance(names, Mapping) or "patternProperties" in node:
             return node
         rest = {key: value for key, value in node.items() if key != "propertyNames"}
-        allowed = (
-            names["enum"] if isinstance(names.get("enum"), list) else [names["const"]] if "const" in names else None
-        )
+        allowed = [names["const"]] if "const" in names else names.get("enum")
         others = node.get("additionalProperties", {})
         if isinstance(allowed, list):
-            named = node.get("properties", {})
+            named = node["properties"] if isinstance(node.get("properties"), Mapping) else {}
             properties = {name: named.get(name, others) for name in allowed if isinstance(name, str)}
             return {**rest, "properties": properties, "additionalProperties": False}
         if (pattern := _pattern_of_names(names)) is not None and others is not False:
@@ -408,7 +406,8 @@ def _with_readable_patterns(node: dict[str, Any]) -> dict[str, Any]:
     if not patterns:
         return node
     own, *rest = patterns
-    more = {"allOf": [*node.get("allOf", ()), *({"pattern": each} for each in rest)]} if rest else {}
+    others = node["allOf"] if isinstance(node.get("allOf"), list) else []
+    more = {"allOf": [*others, *({"pattern": each} for each in rest)]} if rest else {}
     return {**node, "pattern": own, **more}
 
 
@@ -419,7 +418,8 @@ def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
         single = readable_patterns(pattern)
         return pattern if single is None else single[0] if len(single) == 1 else None
     if limits and limits <= {"minLength", "maxLength"}:
-        return f"^(?s:.{{{int(names.get('minLength', 0))},{int(names['maxLength']) if 'maxLength' in names else ''}}})$"
+        counts = {key: int(min(_number_of(names, key) or 0, LARGEST_COUNT)) for key in limits}
+        return f"^(?s:.{{{counts.get('minLength', 0)},{counts.get('maxLength', '')}}})$"
     return None
 
 
