@@ -24,7 +24,16 @@ from langchain_specfuse.messages import to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, Whole, config_of, members_of_model
+from specfuse_shared.frameworks import (
+    CLOSED,
+    TRANSPORT_OPTIONS,
+    Engine,
+    Ensembles,
+    ToolUse,
+    Whole,
+    config_of,
+    members_of_model,
+)
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
@@ -246,12 +255,15 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
         is_value = asked["response_format"] is not None and grammar is not None
         whole: Whole = "all" if asked["whole"] else "value" if is_value else "none"
+        may_close = asked["whole"] == CLOSED or (whole == "value" and grammar is not None and not grammar.strict)
         reader = ToolUse(tools, choice, otherwise=params.grammar).reader()
         return _Request(
             engine=self._resolve_engine(name, asked["extra_headers"]),
             messages=[*to_messages(messages), *told],
             params=params,
-            answer=ChunkBuilder(lambda: name or self._model_name(), self.ledger, reader=reader, whole=whole),
+            answer=ChunkBuilder(
+                lambda: name or self._model_name(), self.ledger, reader=reader, whole=whole, may_close=may_close
+            ),
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,

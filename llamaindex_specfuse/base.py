@@ -30,7 +30,7 @@ from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
-from specfuse_shared.frameworks import EnsembleSettings, ToolUse, Whole, choice_of, members_of_model
+from specfuse_shared.frameworks import CLOSED, EnsembleSettings, ToolUse, Whole, choice_of, members_of_model
 
 _SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620
@@ -46,6 +46,8 @@ class _Call:
     timeout: float | None
     whole: Whole = "none"
     """What raises `UnfinishedValueError` where `max_tokens` cuts it."""
+    may_close: bool = False
+    """Not where brackets and quotes are enough to close it."""
     headers: Mapping[str, str] | None = None
 
     @property
@@ -261,7 +263,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         whole: Whole = "call" if asked == "call" else "all" if asked else "none"
         headers = given.pop("extra_headers", None)
         params = self._sampling(given)
-        return _Call(params, ToolUse(tools, choice, parallel, params.grammar), timeout, whole, headers)
+        use = ToolUse(tools, choice, parallel, params.grammar)
+        return _Call(params, use, timeout, whole, asked == CLOSED, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
@@ -274,7 +277,9 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
     def _answer(self, call: _Call) -> AnswerFold:
-        return AnswerFold(call.use.reader(), self.ledger, self._observe, call.whole, self._model_name)
+        return AnswerFold(
+            call.use.reader(), self.ledger, self._observe, call.whole, self._model_name, may_close=call.may_close
+        )
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specfuse_shared.agreement import Agreement, Disagreement
 from specfuse_shared.errors import (
     AuthenticationError,
+    ClosedValueWarning,
     ConfigError,
     EngineBusyError,
     EngineClosedError,
@@ -86,6 +87,7 @@ __all__ = [
     "CallOptions",
     "Candidate",
     "CandidateLogprobs",
+    "ClosedValueWarning",
     "ConfigError",
     "Disagreement",
     "EngineBusyError",

@@ -7,6 +7,7 @@ from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of, 
 from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
 from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, response_schema, value_of
 from specfuse_shared.frameworks.records import (
+    CLOSED,
     Detail,
     Whole,
     candidate_records,
@@ -27,6 +28,7 @@ from specfuse_shared.serving.calls import choice_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
+    "CLOSED",
     "CUT_MARK",
     "RESPONSE_FORMATS",
     "TRANSPORT_OPTIONS",

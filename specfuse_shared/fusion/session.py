@@ -21,6 +21,7 @@ from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
 from specfuse_shared.fusion.token_logprobs import token_logprobs
+from specfuse_shared.fusion.value_loops import loop_of
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,
@@ -86,6 +87,7 @@ class AnswerSession:
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
         self._closing = self._uncommitted = ""
+        self._loops: list[str] = []
         self._began = time.monotonic()
         self._prefilled = 0.0
         self.events: deque[Event] = deque()
@@ -128,6 +130,7 @@ class AnswerSession:
             self.events.extend(map(ExitEvent, self.participants.exits))
             if self._active:
                 end = yield from Round(state).run()
+                self._loops += [end.loop] if end.loop else []
                 self._publish(end)
             else:
                 end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
@@ -232,14 +235,16 @@ class AnswerSession:
         is_cut = end.segment.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
         constraint = self._policies.constraint if end.segment.stop is None else None
         unfinished = constraint is not None and not constraint.accepts(end.segment.text)
-        if is_cut and constraint is not None and end.segment.text == constraint.finish():
-            self._closing = end.segment.text
+        if is_cut and constraint is not None:
+            self._closing = end.closing or (end.segment.text if end.segment.text == constraint.finish() else "")
         last = self._answer.finish(end.segment, end.record)
         if last is not None:
             self.events.append(last)
         if unfinished and not self._tools.begins(self.text):
             found = f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
-            message = f"the answer could not be completed: {found}"
+            loop = loop_of("", self.text)
+            looped = f", while it said {loop.said[:80]!r} again and again" if loop is not None and loop.closer else ""
+            message = f"the answer could not be completed: {found}{looped}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
@@ -274,7 +279,7 @@ class AnswerSession:
         assert last.reason is not None, "the answer goes on"
         return EnsembleResult(
             text=self.text,
-            finish_reason=last.reason,
+            finish_reason=FinishReason.REPETITION if self._loops and last.reason is FinishReason.STOP else last.reason,
             stop_sequence=last.stop.stop if last.stop else None,
             usage=usage,
             rounds=tuple(self._rounds),
@@ -287,4 +292,5 @@ class AnswerSession:
             thinking=dict(self._thoughts),
             warnings=tuple(self._warnings),
             closing=self._closing,
+            loops=tuple(self._loops),
         )

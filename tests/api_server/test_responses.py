@@ -294,7 +294,7 @@ def test_what_has_no_effect_is_accepted(client: httpx.Client) -> None:
         ({"top_logprobs": 21}, "top_logprobs", "less"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tools": [ADD]}, "tools.0.name", "required"),
-        ({"tool_choice": "required"}, None, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice", '"required"'),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "function"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "json_schema"),

@@ -98,7 +98,7 @@ class ChoiceReader:
         self.usage = usage_record(result.usage)
         piece.thoughts = self._thoughts.rest()
         self._write(piece, last_parts(self._reader, result))
-        piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calls))
+        piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calling))
         piece.logprobs = openai_logprobs(result)
         if told := ledger(result, self._extension.ledger):
             piece.specfuse["record"] = told

@@ -21,10 +21,18 @@ STACK_BYTES = 256 * 2**20
 """Reserved, not used: pages of a stack take memory when they are touched."""
 STEP_ITEMS = 10_000
 """Parser items of one step; the library's own 50,000 let an ambiguous grammar take 40 ms a token."""
+ROW_ITEMS = 8_000
+"""Parser items in one place, which is about 340 objects to choose from: there a first mask takes 40 ms, and 160 ms for
+twice as many. The library's own 2,000 end at 87."""
 BYTE_END = 256
 """The end of a text, behind the 256 bytes."""
 _COMPILED = 16
 """Grammars that a vocabulary keeps compiled."""
+_TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
+_TOO_MANY = re.compile(r"row has \d+ items")
+"""What the library says of a place with too many alternatives, for which it has no stop reason."""
+_TRIED_BYTES = 16
+"""Of those that may come first."""
 _STACK_LOCK = threading.Lock()
 _BEFORE = "\x02"
 """Stands before a text whose tokens are looked for; no token holds it and something else."""
@@ -53,15 +61,42 @@ class Vocabulary:
         return self._compiled(source).deep_copy()
 
 
+@lru_cache(maxsize=32)
 def problem_of(source: str) -> str | None:
     """Why the library cannot use a grammar; None if it can."""
-    failed, messages = on_deep_stack(lambda: guidance().LLMatcher.validate_grammar_with_warnings(source))
+    return on_deep_stack(lambda: validated(source))
+
+
+def validated(source: str) -> str | None:
+    """`problem_of` for those who are on a deep stack already."""
+    failed, messages = guidance().LLMatcher.validate_grammar_with_warnings(source)
     return str(messages[0]).strip() if failed else None
+
+
+def check_beginning(source: str) -> None:
+    """Raises `GrammarError` for a grammar with more alternatives at its beginning than the library takes.
+
+    Its first mask is made, and the next one behind every byte that may come first.
+    """
+    start = _compile(byte_vocabulary().tokens, source)
+    mask: bytes = start.compute_bitmask()
+    allowed = [byte for byte in range(BYTE_END) if mask[byte >> 3] >> (byte & 7) & 1]
+    for byte in allowed[:_TRIED_BYTES]:
+        after = start.deep_copy()
+        after.consume_token(byte)
+        after.compute_bitmask()
+        if start.is_error() or after.is_error():
+            raise GrammarError(
+                "it has too many alternatives in one place: offer fewer choices of objects, or objects with fewer "
+                "optional properties"
+            )
 
 
 def gave_up(matcher: Any) -> bool:
     """Whether the matcher is broken because a step cost more than the library's limits allow."""
-    return matcher.is_error() and str(matcher.stop_reason()) in ("ParserTooComplex", "LexerTooComplex")
+    if not matcher.is_error():
+        return False
+    return str(matcher.stop_reason()) in _TOO_COMPLEX or bool(_TOO_MANY.search(matcher.get_error()))
 
 
 def token_vocabulary(
@@ -154,7 +189,7 @@ class _Bytes:
 
 def _compile(tokens: Any, source: str) -> Any:
     library = guidance()
-    limits = library.LLParserLimits(step_max_items=STEP_ITEMS)
+    limits = library.LLParserLimits(step_max_items=STEP_ITEMS, max_items_in_row=ROW_ITEMS)
     matcher = on_deep_stack(lambda: library.LLMatcher(tokens, source, log_level=0, limits=limits))
     if matcher.is_error():
         raise GrammarError(f"this grammar cannot be used: {_first_line(matcher.get_error())}")
