@@ -177,9 +177,12 @@ class Session(ABC, Generic[C]):
         self._start(round_index)
         if guess:
             self._expect(self._encoded(guess))
+        lead = list[int]()
         if self._constraint is not None:
             self._constraint.start()
-        ids, ended = yield from self._decode([], limit, min_tokens_left)
+            lead = [] if self._text else self._codec.lead_ids  # no grammar has the blanks before an answer
+        limit += len(lead)
+        ids, ended = yield from self._decode(lead, limit, min_tokens_left and min_tokens_left + len(lead))
         text = self._codec.text_after(self.sequence.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
             ids, ended = yield from self._decode(ids, len(ids) + 1, min_tokens_left)
@@ -188,11 +191,11 @@ class Session(ABC, Generic[C]):
         turn_ends = () if min_tokens_left else self._turn_ends
         text, turn_over = self._cut_turn(text, turn_ends)
         if ended or turn_over:
-            return Drafted(whole_characters(text), True, len(ids))
+            return Drafted(whole_characters(text), True, len(ids) - len(lead))
         open_turn = partial_stop(text, turn_ends)
         text = text[: len(text) - open_turn] if 0 < open_turn < len(text) else text
         cut = cut_candidate(text)
-        return Drafted(cut, False, len(ids), whole_characters(text)[len(cut) :])
+        return Drafted(cut, False, len(ids) - len(lead), whole_characters(text)[len(cut) :])
 
     def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Stage[Verdicts]:
         """Judge candidates, all at once."""

@@ -21,6 +21,7 @@ from specfuse_shared.runtime.model_runner import Reclaimable
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
 
@@ -67,7 +68,6 @@ class InProcessMember(ABC):
         self.name = config.label
         template, options = config.chat_template, config.template_options
         self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
-        self.codec = self.prompts.codec
 
     def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
         tokenizer = self.prompts.tokenizer
@@ -77,6 +77,11 @@ class InProcessMember(ABC):
         self._special = ids_without_text(tokenizer, size, self.stop_ids)
         self.never_guessed = frozenset((*self._special, *self.stop_ids))
         self.text = MemberText(self.prompts, self.stop_ids, size)
+
+    @property
+    def codec(self) -> Codec:
+        """Its canonical encoding of answers."""
+        return self.text.codec
 
     @property
     @abstractmethod
