@@ -217,3 +217,7 @@ class MemberFailedWarning(RuntimeWarning):
 
 class SlowVerificationWarning(RuntimeWarning):
     """A member's server cannot score given tokens from its prefix cache, so it reads the context again every round."""
+
+
+class MissingTemplateWarning(RuntimeWarning):
+    """A model of Ollama's store has no chat template in its file, so its prompts are plain text."""

@@ -45,7 +45,7 @@ _MARK = re.compile(r"specfuse-\d+-(?:text|call-\d+-)")
 """What `roles.marked` writes."""
 
 
-_PROBE = "specfuse-probe"
+_PROBE, _ANSWER = "specfuse-probe", "Hello there"
 _CONVERSATION = ("system", "user", "assistant", "user", "assistant", "user")
 _LAST_ANSWER = 4
 """Its place in that conversation."""
@@ -120,6 +120,7 @@ class PromptEncoder:
         self._border = self._answer_border(borders)
         if self.markers is not None and self.markers.wanted:
             self.markers = self.markers.in_border(self._border.mark)
+        self.answer_codec = self._codec_of_answers()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of the conversation, ready for the assistant's answer. Raises `RequestError`.
@@ -144,10 +145,25 @@ class PromptEncoder:
         """Prompts end where thoughts begin."""
         return self.markers is not None and self.markers.wanted
 
-    @property
-    def lead(self) -> str:
-        """Blanks that the template writes in front of an answer: they belong to its first token, not to its text."""
-        return "" if self.thinks else self._border.lead
+    def _codec_of_answers(self) -> Codec:
+        """The codec that gives an answer behind its prompt the ids that it has as an earlier answer.
+
+        Where none has, as with thoughts that templates drop of earlier answers, an answer begins as any text does.
+        """
+        lead = "" if self.thinks else self._border.lead
+        usual = self.codec.behind(lead[1:] if self.codec.adds_blank else lead)
+        others = (self.codec.behind(lead), self.codec.behind("", joined=True))
+        return next((codec for codec in (usual, *others) if self._continues(codec)), usual)
+
+    def _continues(self, codec: Codec) -> bool:
+        """Whether a prompt and an answer in this encoding are the beginning of the next prompt, but for the last token,
+        which what follows the answer may change."""
+        turns = [Message("user", _PROBE), Message("assistant", _ANSWER), Message("user", _PROBE)]
+        try:
+            ids, later = self.encode(turns[:1]) + codec.encode(_ANSWER), self.encode(turns)
+        except RequestError:
+            return False
+        return later[: len(ids) - 1] == ids[:-1]
 
     def thoughts(self, ids: Sequence[int]) -> tuple[str, int | None]:
         """Text of thoughts so far, and how many of `ids` they are if the closing marker has come."""

@@ -25,6 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _LAST_SPACES = re.compile(r"(?<=\S)\s+\S*\Z")
 _MARKS = re.compile(r" ?(?:[^\w\s]|_)+\Z")
 _GUARD = "a"
+_LINE = "\n"
 _TAIL_IDS = 8
 _MOST_CROSSING_PROBES = 500
 _PROBES = (
@@ -67,6 +68,7 @@ class Codec:
 
     def __init__(self, tokenizer: Any, control_ids: frozenset[int]) -> None:
         self.lead = ""
+        self._line = list[int]()
         self._tokenizer = tokenizer
         self._text_encoder = _text_encoder(tokenizer, control_ids)
         self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
@@ -75,16 +77,30 @@ class Codec:
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
-    def behind(self, lead: str) -> Self:
-        """The codec of answers behind these blanks. Many tokenizers put the first one before every text themselves."""
+    def behind(self, lead: str, joined: bool = False) -> Self:
+        """The codec of answers behind these blanks.
+
+        `joined`: an answer goes on in the line of the template's mark, where tokenizers put no blank before it.
+        """
         answers = copy.copy(self)
-        adds_blank = b"".join(map(self._token_bytes, self.encode(_GUARD))) == f" {_GUARD}".encode()
-        answers.lead = lead[1:] if adds_blank else lead
+        answers.lead = lead
+        answers._line = self._plain_ids(_LINE) if joined else []
         return answers
+
+    @property
+    def adds_blank(self) -> bool:
+        """Whether the tokenizer puts a blank before every text, as those of the Llama 2 family do."""
+        return b"".join(map(self._token_bytes, self._plain_ids(_GUARD))) == f" {_GUARD}".encode()
 
     def encode(self, text: str) -> list[int]:
         """Canonical ids of a whole text: no special tokens added, none recognised."""
-        return self._plain_ids(self.lead + text) if text else []
+        return self._first_ids(self.lead + text) if text else []
+
+    def _first_ids(self, text: str) -> list[int]:
+        """Ids of the beginning of an answer."""
+        if self._line and (ids := self._plain_ids(_LINE + text))[: len(self._line)] == self._line:
+            return ids[len(self._line) :]
+        return self._plain_ids(text)
 
     @property
     def lead_ids(self) -> list[int]:
@@ -106,9 +122,12 @@ class Codec:
         tail = (encoding.tail if encoding.text else self.lead) + addition
         first = len(tail) == len(self.lead) + len(text)
         if end := _last_but_one_anchor(tail):
-            settled += self._encode_window(tail[:end], first)
+            settled += self._window(tail[:end], first)
             tail, first = tail[end:], False
-        return Encoding(text, settled + self._encode_window(tail, first), settled, tail)
+        return Encoding(text, settled + self._window(tail, first), settled, tail)
+
+    def _window(self, text: str, first: bool) -> tuple[int, ...]:
+        return tuple(self._first_ids(text)) if first and self._line else self._encode_window(text, first)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; control tokens have none, unfinished characters read as U+FFFD."""

@@ -20,7 +20,7 @@ class MemberText:
 
     def __init__(self, prompts: PromptEncoder, stop_ids: Sequence[int], vocabulary_size: int) -> None:
         self.prompts = prompts
-        self.codec = prompts.codec.behind(prompts.lead)
+        self.codec = prompts.answer_codec
         self.turn_ends = PLAIN_TURN_ENDS if prompts.kind == "plain" else ()
         self._stop_ids = tuple(stop_ids)
         self._vocabulary_size = vocabulary_size
