@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Self
 
 from pydantic import (
@@ -135,7 +135,7 @@ class EnsembleSettings(BaseModel):
         """The server's model of this name, or the one that this model asks; None where the ensemble is here."""
         if self.base_url is None:
             return None
-        name = name or self.model_name
+        name = name or self._chosen_model
         if name not in self._remotes:
             key = None if self.api_key is None else self.api_key.get_secret_value()
             retries, headers = self.max_retries, self.default_headers
@@ -206,8 +206,10 @@ class EnsembleSettings(BaseModel):
         return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
 
     def _traced(self) -> dict[str, Any]:
-        """The model's name and sampling, as exporters of traces look for them."""
+        """The model's name and sampling as plain JSON, as exporters of traces look for them."""
         settings = {**self._settings(), "stop": list(self._sampling({}).stops) or None}
+        if (grammar := settings.get("grammar")) is not None:
+            settings["grammar"] = asdict(grammar)
         return {"model": self._model_name(), **{name: value for name, value in settings.items() if value is not None}}
 
     def _context_limit(self) -> int | None:
@@ -217,6 +219,12 @@ class EnsembleSettings(BaseModel):
         config = self._ensemble()
         held = self.engine or ((lease := self._held(config)) and lease.engine)
         return held.context_limit if held else stated_context(config)
+
+    @property
+    def _chosen_model(self) -> str | None:
+        """`model_name` as it was given; None where it was not."""
+        chosen: str | None = self.__dict__["model_name"]
+        return chosen
 
     def _model_name(self) -> str:
         if (remote := self._remote()) is not None:

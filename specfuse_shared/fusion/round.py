@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from specfuse_shared.fusion.answer_text import TrimmedSegment
 from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.stages import CandidateVerdict, ScoringQuery, Value, Verdicts, Verify
+from specfuse_shared.members.stages import CandidateVerdict, Drafted, ScoringQuery, Value, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
 
@@ -21,12 +21,14 @@ T = TypeVar("T")
 class RoundEnd:
     """What a round came to: its record (None: nobody had anything to say), and its segment.
 
-    `uncommitted`: text that members have to commit before they draft again.
+    `uncommitted`: text that members have to commit before they draft again. `judged`: the draft of a member that is
+    alone, with its log-probabilities, where they are asked for.
     """
 
     record: RoundRecord | None
     segment: TrimmedSegment
     uncommitted: str = ""
+    judged: Drafted | None = None
 
 
 class Round:
@@ -57,7 +59,8 @@ class Round:
         self._state.policies.lead.learn(winner.drafters, settled=len(choices) == 1)
         retention = self._learn(choices) if judged and goes_on else {}
         record = self._record(choices, winner, segment.text, weights, retention)
-        return RoundEnd(record, segment, segment.text if goes_on and not self._drafting.alone else "")
+        uncommitted = segment.text if goes_on and not self._drafting.alone else ""
+        return RoundEnd(record, segment, uncommitted, self._drafting.judged)
 
     def _silent(self) -> RoundEnd:
         """Nobody had anything to say: others are asked where somebody left, else a value is closed."""

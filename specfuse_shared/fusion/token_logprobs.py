@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from specfuse_shared.members.stages import CandidateVerdict
-from specfuse_shared.text.codec import Codec
+from collections import deque
+from collections.abc import Sequence
+
+from specfuse_shared.members.stages import CandidateVerdict, Drafted
+from specfuse_shared.runtime.cache.prefix_cache import common_length
+from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.types import TokenLogprob, TopLogprob
 
 
@@ -12,6 +16,67 @@ def token_logprobs(codec: Codec, text: str, verdict: CandidateVerdict) -> tuple[
     pieces = codec.pieces(text)
     tops = verdict.tops or [()] * len(pieces)
     alternatives = codec.alternatives(text, [[token for token, _ in top] for top in tops])
+    return _told(pieces, verdict, alternatives)
+
+
+class SegmentLogprobs:
+    """Log-probabilities that come with the text that they are of: those of each segment behind the ones before it.
+
+    `codec`: that of the member that judges. `told` counts the bytes of the tokens given out. A token that reaches from
+    one text into the next comes with the next. Where a token of a segment takes the place of one that was told already,
+    only what it adds is told. `is_over`: a segment was not judged, so that no later one can be placed.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.told = 0
+        self.is_over = False
+        self._codec = codec
+        self._encoding = Encoding()
+        self._waiting = deque[TokenLogprob]()
+        self._shown = self._written = 0
+
+    def judged(self, text: str, verdict: CandidateVerdict) -> None:
+        """The verdict on a segment that goes on behind those before it."""
+        before, after = self._encoding, self._codec.extend(self._encoding, text)
+        base = common_length(before.ids, after.ids)
+        pieces = self._codec.pieces_behind(after.ids[:base], after.ids[base:], text)
+        self._add(pieces, verdict)
+        self._encoding = after
+
+    def drafted(self, draft: Drafted) -> None:
+        """A draft of the member itself, which was committed as it was drafted."""
+        if draft.judged is not None:
+            self._add(self._codec.bytes_behind(self._written, draft.ids), draft.judged)
+
+    def take(self, text: str) -> tuple[TokenLogprob, ...]:
+        """Those of the tokens that end in `text`, which is shown now."""
+        self._shown += len(text.encode())
+        found = []
+        while self._waiting and self.told + len(self._waiting[0].bytes) <= self._shown:
+            found.append(self._waiting.popleft())
+            self.told += len(found[-1].bytes)
+        return tuple(found)
+
+    def _add(self, pieces: Sequence[bytes], verdict: CandidateVerdict) -> None:
+        alternatives = self._codec.spelled([[token for token, _ in top] for top in verdict.tops or [()] * len(pieces)])
+        self._waiting.extend(_told(pieces, verdict, alternatives))
+        self._written += sum(map(len, pieces))
+
+
+def logprobs_behind(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
+    """The tokens of a whole answer that end behind its first `count` bytes."""
+    found, end = [], 0
+    for token in logprobs:
+        end += len(token.bytes)
+        if end > count:
+            found.append(token)
+    return tuple(found)
+
+
+def _told(
+    pieces: Sequence[bytes], verdict: CandidateVerdict, alternatives: Sequence[Sequence[bytes]]
+) -> tuple[TokenLogprob, ...]:
+    tops = verdict.tops or [()] * len(pieces)
     return tuple(
         TokenLogprob(
             _shown(piece),

@@ -143,10 +143,10 @@ class Session(ABC, Generic[C]):
                 return self.think(limit, most)
             case Draft(limit=limit, round_index=number, min_tokens_left=min_tokens_left, guess=guess, commit=commit):
                 return self.draft(limit, number, min_tokens_left, guess, commit)
-            case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left):
-                return self.draft_alone(limit, number, min_tokens_left)
-            case Verify(questions=questions, top=top):
-                return self.verify(questions, top)
+            case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left, top=top):
+                return self.draft_alone(limit, number, min_tokens_left, top)
+            case Verify(questions=questions, top=count):
+                return self.verify(questions, count)
             case Commit(text=text):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
@@ -232,7 +232,9 @@ class Session(ABC, Generic[C]):
         if self._constraint is not None:
             self._constraint.commit(text)
 
-    def draft_alone(self, limit: int, round_index: int, min_tokens_left: int = 0) -> Stage[Drafted]:
+    def draft_alone(
+        self, limit: int, round_index: int, min_tokens_left: int = 0, top: int | None = None
+    ) -> Stage[Drafted]:
         """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
         self._start(round_index)
         ids, ended = yield from self._decode([], limit, min_tokens_left, alone=True)
@@ -241,15 +243,24 @@ class Session(ABC, Generic[C]):
         text = self._codec.text_after(read, pending)
         turn_ends = () if min_tokens_left else self._turn_ends
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :], turn_ends)
+        judged = None
         if not (ended or turn_over):
-            yield from self._keep(Branch(len(self.sequence.answer), tuple(ids)))
+            drafted = Branch(len(self.sequence.answer), tuple(ids))
+            judged = None if top is None else (yield from self._judge_own(drafted, top))
+            yield from self._keep(drafted)
             fresh = fresh[: len(fresh) - partial_stop(fresh, turn_ends)]
             self._shown += len(fresh)
             self._ids_held = len(pending)
             if self._shown == len(text):
                 self._ids_held = self._shown = 0
         self._text += fresh
-        return Drafted(fresh, ended or turn_over, len(ids))
+        return Drafted(fresh, ended or turn_over, len(ids), ids=tuple(ids) if judged else (), judged=judged)
+
+    def _judge_own(self, branch: Branch, top: int) -> Stage[CandidateVerdict]:
+        """What the member thinks of its own draft, all of which went through the model."""
+        [logprobs] = yield from self._judge([branch], [()])
+        verdict = CandidateVerdict(tuple(logprobs), tuple(self._codec.token_bytes(branch.tokens)))
+        return (yield from self._with_tops([verdict], [branch], top))[0] if top else verdict
 
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""

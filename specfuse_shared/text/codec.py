@@ -174,9 +174,20 @@ class Codec:
             found[n], over = piece[max(over, 0) :], over - len(piece)
         return found
 
+    def bytes_behind(self, written: int, ids: Sequence[int]) -> list[bytes]:
+        """The UTF-8 bytes of ids behind so many of an answer's bytes, without the blanks in front of the first."""
+        found = [self._token_bytes(token_id) for token_id in ids]
+        if not written and found:
+            found[0] = found[0].removeprefix((self.lead or " " * (self.adds_blank and not self._line)).encode())
+        return found
+
+    def spelled(self, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
+        """The UTF-8 bytes of tokens that might stand in each of these places."""
+        return [[self._token_bytes(token_id) for token_id in ids] for ids in places]
+
     def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
         """The UTF-8 bytes of tokens that might stand in the place of each of a text's; a control token is its name."""
-        found = [[self._token_bytes(token_id) for token_id in ids] for ids in places]
+        found = self.spelled(places)
         own, pieces = self.encode(text), self.pieces(text)
         if own and self._token_bytes(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
             found[:1] = [[piece.removeprefix(b" ") for piece in first] for first in found[:1]]
