@@ -206,7 +206,7 @@ def calls_before(message: Mapping[str, Any]) -> Iterator[ToolCall]:
 TEXT_BLOCKS = {"text": "text", "input_text": "text", "output_text": "text", "text-plain": "text", "refusal": "refusal"}
 """Blocks that are text, and where it stands in them."""
 SILENT_BLOCKS = re.compile(
-    "reasoning|(redacted_)?thinking|non_standard|executable_code|code_execution_result"
+    "reasoning(_.*)?|(redacted_)?thinking|thought|non_standard|executable_code|code_execution_result"
     "|(.*_)?tool_(call|call_chunk|use|result)|(.*_)?call|mcp_.*"
 )
 """Blocks of an assistant that are no text of its turn: thoughts, calls (those to answer are read from `tool_calls`),
