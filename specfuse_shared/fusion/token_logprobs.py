@@ -33,7 +33,9 @@ class SegmentLogprobs:
         self._codec = codec
         self._encoding = Encoding()
         self._waiting = deque[TokenLogprob]()
-        self._shown = self._written = 0
+        self._shown = 0
+        self._drafts: list[Drafted] = []
+        self._drafted: tuple[int, ...] = ()
 
     def judged(self, text: str, verdict: CandidateVerdict) -> None:
         """The verdict on a segment that goes on behind those before it."""
@@ -44,9 +46,17 @@ class SegmentLogprobs:
         self._encoding = after
 
     def drafted(self, draft: Drafted) -> None:
-        """A draft of the member itself, which was committed as it was drafted."""
-        if draft.judged is not None:
-            self._add(self._codec.bytes_behind(self._written, draft.ids), draft.judged)
+        """A draft of the member itself, which was committed as it was drafted; its text may come with a later one."""
+        self._drafts.append(draft)
+        ids = tuple(token for each in self._drafts for token in each.ids)
+        text, before = "".join(each.text for each in self._drafts), (*self._encoding.ids, *self._drafted)
+        if self._codec.text_after(before, ids) != text:
+            return
+        pieces = deque(self._codec.pieces_behind(before, ids, text))
+        for each in self._drafts:
+            assert each.judged is not None
+            self._add([pieces.popleft() for _ in each.ids], each.judged)
+        self._drafts, self._drafted = [], self._drafted + ids
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
         """Those of the tokens that end in `text`, which is shown now."""
@@ -60,7 +70,6 @@ class SegmentLogprobs:
     def _add(self, pieces: Sequence[bytes], verdict: CandidateVerdict) -> None:
         alternatives = self._codec.spelled([[token for token, _ in top] for top in verdict.tops or [()] * len(pieces)])
         self._waiting.extend(_told(pieces, verdict, alternatives))
-        self._written += sum(map(len, pieces))
 
 
 def logprobs_behind(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:

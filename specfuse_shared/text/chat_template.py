@@ -148,12 +148,14 @@ class PromptEncoder:
     def _codec_of_answers(self) -> Codec:
         """The codec that gives an answer behind its prompt the ids that it has as an earlier answer.
 
-        Where none has, as with thoughts that templates drop of earlier answers, an answer begins as any text does.
+        Most tokenizers that put a blank before every text write the template's first one with it, and some do not.
         """
         lead = "" if self.thinks else self._border.lead
         usual = self.codec.behind(lead[1:] if self.codec.adds_blank else lead)
-        others = (self.codec.behind(lead), self.codec.behind("", joined=True))
-        return next((codec for codec in (usual, *others) if self._continues(codec)), usual)
+        written = self.codec.behind(lead)
+        if written.lead == usual.lead or self._continues(usual) or not self._continues(written):
+            return usual
+        return written
 
     def _continues(self, codec: Codec) -> bool:
         """Whether a prompt and an answer in this encoding are the beginning of the next prompt, but for the last token,

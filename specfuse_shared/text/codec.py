@@ -25,7 +25,6 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _LAST_SPACES = re.compile(r"(?<=\S)\s+\S*\Z")
 _MARKS = re.compile(r" ?(?:[^\w\s]|_)+\Z")
 _GUARD = "a"
-_LINE = "\n"
 _TAIL_IDS = 8
 _MOST_CROSSING_PROBES = 500
 _PROBES = (
@@ -68,7 +67,6 @@ class Codec:
 
     def __init__(self, tokenizer: Any, control_ids: frozenset[int]) -> None:
         self.lead = ""
-        self._line = list[int]()
         self._tokenizer = tokenizer
         self._text_encoder = _text_encoder(tokenizer, control_ids)
         self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
@@ -77,14 +75,10 @@ class Codec:
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
-    def behind(self, lead: str, joined: bool = False) -> Self:
-        """The codec of answers behind these blanks.
-
-        `joined`: an answer goes on in the line of the template's mark, where tokenizers put no blank before it.
-        """
+    def behind(self, lead: str) -> Self:
+        """The codec of answers behind these blanks."""
         answers = copy.copy(self)
         answers.lead = lead
-        answers._line = self._plain_ids(_LINE) if joined else []
         return answers
 
     @property
@@ -94,13 +88,7 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """Canonical ids of a whole text: no special tokens added, none recognised."""
-        return self._first_ids(self.lead + text) if text else []
-
-    def _first_ids(self, text: str) -> list[int]:
-        """Ids of the beginning of an answer."""
-        if self._line and (ids := self._plain_ids(_LINE + text))[: len(self._line)] == self._line:
-            return ids[len(self._line) :]
-        return self._plain_ids(text)
+        return self._plain_ids(self.lead + text) if text else []
 
     @property
     def lead_ids(self) -> list[int]:
@@ -122,12 +110,9 @@ class Codec:
         tail = (encoding.tail if encoding.text else self.lead) + addition
         first = len(tail) == len(self.lead) + len(text)
         if end := _last_but_one_anchor(tail):
-            settled += self._window(tail[:end], first)
+            settled += self._encode_window(tail[:end], first)
             tail, first = tail[end:], False
-        return Encoding(text, settled + self._window(tail, first), settled, tail)
-
-    def _window(self, text: str, first: bool) -> tuple[int, ...]:
-        return tuple(self._first_ids(text)) if first and self._line else self._encode_window(text, first)
+        return Encoding(text, settled + self._encode_window(tail, first), settled, tail)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; control tokens have none, unfinished characters read as U+FFFD."""
@@ -167,19 +152,18 @@ class Codec:
         found, wanted = [self._token_bytes(token_id) for token_id in ids], text.encode()
         over = sum(map(len, found)) - len(wanted)
         if over < 0 or b"".join(found)[over:] != wanted:
-            heads = ["", *(whole_characters(self.text_after(before, ids[: n + 1])) for n in range(len(ids)))]
-            found = [head[len(one) :].encode() for one, head in itertools.pairwise(heads)]
-            over = sum(map(len, found)) - len(wanted)
+            return self._pieces_as_read(before, ids, text)
         for n, piece in enumerate(found):
             found[n], over = piece[max(over, 0) :], over - len(piece)
         return found
 
-    def bytes_behind(self, written: int, ids: Sequence[int]) -> list[bytes]:
-        """The UTF-8 bytes of ids behind so many of an answer's bytes, without the blanks in front of the first."""
-        found = [self._token_bytes(token_id) for token_id in ids]
-        if not written and found:
-            found[0] = found[0].removeprefix((self.lead or " " * (self.adds_blank and not self._line)).encode())
-        return found
+    def _pieces_as_read(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
+        """What each token adds to the text, where bytes that are no characters are read as U+FFFD."""
+        heads = [""]
+        for count in range(1, len(ids)):
+            head = whole_characters(self.text_after(before, ids[:count]))
+            heads.append(head if text.startswith(head) and len(head) > len(heads[-1]) else heads[-1])
+        return [head[len(one) :].encode() for one, head in itertools.pairwise([*heads, text])]
 
     def spelled(self, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
         """The UTF-8 bytes of tokens that might stand in each of these places."""

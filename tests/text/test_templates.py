@@ -167,8 +167,17 @@ def goes_on(made: PromptEncoder, answer: str) -> bool:
     return ids[: len(begun) - 1] == begun[:-1]
 
 
-# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" stands alone
-FOREIGN: dict[str, set[str]] = {"byte level": set(), "metaspace": set(), "smollm2": {"llama 3", "mistral v1"}}
+BEHIND_BLANKS = {
+    *("llama 2", "mistral v3", "vicuna", "vicuna with a blank in the prompt", "falcon", "openchat", "two blanks")
+}
+"""Their answers follow blanks."""
+# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" stands alone; and a
+# tokenizer that puts a blank before every text also puts it before answers that follow none
+FOREIGN: dict[str, set[str]] = {
+    "byte level": set(),
+    "smollm2": {"llama 3", "mistral v1"},
+    "metaspace": set(TEMPLATES) - BEHIND_BLANKS,
+}
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
