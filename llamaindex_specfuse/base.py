@@ -135,6 +135,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         """Asks no server: where one answers, its model is known when the sizes are read."""
+        self._call({})  # names what no call takes
         self._check_room()
         return self
 

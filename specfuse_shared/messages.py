@@ -221,7 +221,8 @@ def block_text(block: Mapping[str, Any]) -> str:
     So an agent goes on behind a file, an image or a sound, which no member reads, and knows that it was there.
     """
     kind = str(block.get("type"))
-    inner = next((block[key] for key in (kind, "source") if isinstance(block.get(key), Mapping)), {})
+    nothing: Mapping[str, Any] = {}
+    inner = next((block[key] for key in (kind, "source") if isinstance(block.get(key), Mapping)), nothing)
     content = block.get("content")
     if isinstance(content, (list, tuple)):
         texts = [block.get("title"), *(block_text(part) for part in content if isinstance(part, Mapping))]
