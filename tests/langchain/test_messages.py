@@ -125,8 +125,8 @@ def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
     ("block", "text"),
     [
         (
-            {"type": "file", "base64": "JVBE", "mime_type": "application/pdf", "filename": "plan.pdf"},
-            "[file: plan.pdf]",
+            {"type": "file", "base64": "JVBE", "mime_type": "application/pdf", "filename": "a.pdf"},
+            "[file: a.pdf]",
         ),
         ({"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64,YQ=="}}, "[file: a.txt]"),
         ({"type": "image", "url": "https://example.org/a.png"}, "[image: https://example.org/a.png]"),
