@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from specfuse_shared.members.stages import CandidateVerdict, Drafted
-from specfuse_shared.runtime.cache.prefix_cache import common_length
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.types import TokenLogprob, TopLogprob
 
@@ -40,7 +39,8 @@ class SegmentLogprobs:
     def judged(self, text: str, verdict: CandidateVerdict) -> None:
         """The verdict on a segment that goes on behind those before it."""
         before, after = self._encoding, self._codec.extend(self._encoding, text)
-        base = common_length(before.ids, after.ids)
+        pairs = enumerate(zip(before.ids, after.ids, strict=False))
+        base = next((n for n, (one, other) in pairs if one != other), min(len(before.ids), len(after.ids)))
         pieces = self._codec.pieces_behind(after.ids[:base], after.ids[base:], text)
         self._add(pieces, verdict)
         self._encoding = after
