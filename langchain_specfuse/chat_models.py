@@ -20,7 +20,7 @@ from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.identity import DescribedModel, InferredProfile
-from langchain_specfuse.messages import to_messages
+from langchain_specfuse.messages import in_order, to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
@@ -42,6 +42,10 @@ _OF_A_CALL = (
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
 """What a call takes besides sampling; LangChain itself reads `stream`."""
+
+
+_QUESTION = Message("user", "Why?")
+"""Behind system messages that are counted by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of the reference member, or of `custom_get_token_ids`; loads the engine on first use."""
+        """Token ids of the reference member, or of `custom_get_token_ids`; reads a tokenizer and no weights."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         with as_langchain():
@@ -232,6 +236,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
         """Tokens of the whole prompt in the reference member's chat template, tools included.
 
+        System messages by themselves count as what they add to a conversation, which may be less than nothing where
+        they replace the template's own. So `trim_messages`, which counts them apart from the turns, keeps what fits.
         With `custom_get_token_ids`, those of the texts of the messages.
         """
         if not messages:
@@ -239,7 +245,10 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         if self.custom_get_token_ids is not None:
             return sum(len(self.custom_get_token_ids(message.text)) for message in messages)
         with as_langchain():
-            return self._resolve_engine().count_tokens(to_messages(messages), to_tools(tools or ()))
+            turns, offered, engine = to_messages(in_order(messages)), to_tools(tools or ()), self._resolve_engine()
+            if any(turn.role != "system" for turn in turns):
+                return engine.count_tokens(turns, offered)
+            return engine.count_tokens([*turns, _QUESTION], offered) - engine.count_tokens([_QUESTION])
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
@@ -274,11 +283,11 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
 
     def _ensemble(self, name: str | None = None) -> EnsembleConfig:
         """The ensemble of this name; without one, that of this model."""
-        name, own = name or self.model_name, super()._ensemble()
+        name, own = name or self._chosen_model, super()._ensemble()
         return own if name in (None, "+".join(own.names)) else _ensemble_named(name, self.ensembles)
 
     def _model_name(self) -> str:
-        return self.model_name or super()._model_name()
+        return self._chosen_model or super()._model_name()
 
     def _most_at_once(self, options: Mapping[str, Any]) -> int:
         try:

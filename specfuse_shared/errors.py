@@ -142,9 +142,9 @@ class PromptTooLongError(RequestError):
 
     def __init__(self, member: str, limit: int, count: int, room: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}, whose context "
-            f"holds {limit} and needs {room} of them for the first segment: shorten the prompt by "
-            f"{count + room - limit} tokens or leave this member out"
+            f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}. This model's "
+            f"maximum context length is {limit} tokens, and the first segment needs {room} of them: shorten the prompt "
+            f"by {count + room - limit} tokens or leave this member out"
         )
         self.member = member
         self.limit = limit
@@ -238,3 +238,7 @@ class ClosedValueWarning(RuntimeWarning):
 
 class SlowVerificationWarning(RuntimeWarning):
     """A member's server cannot score given tokens from its prefix cache, so it reads the context again every round."""
+
+
+class MissingTemplateWarning(RuntimeWarning):
+    """A model of Ollama's store has no chat template in its file, so its prompts are plain text."""

@@ -152,9 +152,12 @@ def _is_cut(result: EnsembleResult, called: bool) -> bool:
 
 def openai_logprobs(result: EnsembleResult) -> dict[str, Any] | None:
     """Log-probabilities of the answer's tokens as OpenAI's API gives them; None unless they were asked for."""
-    if result.logprobs is None:
-        return None
-    return {"content": [{**_probable(t), "top_logprobs": [_probable(top) for top in t.top]} for t in result.logprobs]}
+    return None if result.logprobs is None else logprobs_content(result.logprobs)
+
+
+def logprobs_content(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """These tokens as OpenAI's API gives them."""
+    return {"content": [{**_probable(t), "top_logprobs": [_probable(top) for top in t.top]} for t in tokens]}
 
 
 def _probable(token: TokenLogprob | TopLogprob) -> dict[str, Any]:

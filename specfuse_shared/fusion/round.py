@@ -11,7 +11,7 @@ from specfuse_shared.fusion.answer_text import TrimmedSegment
 from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
 from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.fusion.value_loops import ValueLoop, loop_of
-from specfuse_shared.members.stages import CandidateVerdict, ScoringQuery, Value, Verdicts, Verify
+from specfuse_shared.members.stages import CandidateVerdict, Drafted, ScoringQuery, Value, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
@@ -24,7 +24,8 @@ class RoundEnd:
     """What a round came to: its record (None: nobody had anything to say), and its segment.
 
     `uncommitted`: text that members have to commit before they draft again. `closing`: the end of the segment that no
-    member wrote, if it ends the answer. `loop`: what a value said again and again, where it was closed.
+    member wrote, if it ends the answer. `loop`: what a value said again and again, where it was closed. `judged`: the
+    draft of a member that is alone, with its log-probabilities, where they are asked for.
     """
 
     record: RoundRecord | None
@@ -32,6 +33,7 @@ class RoundEnd:
     uncommitted: str = ""
     closing: str = ""
     loop: str = ""
+    judged: Drafted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Round:
         retention = self._learn(choices) if judged and goes_on else {}
         record = self._record(choices, winner, segment.text, weights, retention)
         uncommitted = segment.text if goes_on and not self._drafting.alone else ""
-        return RoundEnd(record, segment, uncommitted, settled.closing, settled.loop)
+        return RoundEnd(record, segment, uncommitted, settled.closing, settled.loop, self._drafting.judged)
 
     def _silent(self) -> RoundEnd:
         """Nobody had anything to say: others are asked where somebody left, else a value is closed."""

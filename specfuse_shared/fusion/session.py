@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.drafting import AnswerPolicies, Ops, Results, RoundState
 from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
-from specfuse_shared.fusion.token_logprobs import token_logprobs
+from specfuse_shared.fusion.token_logprobs import SegmentLogprobs, logprobs_behind, token_logprobs
 from specfuse_shared.fusion.value_loops import loop_of
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
@@ -88,6 +88,7 @@ class AnswerSession:
         self._warnings: list[MemberFault] = []
         self._closing = self._uncommitted = ""
         self._loops: list[str] = []
+        self._logprobs = SegmentLogprobs(codec) if params.logprobs else None
         self._began = time.monotonic()
         self._prefilled = 0.0
         self.events: deque[Event] = deque()
@@ -131,15 +132,19 @@ class AnswerSession:
             if self._active:
                 end = yield from Round(state).run()
                 self._loops += [end.loop] if end.loop else []
+                if self._logprobs is not None and end.segment.reason is None:
+                    yield from self._judge(end, self._logprobs)
                 self._publish(end)
             else:
                 end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
         self._finish(end)
         self._tell_last_exits()
+        held = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
             yield closes
         logprobs = (yield from self._score()) if self._params.logprobs else None
+        self.events.extend(self._with_the_rest(event, logprobs) for event in held)
         self.events.append(FinishEvent(self._result(end.segment, usage, logprobs)))
 
     @property
@@ -214,13 +219,50 @@ class AnswerSession:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
+    def _judge(self, end: RoundEnd, logprobs: SegmentLogprobs) -> Work:
+        """What the reference member thinks of a segment, while it has the tokens of its drafts and verdicts at hand.
+
+        Once it has left, the rest is judged with the whole answer.
+        """
+        name, text = self.participants.reference.member.name, end.segment.text
+        if logprobs.is_over:
+            return
+        if end.judged is not None:
+            logprobs.drafted(end.judged)
+        elif text and name in self._active:
+            if self._uncommitted:  # what a grammar dictated is committed with the next draft
+                yield from self._ask({})
+            asked = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
+            verdicts = (yield from self._ask({name: asked})).get(name) if name in self._active else None
+            if isinstance(verdicts, Verdicts):
+                logprobs.judged(text, verdicts.each[0])
+            else:
+                logprobs.is_over = True
+        elif text:
+            logprobs.is_over = True
+
+    def _hold_last_text(self) -> list[Event]:
+        """The last text, which waits for its log-probabilities."""
+        if self._logprobs is None or not self.events or not isinstance(self.events[-1], SegmentEvent):
+            return []
+        return [self.events.pop()]
+
+    def _with_the_rest(self, event: Event, logprobs: Sequence[TokenLogprob] | None) -> Event:
+        """The last text with the log-probabilities that no text before it had."""
+        assert isinstance(event, SegmentEvent)
+        assert self._logprobs is not None
+        return replace(event, logprobs=logprobs_behind(logprobs or (), self._logprobs.told))
+
     def _publish(self, end: RoundEnd) -> None:
         """Tell of a round; the last one is told of with the end."""
         if end.record is None:
             return
         self._rounds.append(end.record)
         if end.segment.reason is None:
-            self.events.append(self._answer.add(end.record.text, end.record))
+            event = self._answer.add(end.record.text, end.record)
+            if self._logprobs is not None:
+                event = replace(event, logprobs=self._logprobs.take(event.text))
+            self.events.append(event)
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
     def _tell_last_exits(self) -> None:

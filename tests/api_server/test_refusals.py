@@ -205,10 +205,6 @@ def called(arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        called('{"a":' * 50_000 + "1" + "}" * 50_000),
-        called('{"a":' + "9" * 5000 + "}"),
-        called('{"a":"\\ud800"}'),
-        called('{"a":NaN}'),
         {"grammar": {"kind": "choice", "source": "[" * 50_000}},
         {"grammar": {"kind": "choice", "source": "[" + "9" * 5000 + "]"}},
         {"grammar": {"kind": "json_schema", "source": '{"items":' * 20_000 + "{}" + "}" * 20_000}},

@@ -10,10 +10,12 @@ from typing import Any
 
 from specfuse_shared.api_server.models import Model, Models
 from specfuse_shared.api_server.requests.bodies import (
+    AllowedChoiceBody,
     Asked,
     BodyError,
     ChatBody,
     CompletionBody,
+    LongPromptError,
     MessageBody,
     ToolBody,
     ToolChoiceBody,
@@ -62,9 +64,9 @@ class Reader:
     def chat(self, body: ChatBody) -> Call:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
         model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ToolChoiceBody) else body.tool_choice
+        tools, choice = _allowed(tools, body.tool_choice)
         grammar, told = self._value(body)
-        use = _tool_use(tools, choice_of(choice), bool(body.parallel_tool_calls), grammar)
+        use = _tool_use(tools, choice, bool(body.parallel_tool_calls), grammar)
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with _in_words({} if limit == body.max_tokens else {"max_tokens": "max_completion_tokens"}):
             params = self._params(
@@ -147,10 +149,21 @@ class Reader:
     def _check_size(self, characters: int) -> None:
         most = self.settings.max_prompt_characters
         if characters > most:
-            raise BodyError(f"the prompt has {characters} characters, and {most} is the most: shorten it", "messages")
+            raise LongPromptError(characters, most)
 
 
-_OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
+def _allowed(tools: list[Tool], asked: str | ToolChoiceBody | AllowedChoiceBody | None) -> tuple[list[Tool], str]:
+    """The tools that may be called, and the choice among them. Raises `BodyError` for one that is not offered."""
+    if not isinstance(asked, AllowedChoiceBody):
+        return tools, choice_of(asked.model_dump() if isinstance(asked, ToolChoiceBody) else asked)
+    names, allowed = [tool.name for tool in tools], asked.allowed_tools
+    for name in allowed.names:
+        if name not in names:
+            raise BodyError(f"tool_choice allows the tool {name!r}, which is none of tools: {names}", "tool_choice")
+    return [tool for tool in tools if tool.name in allowed.names], choice_of(allowed.mode)
+
+
+_OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call"}
 
 
 _OF_RESPONSES = {
