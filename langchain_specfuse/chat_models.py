@@ -20,6 +20,7 @@ from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.identity import DescribedModel, InferredProfile
+from langchain_specfuse.interrupts import belonging
 from langchain_specfuse.messages import in_order, to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
@@ -148,7 +149,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         with as_langchain():
             request = self._request(messages, stop, kwargs)
             events = request.engine.stream(request.messages, request.params, **request.options)
-            with closing(cast("Generator[Event]", events)):
+            stream = cast("Generator[Event]", events)
+            with closing(stream), belonging(stream):
                 for event in events:
                     self._observe(event)
                     for chunk in request.answer.chunks(event):

@@ -80,7 +80,7 @@ def public(event: Event) -> Event:
 
 def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
     """When to try again, and that it is no use for what would take as long again."""
-    if isinstance(error, EngineBusyError):
+    if isinstance(error, EngineBusyError) or (isinstance(error, HttpError) and error.code == "too_many_requests"):
         return {"Retry-After": str(retry_seconds)}
     if isinstance(error, HttpError) and error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
