@@ -120,8 +120,9 @@ class MemberSpec:
         number_format, sizes = self.number_format(device), self.sizes
         limits = [n for n in (self.max_context or workload.context, sizes.context) if n]
         cached = workload.answers * min(limits) * sizes.kv_values
-        # an output layer is packed for a processor that calculates in bfloat16, and the embedding is not
-        packed = device.bf16 and (device.kind, number_format, quantization) == ("cpu", "bfloat16", None)
+        # an output layer is packed where the processor's matrix library knows bfloat16, and the embedding is not
+        plain = (device.kind, number_format, quantization) == ("cpu", "bfloat16", None)
+        packed = plain and (device.bf16 or _packs_bf16())
         twice = sizes.tied if packed else 0
         return MemoryNeed(
             weights=sizes.weights(number_format, quantization) + twice * VALUE_BYTES[number_format],
@@ -215,3 +216,10 @@ class Plan:
 def format_bytes(count: float) -> str:
     """Bytes as a person reads them."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _packs_bf16() -> bool:
+    """Whether the matrix library of this machine's processor takes bfloat16, also where it computes in float32."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -49,7 +49,7 @@ def test_json_is_one_valid_line_and_its_text_equals_the_joined_segments(
 def test_explain_adds_every_round(members: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ask", "Speak", "--explain", "--segment-tokens", "4", "--exit", "never", *members]) == 0
     answer, *rounds = capsys.readouterr().out.split("\nround ")
-    assert answer == SPEECH + "\n"
+    assert answer.startswith(SPEECH + "\n\nA score is the probability that a member gives a draft")
     assert [r.partition(" ")[0] for r in rounds] == [str(i) for i in range(1, len(rounds) + 1)]
     assert all("→  first" in r and "weights: first" in r for r in rounds)
     assert '"Another answer entirely."' in rounds[0] or '"Another answer' in rounds[0]

@@ -127,7 +127,7 @@ def test_an_ensemble_may_be_named_instead_of_its_members() -> None:
     named, _ = chosen.prepare({"configurable": {"who": "pair"}})  # type: ignore[attr-defined]
     assert named._ensemble().names == ("one", "two")
     with pytest.raises(ModelNotFoundError, match="'trio' is not an ensemble here"):
-        ChatSpecFuse(model="trio")
+        ChatSpecFuse(model="trio", ensembles=pair.ensembles)
 
 
 def test_models_with_different_ensembles_or_tools_have_different_cache_keys() -> None:

@@ -47,8 +47,10 @@ def test_it_may_be_named_as_other_models_are(tiny_llm: SpecFuseLLM) -> None:
     assert SpecFuseLLM(engine=tiny_llm.engine, model=tiny_llm.model).model == tiny_llm.model
     with pytest.raises(ConfigError, match=r"members=\['Qwen/Qwen3-8B'\]"):
         SpecFuseLLM(engine=tiny_llm.engine, model="Qwen/Qwen3-8B")
-    with pytest.raises(ConfigError, match="give one of"):
-        SpecFuseLLM(model="Qwen/Qwen3-8B")
+    assert SpecFuseLLM(model="Qwen/Qwen3-8B")._ensemble().names == ("Qwen3-8B",)
+    assert SpecFuseLLM(model=["a/b", "c/d"])._ensemble().names == ("b", "d")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"by name: write members='demo'"):
+        SpecFuseLLM("demo")  # type: ignore[call-arg]
 
 
 def test_a_server_is_asked_for_its_sizes_before_they_are_read(tiny_llm: SpecFuseLLM) -> None:
