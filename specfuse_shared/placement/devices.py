@@ -7,25 +7,41 @@ import platform
 import re
 from typing import Any
 
+import psutil
 import torch
 
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.placement.plan import Device
 
+DEVICES_ENV = "SPECFUSE_DEVICES"
+"""With the value "cpu", plans see no accelerator: for one that is there but fails, as on hosted runners of macOS."""
 _UNITS = {"GB": 10**9, "GIB": 2**30}
 _PLANNED = re.compile(r"(?:(\d+)\s*x\s*)?(?:([a-z]+):)?(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
 
 
 def find_devices() -> tuple[Device, ...]:
-    """The processor, then the accelerators (CUDA, ROCm, XPU, MPS)."""
+    """The processor, then the accelerators (CUDA, ROCm, XPU, MPS), unless `$SPECFUSE_DEVICES` leaves them out."""
     total, free = host_memory()
     title = f"{platform.machine()}, {torch.get_num_threads()} threads"
     found = [Device("cpu", "cpu", total, free, _cpu_has_bf16(), title)]
-    if torch.accelerator.is_available():
+    if has_accelerator():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         found += [_accelerator(kind.type, index) for index in range(torch.accelerator.device_count())]
     return tuple(found)
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees an accelerator that plans may use."""
+    return not only_cpu() and bool(torch.accelerator.is_available())
+
+
+def only_cpu() -> bool:
+    """Whether `$SPECFUSE_DEVICES` leaves accelerators out. Raises `ConfigError`."""
+    wanted = os.environ.get(DEVICES_ENV, "").strip().lower()
+    if wanted not in ("", "cpu"):
+        raise ConfigError(f'${DEVICES_ENV} is {wanted!r}: set it to "cpu" to use no accelerator, or unset it')
+    return wanted == "cpu"
 
 
 def planned_devices(text: str) -> tuple[Device, ...]:
@@ -58,12 +74,7 @@ def free_memory(name: str) -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of this machine, and those that are free; as the system counts where psutil is missing."""
-    try:
-        import psutil
-    except ModuleNotFoundError:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    """Bytes of this machine, and those that are free."""
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
 

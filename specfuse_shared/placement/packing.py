@@ -54,10 +54,10 @@ class _Attempt:
 
 class _Planner:
     def __init__(self, specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload) -> None:
-        self.specs = tuple(specs)
         self.devices = tuple(devices)
         self.workload = workload
-        self._choices = {r.name: candidates(r, self.devices) for r in self.specs}
+        self._choices = {r.name: candidates(r, self.devices) for r in specs}
+        self.specs = tuple(self._widest_on_mps(r) for r in specs)
         self._needs: dict[tuple[str, str, str | None], MemoryNeed] = {}
         self._depth = max((len(r.quantizations) for r in self.specs), default=0)
 
@@ -90,6 +90,12 @@ class _Planner:
             device = self._choices[spec.name][0]
             found.setdefault(spec.name, self._assignment(spec, device, quantization))
         return Plan(self.devices, self.workload, tuple(found[r.name] for r in self.specs))
+
+    def _widest_on_mps(self, spec: MemberSpec) -> MemberSpec:
+        """A member that may be on MPS is quantised there only if that was chosen: the libraries are newer there than
+        those that are supported, and slow."""
+        may_be = any(d.kind == "mps" for d in self._choices[spec.name])
+        return replace(spec, quantizations=spec.quantizations[:1]) if may_be else spec
 
     # ── precisions ───────────────────────────────────────────────────────────────────────────────
 
@@ -210,9 +216,9 @@ class _Planner:
 
 
 def candidates(spec: MemberSpec, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices that a member may be put on: the accelerators, else the processor; or those it names."""
+    """The devices that a member may be put on: the default accelerators, else the processor; or those it names."""
     if spec.device == "auto":
-        return tuple(d for d in devices if d.kind != "cpu") or tuple(devices)
+        return tuple(filter(spec.is_default, devices)) or tuple(d for d in devices if d.kind == "cpu") or tuple(devices)
     wanted = spec.device.removesuffix(":0") if spec.device in ("cpu:0", "mps:0") else spec.device
     found = tuple(d for d in devices if wanted in (d.name, d.kind))
     if not found:

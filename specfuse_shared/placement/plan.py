@@ -115,6 +115,10 @@ class MemberSpec:
     max_context: int | None = None
     fixed: bool = False
 
+    def is_default(self, device: Device) -> bool:
+        """Whether it may be put on an accelerator that nobody named: not on MPS, where nobody has run the engine."""
+        return device.kind not in ("cpu", "mps")
+
     def need(self, device: Device, quantization: str | None, workload: Workload) -> MemoryNeed:
         """What this member needs on a device."""
         number_format, sizes = self.number_format(device), self.sizes

@@ -1,0 +1,91 @@
+"""Macs and machines whose accelerator must not be used, as torch would describe them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import MemberConfig
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.loading import backends, llama_spec
+from specfuse_shared.placement.devices import DEVICES_ENV, find_devices
+from specfuse_shared.placement.packing import ANY_PRECISION, place
+from specfuse_shared.placement.plan import Device, MemberSpec
+from tests.placement.test_placement import shape_sizes
+
+GIB = 2**30
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A Mac of 16 GB, of which 6 are free; what its GPU has allocated can be changed."""
+    gpu = SimpleNamespace(
+        recommended_max_memory=lambda: int(10.7 * GIB),
+        driver_allocated_memory=lambda: gpu.held,
+        current_allocated_memory=lambda: gpu.used,
+        held=0,
+        used=0,
+        free=6 * GIB,
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=gpu.free))
+    monkeypatch.delenv(DEVICES_ENV, raising=False)
+    return gpu
+
+
+def spec(**settings: Any) -> MemberSpec:
+    return MemberSpec("gemma", shape_sizes("gemma-2-9b"), "bfloat16", **settings)
+
+
+def test_nobody_is_put_on_mps_who_did_not_ask(mac: SimpleNamespace) -> None:
+    mac.free = 2**40
+    devices = [Device("cpu", "cpu", 2**40, 2**40), Device("mps", "mps", 2**40, 2**40)]
+    assert place([spec()], devices).of("gemma").place == "cpu"
+    assert place([spec(device="mps")], devices).of("gemma").place == "mps"
+    assert [d.name for d in find_devices()] == ["cpu", "mps"]
+
+
+def test_cards_of_other_kinds_are_taken_as_before() -> None:
+    devices = [Device("cpu", "cpu", 2**40, 2**40), Device("xpu:0", "xpu", 2**40, 2**40)]
+    assert place([spec()], devices).of("gemma").place == "xpu:0"
+
+
+def test_llama_cpp_has_kernels_for_an_apple_gpu(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_spec, "build_offloads", lambda: True)
+    assert llama_spec.offloads(MemberConfig("a.gguf"))
+    file = llama_spec.LlamaSpec("gemma", shape_sizes("gemma-2-9b"))
+    assert file.is_default(Device("mps", "mps", 1, 1))
+    monkeypatch.setenv(DEVICES_ENV, "cpu")
+    assert not llama_spec.offloads(MemberConfig("a.gguf"))
+
+
+def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On hosted runners of macOS torch sees MPS, and each allocation there fails."""
+    monkeypatch.setenv(DEVICES_ENV, "cpu")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: pytest.fail("the GPU was asked"))
+    assert [d.name for d in find_devices()] == ["cpu"]
+    assert not backends.has_accelerator()
+
+
+@pytest.mark.parametrize("value", ["mps", "none", "0"])
+def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICES_ENV, value)
+    with pytest.raises(ConfigError, match=rf"SPECFUSE_DEVICES is '{value}': set it to \"cpu\""):
+        find_devices()
+
+
+def test_nothing_is_quantised_by_itself_on_mps() -> None:
+    devices = [Device("mps", "mps", 2**40, 2**40), Device("cpu", "cpu", 2**40, 2**40)]
+    roomy = place([spec(device="mps", quantizations=ANY_PRECISION)], devices)
+    tight = place([spec(device="mps", quantizations=ANY_PRECISION)], [Device("mps", "mps", 9 * GIB, 9 * GIB)])
+    chosen = place([spec(device="mps", quantizations=("8bit",))], devices)
+    assert roomy.of("gemma").quantization is None
+    assert not tight.fits
+    assert chosen.of("gemma").quantization == "8bit"
