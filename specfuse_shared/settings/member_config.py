@@ -28,6 +28,9 @@ _SERVERS_OWN = (
     *_OF_LLAMA_CPP,
 )
 """What a server decides of the model that it runs."""
+BACKSLASHES = (
+    r"write a path of Windows in single quotes in TOML ('C:\models\new'), as r'C:\models\new' in Python, or with /"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,12 @@ class MemberConfig(Settings):
         for name in ("model", "adapter", "tokenizer"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _at_home(str(given)))
+        for name in ("model", "adapter", "tokenizer", "gguf_file"):
+            given = getattr(self, name)
+            check(
+                given is None or given.isprintable(),
+                f"MemberConfig.{name} is {given!r}, which has a control character in it: {BACKSLASHES}",
+            )
         model = self.model.strip().removeprefix(OLLAMA)
         check(bool(model), "MemberConfig.model is empty: give a hub id, a folder, a GGUF file or ollama:NAME")
         if self.adapter is not None:
