@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 import torch
 
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.placement.plan import Device
+from specfuse_shared.placement.plan import Device, pool_of
 
 DEVICES_ENV = "SPECFUSE_DEVICES"
 """With the value "cpu", plans see no accelerator: for one that is there but fails, as on hosted runners of macOS."""
@@ -62,15 +64,29 @@ def planned_devices(text: str) -> tuple[Device, ...]:
 
 
 def free_memory(name: str) -> int:
-    """Bytes that are free on a device now; what torch holds but does not use counts as free."""
+    """Bytes that are free on a device now; what torch holds but does not use counts as free.
+
+    An Apple GPU has as much as is recommended for it, and not more than other programs leave of main memory.
+    """
     device = torch.device(name)
     if device.type in ("cpu", "meta"):
         return host_memory()[1]
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
-        return int(module.recommended_max_memory() - module.driver_allocated_memory())
+        used = module.current_allocated_memory()
+        unused = max(0, module.driver_allocated_memory() - used)
+        return int(max(0, min(module.recommended_max_memory() - used, host_memory()[1] + unused)))
     unused = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + unused)
+
+
+def shared_out(free: Mapping[str, int]) -> dict[str, int]:
+    """Of devices that lie in one pool, each gets an equal part of what the roomiest has there, if it has as much."""
+    most: dict[str, int] = {}
+    for name, size in free.items():
+        most[pool_of(name)] = max(size, most.get(pool_of(name), 0))
+    lying = Counter(map(pool_of, free))
+    return {name: min(size, most[pool_of(name)] // lying[pool_of(name)]) for name, size in free.items()}
 
 
 def host_memory() -> tuple[int, int]:

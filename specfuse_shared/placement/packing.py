@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from specfuse_shared.errors import PlacementError
-from specfuse_shared.placement.plan import RESERVE, Assignment, Device, MemberSpec, MemoryNeed, Plan, Workload
+from specfuse_shared.placement.plan import RESERVE, Assignment, Device, MemberSpec, MemoryNeed, Plan, Workload, pool_of
 
 DISK = "disk"
 ANY_PRECISION = (None, "8bit", "4bit")
@@ -40,6 +40,8 @@ class _Attempt:
     """An attempt: who has a place, what is left of each device, and who has none yet."""
 
     room: dict[str, int]
+    pools: dict[str, int]
+    """What is left of each pool of memory, in which one device or several lie."""
     placed: dict[str, Assignment] = field(default_factory=dict)
     outside: list[tuple[MemberSpec, str | None]] = field(default_factory=list)
     tenants: Counter[str] = field(default_factory=Counter)
@@ -50,6 +52,9 @@ class _Attempt:
             self.tenants[name] += 1
             if name in self.room:
                 self.room[name] -= amount
+                self.pools[pool_of(name)] -= amount
+        for name, room in self.room.items():
+            self.room[name] = min(room, self.pools[pool_of(name)])
 
 
 class _Planner:
@@ -128,7 +133,10 @@ class _Planner:
 
     def _pack(self, precisions: Precisions, roomiest: bool) -> _Attempt:
         """Chosen devices first, then the largest member; onto the roomiest device or into the tightest gap."""
-        attempt = _Attempt({d.name: d.free for d in self.devices})
+        pools: dict[str, int] = {}
+        for d in self.devices:
+            pools[d.pool] = max(d.free, pools.get(d.pool, 0))
+        attempt = _Attempt({d.name: d.free for d in self.devices}, pools)
 
         def order(entry: tuple[MemberSpec, str | None]) -> tuple[bool, int]:
             spec, quantization = entry
@@ -194,8 +202,8 @@ class _Planner:
         need = assignment.need
         beside = need.caches + need.logits
         room = {main.name: attempt.room[main.name] / RESERVE - beside}
-        if main.kind != "cpu":
-            room |= {d.name: attempt.room[d.name] / RESERVE for d in self.devices if d.kind == "cpu"}
+        beside_it = [d for d in self.devices if d.kind == "cpu" and d.pool != main.pool]
+        room |= {d.name: attempt.room[d.name] / RESERVE for d in beside_it}
         whole = {name: int(left) for name, left in room.items() if left > 0}
         split = spec.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
         if split is None or main.name not in split.shares:

@@ -39,6 +39,16 @@ class Device:
     bf16: bool = True
     title: str = ""
 
+    @property
+    def pool(self) -> str:
+        """The memory that it lies in: an Apple GPU has none of its own."""
+        return pool_of(self.name)
+
+
+def pool_of(device: str) -> str:
+    """The memory that a device of this name lies in; devices of one pool take from each other."""
+    return "cpu" if device.partition(":")[0] in ("cpu", "mps") else device
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 from specfuse_shared import MemberConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading import backends, llama_spec
-from specfuse_shared.placement.devices import DEVICES_ENV, find_devices
+from specfuse_shared.placement.devices import DEVICES_ENV, find_devices, free_memory, shared_out
 from specfuse_shared.placement.packing import ANY_PRECISION, place
-from specfuse_shared.placement.plan import Device, MemberSpec
+from specfuse_shared.placement.plan import Device, MemberSpec, Split
 from tests.placement.test_placement import shape_sizes
 
 GIB = 2**30
@@ -79,6 +81,61 @@ def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(DEVICES_ENV, value)
     with pytest.raises(ConfigError, match=rf"SPECFUSE_DEVICES is '{value}': set it to \"cpu\""):
         find_devices()
+
+
+# ── one memory ───────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model of so many bytes, and nothing else."""
+
+    size: int
+    kv_values: int = 0
+    tied: int = 0
+    vocabulary: int = 0
+    context: int | None = 64
+
+    def weights(self, number_format: str, quantization: str | None) -> int:
+        return self.size
+
+    def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
+        return None if sum(room.values()) < self.size else Split({}, {name: 1 / len(room) for name in room})
+
+
+def sized(name: str, gib: float, device: str, **settings: Any) -> MemberSpec:
+    return MemberSpec(name, Weights(int(gib * GIB)), "bfloat16", device=device, **settings)
+
+
+def test_memory_of_a_mac_is_counted_once(mac: SimpleNamespace) -> None:
+    """Both its GPU and its processor could take 6 GiB, but not both of them."""
+    devices = find_devices()
+    assert [d.free for d in devices] == [6 * GIB, 6 * GIB]
+    assert place([sized("one", 3, "mps"), sized("two", 2, "cpu")], devices).fits
+    both = place([sized("one", 3, "mps"), sized("two", 3, "cpu")], devices)
+    assert not both.fits
+    assert both.used("mps") + both.used("cpu") <= 6 * GIB
+    offloaded = place([sized("one", 8, "mps", offload=True)], devices)
+    assert offloaded.of("one").place == "mps+disk", "main memory is the same memory"
+    assert offloaded.used("mps") <= 6 * GIB
+    cards = [devices[0], Device("cuda:0", "cuda", 6 * GIB, 6 * GIB)]
+    assert place([sized("one", 3, "cuda"), sized("two", 3, "cpu")], cards).fits
+
+
+def test_what_torch_holds_unused_on_a_mac_is_free(mac: SimpleNamespace) -> None:
+    mac.used, mac.held, mac.free = 2 * GIB, 5 * GIB, 4 * GIB
+    assert free_memory("mps") == 7 * GIB
+    mac.free = 60 * GIB
+    assert free_memory("mps") == int(10.7 * GIB) - 2 * GIB
+    mac.used = mac.held = 12 * GIB
+    assert free_memory("mps") == 0
+
+
+def test_answers_of_a_mac_take_from_one_memory() -> None:
+    assert shared_out({"cpu": 6, "mps": 5}) == {"cpu": 3, "mps": 3}
+    assert shared_out({"cpu": 6, "mps": 2}) == {"cpu": 3, "mps": 2}
+    alone = {"cpu": 6, "cuda:0": 5, "cuda:1": 4}
+    assert shared_out(alone) == alone
 
 
 def test_nothing_is_quantised_by_itself_on_mps() -> None:

@@ -47,7 +47,8 @@ _MOST_HELD = 2
 """So many forwards may go before the drafts that wait."""
 _LINE_UP_SECONDS = 0.002
 """So long drafts wait for those of answers that are between two stages."""
-_SHARE_OF_FREE = {"cpu": 0.5}
+_SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
+"""Less of what other programs take from, too: an Apple GPU has no memory of its own."""
 _DEFAULT_SHARE = 0.9
 
 
