@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.bias import CausalBias
 from transformers import AutoModelForCausalLM
 
+from specfuse_shared import MemberLoadError
 from specfuse_shared.members.local.probe import _attempt, probe
 from specfuse_shared.runtime import attention, kernels
 from specfuse_shared.runtime.attention import GROUPED
@@ -41,6 +42,21 @@ def test_the_probe_refuses_kernels_that_mask_from_the_wrong_corner(model: Any, m
     monkeypatch.setattr(kernels, "scaled_dot_product_attention", top_left)
     assert _attempt(model, right, [], {}).error > 0.01
     assert probe(model, "tiny").verification == "rows", "the model's own masks are used"
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory", "MPS backend out of memory (MPS allocated: 17.90 GB)"])
+def test_memory_that_runs_out_says_nothing_of_the_model(
+    model: Any, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """It was refused for its probabilities, though nothing was wrong with them."""
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(kernels, "scaled_dot_product_attention", out_of_memory)
+    monkeypatch.setattr(kernels, "sdpa_attention_forward", out_of_memory)
+    with pytest.raises(MemberLoadError, match=r"member 'tiny': memory ran out .* name a smaller model"):
+        probe(model, "tiny")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from specfuse_shared.errors import UnsupportedModelError
+from specfuse_shared.errors import MemberLoadError, UnsupportedModelError
 from specfuse_shared.loading.versions import untested_versions
 from specfuse_shared.members.local.forwards import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest
 from specfuse_shared.members.local.row_sequence import new_sequence
@@ -29,6 +29,7 @@ from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner, model_home
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -42,9 +43,9 @@ the same sequences, so each sequence takes one plain forward."""
 _WINDOW = 8
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _PROMPT, _FIRST, _SECOND = 21, 4, 5
-_PIECE = {"cpu": 32}
+_PIECE = {"cpu": 16}
 """Tokens of the first piece of a long prompt; elsewhere as many as a piece has, for kernels differ with the length."""
-_MORE_PIECES = (27, 5)
+_MORE_PIECES = (11, 5)
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
 """Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
 _COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
@@ -86,10 +87,23 @@ class Attempt:
 
 
 def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
-    """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works.
+    """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works, and
+    `MemberLoadError` where there is no memory for it.
 
     `execution`: "auto" (static where there is a CUDA device), "static" or "dynamic"; static only where it is exact.
     """
+    try:
+        return _best_way(model, member, execution)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemberLoadError(
+            f"member {member!r}: memory ran out when it was checked ({str(error).splitlines()[0][:120]}): name a "
+            "smaller model or a quantised GGUF file, or look at `specfuse-llm doctor --plan`"
+        ) from error
+
+
+def _best_way(model: Any, member: str, execution: str) -> Attempt:
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
     problems, known = list[str](), Known()
@@ -181,6 +195,8 @@ def _attempt(model: Any, way: Attempt, problems: list[str], known: Known) -> Att
             error = max(error, _measure_pieces(way.runner(model), known))
         return replace(way, error=error, slots=runner.pool.slots)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        if is_out_of_memory(error) and way.graphs is None:
+            raise  # which says nothing of the way
         problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])
         return way
 
