@@ -8,21 +8,28 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import torchgen
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, mps_lock
 from specfuse_shared.loading import pretrained
 from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.runtime import mps, transfer
+from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelForward
 from specfuse_shared.runtime.sampler import NOT_FINITE, Sampler
-from tests.support.tiny import byte_level_tokenizer, save_model
+from tests.support.against_naive import open_session
+from tests.support.tiny import MESSAGES, byte_level_tokenizer, save_model
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +125,106 @@ def test_sources_are_not_kept_without_end(
     assert len(waited) == 1
     assert sum(source() is not None for source in queued) <= 18
     mps.forget_read()
+
+
+# ── pieces, seconds, operations ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("used", "heads", "piece"), [(0, 32, 1024), (7 * 1024, 32, 1024), (8 * 1024, 32, 512), (32 * 1024, 32, 128)]
+)
+def test_scores_of_a_piece_stay_below_what_metal_takes(used: int, heads: int, piece: int) -> None:
+    assert mps.piece_on_mps(1024, used, heads) == piece
+    assert 4 * heads * piece * (used + piece) <= 2**30
+
+
+@torch.inference_mode()
+def test_a_prompt_in_smaller_pieces_is_read_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = LocalMember(MemberConfig(str(folder))).runner
+    prompt = torch.randint(10, 250, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    pieces: list[int] = []
+
+    def piece(wanted: int, used: int) -> int:
+        pieces.append(used)
+        return min(wanted, 40)
+
+    monkeypatch.setattr(runner, "piece", piece)
+    sequence = new_sequence(runner)
+    sequence.prefill(prompt)
+    assert pieces == [0, 40, 80, 120]
+    assert torch.allclose(sequence._logits_row(-1), runner.plain(prompt)[-1], atol=2e-3)
+
+
+def test_seconds_on_mps_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        recorded: ClassVar[list[object]] = []
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.recorded.append(self)
+
+        def query(self) -> bool:
+            return len(self.recorded) > 2
+
+        def elapsed_time(self, end: object) -> float:
+            assert [self, end] == self.recorded[:2]
+            return 250.0
+
+    monkeypatch.setattr(torch.mps, "Event", Event)
+    watch = ModelStream(torch.device("mps")).timed()
+    watch.stop()
+    assert watch.seconds is None
+    Event.recorded.append(None)
+    assert watch.seconds == 0.25
+
+
+class Census(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.wide: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.names.add(func.name().removeprefix("aten::"))
+        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves((args, kwargs, found))):
+            self.wide.add(func.name())
+        return found
+
+
+def kernels_of_mps() -> set[str]:
+    """Operations that torch's own table gives a kernel for MPS, or composes of others."""
+    file = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    table = yaml.safe_load(file.read_text("utf-8"))
+    by_name = {entry["func"].partition("(")[0]: entry for entry in table}
+
+    def has(entry: dict[str, Any]) -> bool:
+        if "structured_delegate" in entry:
+            return has(by_name[entry["structured_delegate"]])
+        dispatch = entry.get("dispatch")
+        keys = {key.strip() for name in dispatch for key in name.split(",")} if dispatch else set()
+        return not keys or any(key == "MPS" or key.startswith("Composite") for key in keys)
+
+    return {name for name, entry in by_name.items() if has(entry)}
+
+
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder: Path) -> None:
+    """Also those of a GPU alone: a processor is taken for another device where that makes a difference."""
+    member = LocalMember(MemberConfig(str(folder)), execution=execution)
+    params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    with Census() as census:
+        session = open_session(EnsembleConfig([MemberConfig(str(folder))]), [member], MESSAGES, params)
+        for _ in session.events():
+            pass
+        session.release()
+    own = {"_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_attention_math_for_mps"}
+    names = {own.get(name, name) for name in census.names}
+    assert len(names) > 40
+    assert names - kernels_of_mps() == set()
+    assert not census.wide, "MPS has no float64"
 
 
 # ── one thread at a time ─────────────────────────────────────────────────────────────────────────

@@ -90,7 +90,7 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
     """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works, and
     `MemberLoadError` where there is no memory for it.
 
-    `execution`: "auto" (static where there is a CUDA device), "static" or "dynamic"; static only where it is exact.
+    `execution`: "auto" (static on a CUDA device and on MPS), "static" or "dynamic"; static only where it is exact.
     """
     try:
         return _best_way(model, member, execution)
@@ -176,7 +176,9 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
         return "its rotary frequencies depend on the length of the text"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model lies on several devices"
-    return "no CUDA device" if execution == "auto" and model.device.type != "cuda" else None
+    # MPS compiles and keeps a kernel for each shape that it meets
+    is_default = model.device.type in ("cuda", "mps")
+    return "no CUDA device" if execution == "auto" and not is_default else None
 
 
 def _attempt(model: Any, way: Attempt, problems: list[str], known: Known) -> Attempt:

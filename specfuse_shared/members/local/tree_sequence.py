@@ -61,7 +61,7 @@ class TreeSequence(SequenceState):
         row = self._row if self._row and self._row.used else self._started()
         if request.prompt:
             start = len(self.prompt) - self.prompt_remaining
-            ids = self.prompt[start : start + request.prompt]
+            ids = self.prompt[start : start + self.runner.piece(request.prompt, start)]
             return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
         if not self.needs(request):
             return None
