@@ -56,7 +56,7 @@ class MemberConfig(Settings):
     dtype: str = "auto"
     """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it; float32 stays on a CPU."""
     device: str = "auto"
-    """"auto" (wherever there is room), a kind ("cuda") or one device ("cuda:1", "cpu")."""
+    """"auto" (wherever there is room, but not on MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
     quantization: str | None = None
     """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto": the widest precision that
     fits (extra "quant")."""
