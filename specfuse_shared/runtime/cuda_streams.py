@@ -82,6 +82,8 @@ class ModelStream:
     next user is queued behind the last one.
     """
 
+    _on_mps = False
+
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
         self._on_mps = is_mps(device)
