@@ -45,15 +45,23 @@ class ChunkBuilder:
     """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
 
     `detail`: how much of the record goes with it. `reader`: of calls, if tools were offered; text that may be one is
-    held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it.
+    held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it; `may_close`: not
+    where brackets and quotes were enough to close it.
     """
 
     def __init__(
-        self, model_name: Callable[[], str], detail: Detail, *, reader: CallReader | None, whole: Whole = "none"
+        self,
+        model_name: Callable[[], str],
+        detail: Detail,
+        *,
+        reader: CallReader | None,
+        whole: Whole = "none",
+        may_close: bool = False,
     ) -> None:
         self._model_name = model_name
         self._detail = detail
         self._whole = whole
+        self._may_close = may_close
         self._reader = reader
         self._thoughts = Thoughts()
 
@@ -75,12 +83,12 @@ class ChunkBuilder:
         return {} if self._detail == "none" else {"additional_kwargs": kwargs}
 
     def _end(self, result: EnsembleResult) -> Iterator[ChatGenerationChunk]:
-        check_whole(result, self._whole, self._reader)
+        check_whole(result, self._whole, self._reader, may_close=self._may_close)
         usage = usage_metadata(result.usage)
-        if rest := last_parts(self._reader, result):
+        if rest := last_parts(self._reader, result, may_close=self._may_close):
             yield from _chunks(rest)
         info: dict[str, Any] = {
-            "finish_reason": finish_reason(result, bool(self._reader and self._reader.calls)),
+            "finish_reason": finish_reason(result, bool(self._reader and self._reader.calling)),
             "model_name": self._model_name(),
             "model_provider": PROVIDER,
         }

@@ -1,14 +1,16 @@
-"""Batches: as many inputs at once as the engine answers at once, and no thread more."""
+"""Batches: as many inputs at once as the engine answers at once, a thread for each, and Ctrl-C that ends them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
+
+from langchain_specfuse.interrupts import interruptible
 
 Configs = RunnableConfig | Sequence[RunnableConfig] | None
 
@@ -26,7 +28,10 @@ class EngineBatches(BaseChatModel):
     ) -> list[AIMessage]:
         """Answers to all inputs."""
         each = self._side_by_side(config, len(inputs), kwargs)
-        return super().batch(inputs, each, return_exceptions=return_exceptions, **kwargs)
+        whole = super().batch
+        flag: Any = return_exceptions
+        [answers] = interruptible(lambda: iter([whole(inputs, each, return_exceptions=flag, **kwargs)]))
+        return answers
 
     def batch_as_completed(
         self,
@@ -39,9 +44,8 @@ class EngineBatches(BaseChatModel):
         """Index and answer of each input, in the order in which they are finished."""
         each = self._side_by_side(config, len(inputs), kwargs)
         flag: Any = return_exceptions
-        answers: Iterator[tuple[int, Any]]
-        answers = super().batch_as_completed(inputs, each, return_exceptions=flag, **kwargs)
-        return answers
+        completed: Callable[..., Iterator[tuple[int, Any]]] = super().batch_as_completed
+        return interruptible(lambda: completed(inputs, each, return_exceptions=flag, **kwargs))
 
     async def abatch(
         self,

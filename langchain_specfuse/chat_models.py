@@ -20,11 +20,21 @@ from langchain_specfuse.batching import EngineBatches
 from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
 from langchain_specfuse.identity import DescribedModel, InferredProfile
-from langchain_specfuse.messages import to_messages
+from langchain_specfuse.interrupts import belonging
+from langchain_specfuse.messages import in_order, to_messages
 from langchain_specfuse.structured import structured_output
 from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
 from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
-from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Engine, Ensembles, ToolUse, Whole, config_of, members_of_model
+from specfuse_shared.frameworks import (
+    CLOSED,
+    TRANSPORT_OPTIONS,
+    Engine,
+    Ensembles,
+    ToolUse,
+    Whole,
+    config_of,
+    members_of_model,
+)
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""
@@ -33,6 +43,10 @@ _OF_A_CALL = (
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
 """What a call takes besides sampling; LangChain itself reads `stream`."""
+
+
+_QUESTION = Message("user", "Why?")
+"""Behind system messages that are counted by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +149,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         with as_langchain():
             request = self._request(messages, stop, kwargs)
             events = request.engine.stream(request.messages, request.params, **request.options)
-            with closing(cast("Generator[Event]", events)):
+            stream = cast("Generator[Event]", events)
+            with closing(stream), belonging(stream):
                 for event in events:
                     self._observe(event)
                     for chunk in request.answer.chunks(event):
@@ -214,7 +229,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of the reference member, or of `custom_get_token_ids`; loads the engine on first use."""
+        """Token ids of the reference member, or of `custom_get_token_ids`; reads a tokenizer and no weights."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         with as_langchain():
@@ -223,6 +238,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
         """Tokens of the whole prompt in the reference member's chat template, tools included.
 
+        System messages by themselves count as what they add to a conversation, which may be less than nothing where
+        they replace the template's own. So `trim_messages`, which counts them apart from the turns, keeps what fits.
         With `custom_get_token_ids`, those of the texts of the messages.
         """
         if not messages:
@@ -230,7 +247,10 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         if self.custom_get_token_ids is not None:
             return sum(len(self.custom_get_token_ids(message.text)) for message in messages)
         with as_langchain():
-            return self._resolve_engine().count_tokens(to_messages(messages), to_tools(tools or ()))
+            turns, offered, engine = to_messages(in_order(messages)), to_tools(tools or ()), self._resolve_engine()
+            if any(turn.role != "system" for turn in turns):
+                return engine.count_tokens(turns, offered)
+            return engine.count_tokens([*turns, _QUESTION], offered) - engine.count_tokens([_QUESTION])
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────
 
@@ -246,12 +266,15 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
         is_value = asked["response_format"] is not None and grammar is not None
         whole: Whole = "all" if asked["whole"] else "value" if is_value else "none"
+        may_close = asked["whole"] == CLOSED or (whole == "value" and grammar is not None and not grammar.strict)
         reader = ToolUse(tools, choice, otherwise=params.grammar).reader()
         return _Request(
             engine=self._resolve_engine(name, asked["extra_headers"]),
             messages=[*to_messages(messages), *told],
             params=params,
-            answer=ChunkBuilder(lambda: name or self._model_name(), self.ledger, reader=reader, whole=whole),
+            answer=ChunkBuilder(
+                lambda: name or self._model_name(), self.ledger, reader=reader, whole=whole, may_close=may_close
+            ),
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,
@@ -262,11 +285,11 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
 
     def _ensemble(self, name: str | None = None) -> EnsembleConfig:
         """The ensemble of this name; without one, that of this model."""
-        name, own = name or self.model_name, super()._ensemble()
+        name, own = name or self._chosen_model, super()._ensemble()
         return own if name in (None, "+".join(own.names)) else _ensemble_named(name, self.ensembles)
 
     def _model_name(self) -> str:
-        return self.model_name or super()._model_name()
+        return self._chosen_model or super()._model_name()
 
     def _most_at_once(self, options: Mapping[str, Any]) -> int:
         try:

@@ -19,7 +19,20 @@ class InferredProfile(dict[str, Any]):
 
 
 class DescribedModel(EnsembleSettings, BaseChatModel):
-    """A chat model over an ensemble, as far as it only says what it is."""
+    """A chat model over an ensemble, as far as it only says what it is.
+
+    `model_name` and `model` are always a name: that of the ensemble or of the server's model where none was chosen, as
+    those who read it of other models expect.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)  # a property cannot stand in the place of pydantic's field
+        return self._model_name() if name == "model_name" and found is None else found
+
+    @property
+    def model(self) -> str:
+        """The name of the ensemble, or of a server's model."""
+        return self._model_name()
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -34,7 +47,7 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
         Local folders are named; they are found again in the same process.
         """
         told = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
-        named = {} if self.base_url and self.model_name is None else {"model_name": self._model_name()}
+        named = {} if self.base_url and self._chosen_model is None else {"model_name": self._model_name()}
         kwargs = {**self.model_dump(exclude_defaults=True), **told, **named}
         return {"lc": 1, "type": "constructor", "id": self.lc_id(), "kwargs": kwargs, "name": type(self).__name__}
 

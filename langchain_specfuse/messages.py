@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from langchain_core.messages import (
 
 from specfuse_shared import Message, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import Role, arguments_said
+from specfuse_shared.frameworks import SILENT_BLOCKS, TEXT_BLOCKS, Role, arguments_said, block_text
 
 _ROLES: dict[type[BaseMessage], Role] = {
     SystemMessage: "system",
@@ -38,14 +37,6 @@ _CHAT_ROLES: dict[str, Role] = {
     "ai": "assistant",
     "tool": "tool",
 }
-_TEXT_KEYS = {"text": "text", "text-plain": "text", "refusal": "refusal"}
-"""Blocks that are text, and where it stands in them."""
-_SILENT_BLOCKS = re.compile(
-    "reasoning|(redacted_)?thinking|non_standard|executable_code|code_execution_result"
-    "|(.*_)?tool_(call|call_chunk|use|result)|(.*_)?call|mcp_.*"
-)
-"""Blocks of an assistant that are no text of its turn: thoughts, calls (those to answer are read from `tool_calls`),
-and what other providers' own tools did."""
 
 
 def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
@@ -57,6 +48,23 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
             called.update({call["id"]: call["name"] for call in calls if call["id"] and call["name"]})
     answered = {message.tool_call_id for message in messages if isinstance(message, ToolMessage)}
     return [_to_message(message, called, answered) for message in messages]
+
+
+def in_order(messages: Sequence[BaseMessage]) -> Sequence[BaseMessage]:
+    """The messages, turned round where they come last first: `trim_messages` counts the end of a conversation so.
+
+    A result of a tool in front of its call says so, and a system message behind all turns.
+    """
+    answered: set[str | None] = set()
+    for message in messages:
+        if isinstance(message, ToolMessage):
+            answered.add(message.tool_call_id)
+        elif isinstance(message, AIMessage):
+            calls = [*message.tool_calls, *message.invalid_tool_calls]
+            if any(call["id"] is not None and call["id"] in answered for call in calls):
+                return messages[::-1]
+    ends = isinstance(messages[-1], SystemMessage) and not isinstance(messages[0], SystemMessage)
+    return messages[::-1] if ends else messages
 
 
 def _to_message(message: BaseMessage, called: Mapping[str | None, str], answered: Container[str | None]) -> Message:
@@ -96,19 +104,21 @@ def _named_role(message: BaseMessage) -> str:
 def _text(message: BaseMessage) -> str:
     if isinstance(message.content, str):
         return message.content
-    return "".join(_block_texts(message.content, isinstance(message, AIMessage)))
+    return "".join(_block_texts(message.content, _role(message)))
 
 
-def _block_texts(blocks: Iterable[str | dict[Any, Any]], assistant: bool) -> Iterator[str]:
+def _block_texts(blocks: Iterable[str | dict[Any, Any]], role: Role) -> Iterator[str]:
     for block in blocks:
         kind = "text" if isinstance(block, str) else str(block.get("type"))
         if isinstance(block, str):
             yield block
         elif kind == "text-plain" and not block.get("text"):
             yield _plain_file(block)
-        elif kind in _TEXT_KEYS:
-            yield str(block.get(_TEXT_KEYS[kind]) or "")
-        elif not (assistant and _SILENT_BLOCKS.fullmatch(kind)):
+        elif kind in TEXT_BLOCKS:
+            yield str(block.get(TEXT_BLOCKS[kind]) or "")
+        elif role == "tool" or (role == "assistant" and not SILENT_BLOCKS.fullmatch(kind)):
+            yield block_text(block)
+        elif role != "assistant":
             raise RequestError(f"a message holds a content block of type {kind!r}: this ensemble reads text only")
 
 

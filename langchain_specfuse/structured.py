@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from langchain_specfuse.answers import usage_metadata
 from langchain_specfuse.tools import json_schema_of, schema_tool
 from specfuse_shared import ConfigError, UnfinishedValueError
+from specfuse_shared.frameworks import CLOSED
 
 if TYPE_CHECKING:
     from langchain_specfuse.chat_models import ChatSpecFuse
@@ -56,7 +57,7 @@ def structured_output(
 
 def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> ModelAndParser:
     tool = schema_tool(schema, strict)
-    bound = model.bind_tools([tool], tool_choice=tool.name, whole=True, **kwargs)
+    bound = model.bind_tools([tool], tool_choice=tool.name, whole=True if strict else CLOSED, **kwargs)
     if (of_class := _pydantic(schema)) is not None:
         return bound, PydanticToolsParser(tools=[of_class], first_tool_only=True)
     return bound, JsonOutputKeyToolsParser(key_name=tool.name, first_tool_only=True)

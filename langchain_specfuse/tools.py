@@ -34,8 +34,10 @@ def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
     if choice is True and len(names) == 1:
         return names[0]
     asked = choice_of(choice)
-    if asked in (*names, "auto", "any", "none"):
+    if asked in (*names, "auto", "none") or (asked == "any" and names):
         return asked
+    if not names:
+        raise ConfigError(f"tool_choice {choice!r} needs tools, and none are bound: bind tools, or leave it out")
     raise ConfigError(f"tool_choice {asked!r} is none of the bound tools {names} and no word like 'any'")
 
 

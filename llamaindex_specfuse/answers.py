@@ -85,7 +85,7 @@ class AnswerFold:
     """Folds the events of one answer into pieces, and tells everyone who listens about each segment.
 
     Made in the body of an endpoint: there the call's span is still open, whose id every segment carries. `whole`: what
-    `max_tokens` cut raises `UnfinishedValueError`.
+    `max_tokens` cut raises `UnfinishedValueError`; `may_close`: not where brackets and quotes were enough to close it.
     """
 
     def __init__(
@@ -95,10 +95,13 @@ class AnswerFold:
         observe: Callable[[Event], None],
         whole: Whole = "none",
         model_name: Callable[[], str] = lambda: "",
+        *,
+        may_close: bool = False,
     ) -> None:
         self._observe = observe
         self._detail = detail
         self._whole = whole
+        self._may_close = may_close
         self._model_name = model_name
         self._text = ""
         self._reader = reader
@@ -130,8 +133,8 @@ class AnswerFold:
         return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
 
     def _last(self, result: EnsembleResult) -> AnswerStep:
-        check_whole(result, self._whole, self._reader)
-        parts = last_parts(self._reader, result)
+        check_whole(result, self._whole, self._reader, may_close=self._may_close)
+        parts = last_parts(self._reader, result, may_close=self._may_close)
         usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
         record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
         raw = {"model": self._model_name(), "usage": usage, "finish_reason": reason, **record}

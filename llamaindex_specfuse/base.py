@@ -30,7 +30,7 @@ from llamaindex_specfuse.streams import acloses_source, closes_source, source
 from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
 from specfuse_shared import CallOptions, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
-from specfuse_shared.frameworks import EnsembleSettings, ToolUse, Whole, choice_of, members_of_model
+from specfuse_shared.frameworks import CLOSED, EnsembleSettings, ToolUse, Whole, choice_of, members_of_model
 
 _SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620
@@ -46,6 +46,8 @@ class _Call:
     timeout: float | None
     whole: Whole = "none"
     """What raises `UnfinishedValueError` where `max_tokens` cuts it."""
+    may_close: bool = False
+    """Not where brackets and quotes are enough to close it."""
     headers: Mapping[str, str] | None = None
 
     @property
@@ -87,7 +89,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
 
-    Raises `ConfigError` if the smallest member's context has no room for `max_tokens` and LlamaIndex's prompts.
+    Raises `ConfigError` if the smallest member's context has no room for LlamaIndex's prompts. `max_tokens` above what
+    they leave is cut to that.
     """
 
     context_window: int | None = Field(default=None, gt=0)
@@ -112,7 +115,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         """Plain JSON that `from_dict` reads, without keys and local paths; a folder is found in this process only."""
         told = super().to_dict(**kwargs)
         told.pop("model_name", None)
-        return told if self.base_url and self.model_name is None else {**told, "model": self.model}
+        return told if self.base_url and self._chosen_model is None else {**told, "model": self.model}
 
     @model_validator(mode="before")
     @classmethod
@@ -137,33 +140,34 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         """Asks no server: where one answers, its model is known when the sizes are read."""
+        self._call({})  # names what no call takes
         self._check_room()
         return self
 
     def _check_room(self) -> None:
-        window, params = self._window(), self._call({}).params
-        if window is not None and window - self._longest_output() < PROMPT_ROOM:
-            thoughts = f" and max_thinking_tokens={params.max_thinking_tokens}" if self._thinks() else ""
+        window = self._window()
+        if window is not None and window <= PROMPT_ROOM:
             raise ConfigError(
-                f"the smallest context of the members holds {window} tokens: with max_tokens={params.max_tokens}"
-                f"{thoughts} fewer than {PROMPT_ROOM} are left for LlamaIndex's prompts; lower it or leave that "
-                "member out"
+                f"the smallest context of the members holds {window} tokens, and LlamaIndex's prompts take up to "
+                f"{PROMPT_ROOM}: leave that member out, or raise its max_context"
             )
 
     @property
     def metadata(self) -> LLMMetadata:
         """`context_window` always leaves room for a prompt, also where no member states its own.
 
-        `num_output` holds the answer and, where a member thinks, its thoughts. A server is asked for its model when
-        this is first read; raises `EngineClosedError` where none answers.
+        `num_output` holds the answer and, where a member thinks, its thoughts, and leaves room for prompts. A server is
+        asked for its model when this is first read; raises `EngineClosedError` where none answers.
         """
         if (remote := self._remote()) is not None and not remote.known:
             remote.describe()
             self._check_room()
-        longest = self._longest_output()
+        longest, window = self._longest_output(), self._window()
+        if window is not None:  # a longer answer takes what its prompt leaves, as with every other way to ask
+            longest = min(longest, window - PROMPT_ROOM)
         return _TracedMetadata(
             **self._traced(),
-            context_window=self._window() or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
+            context_window=window or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
             num_output=longest,
             is_chat_model=True,
             is_function_calling_model=self.is_function_calling_model,
@@ -177,7 +181,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """Text to the token ids of the reference member, for `Settings.tokenizer`; loads the engine on first use."""
+        """Text to the token ids of the reference member, for `Settings.tokenizer`; reads no weights."""
         return self._token_ids
 
     # ── the eight endpoints ──────────────────────────────────────────────────────────────────────
@@ -261,20 +265,18 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         whole: Whole = "call" if asked == "call" else "all" if asked else "none"
         headers = given.pop("extra_headers", None)
         params = self._sampling(given)
-        return _Call(params, ToolUse(tools, choice, parallel, params.grammar), timeout, whole, headers)
+        use = ToolUse(tools, choice, parallel, params.grammar)
+        return _Call(params, use, timeout, whole, asked == CLOSED, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
-        """The settings of a call for this conversation. Raises `ConfigError` if its answer can have no prompt."""
-        call, window = self._call(overrides), self._window()
-        if window is not None and call.params.max_tokens >= window:
-            raise ConfigError(
-                f"max_tokens={call.params.max_tokens} leaves no room for a prompt: "
-                f"the smallest context of the members holds {window} tokens"
-            )
+        """The settings of a call for this conversation."""
+        call = self._call(overrides)
         return replace(call, params=replace(call.params, stop=(*call.params.stops, *react_stops(messages))))
 
     def _answer(self, call: _Call) -> AnswerFold:
-        return AnswerFold(call.use.reader(), self.ledger, self._observe, call.whole, self._model_name)
+        return AnswerFold(
+            call.use.reader(), self.ledger, self._observe, call.whole, self._model_name, may_close=call.may_close
+        )
 
     def _pieces(self, messages: list[Message], overrides: dict[str, Any]) -> Generator[AnswerStep, None, None]:
         """The answer to a conversation; a request that cannot be served is refused here, before the first piece."""

@@ -17,7 +17,7 @@ from llama_index.core.tools.types import BaseTool
 from llamaindex_specfuse.messages import arguments_so_far, begun_in, is_whole
 from specfuse_shared import Tool, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import choice_of
+from specfuse_shared.frameworks import CLOSED, choice_of
 
 ToolLike = BaseTool | Tool | Mapping[str, Any]
 ToolChoice = str | bool | Mapping[str, Any] | None
@@ -47,7 +47,7 @@ class ToolCalling(FunctionCallingLLM):
         is_output = _is_output(tools)
         asked = [ChatMessage(user_msg, role=MessageRole.USER)] if isinstance(user_msg, str) else [user_msg]
         return {
-            **({"whole": True} if is_output else {}),
+            **({"whole": CLOSED} if is_output else {}),
             **kwargs,
             "messages": [*(chat_history or ()), *(message for message in asked if message is not None)],
             "tools": to_tools(tools),

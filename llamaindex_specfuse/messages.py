@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from specfuse_shared import Message, ToolCall
 from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import CUT_MARK, Role, arguments_said
+from specfuse_shared.frameworks import CUT_MARK, Role, arguments_said, block_text
 
 _ROLES: dict[MessageRole, Role] = {
     MessageRole.SYSTEM: "system",
@@ -88,28 +88,35 @@ def _part(value: Any, name: str) -> Any:
 
 def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Message:
     answered = message.additional_kwargs.get("tool_call_id")
-    calls = (ToolCall(c.tool_name, arguments_said(c.tool_kwargs), c.tool_call_id) for c in begun_in(message))
+    named = [call for call in begun_in(message) if call.tool_name]
+    calls = (ToolCall(c.tool_name, arguments_said(c.tool_kwargs), c.tool_call_id) for c in named)
     return Message(
         role=_ROLES[message.role],
-        content="\n".join(text for block in message.blocks for text in _texts(block)),
+        content="\n".join(text for block in message.blocks for text in _texts(block, _ROLES[message.role])),
         name=message.additional_kwargs.get("name") or (names.get(answered) if answered else None),
         tool_calls=tuple(calls),
         tool_call_id=answered,
     )
 
 
-def _texts(block: Any) -> Iterator[str]:
-    """What a block says, in words. Raises `RequestError` for an image and the like."""
+def _texts(block: Any, role: Role) -> Iterator[str]:
+    """What a block says, in words. Raises `RequestError` for an image and the like that a user shows.
+
+    Those of a tool or of another model are named, so that an agent goes on behind them.
+    """
     if isinstance(block, TextBlock):
         yield block.text
     elif isinstance(block, CitableBlock):
         yield block.title
         for part in block.content:
-            yield from _texts(part)
+            yield from _texts(part, role)
     elif isinstance(block, DocumentBlock) and block.data and (block.document_mimetype or "").startswith("text/"):
         yield block.resolve_document().read().decode(errors="replace")
     elif not isinstance(block, _SILENT_BLOCKS):
-        raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
+        if role not in ("tool", "assistant"):
+            raise RequestError(f"a message holds a {type(block).__name__}: this ensemble reads text only")
+        name = getattr(block, "title", None) or getattr(block, "url", None)
+        yield block_text({"type": block.block_type, "name": str(name) if name else None})
 
 
 def is_whole(call: ToolCallBlock) -> bool:

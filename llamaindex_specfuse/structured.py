@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from specfuse_shared import Grammar
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.frameworks import value_of
+from specfuse_shared.frameworks import CLOSED, value_of
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
@@ -135,7 +135,7 @@ class StructuredPrediction(LLM):
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
         grammar, told = value_of(output_cls.model_json_schema(), strict=False)
         turns = [ChatMessage(message.content, role=message.role) for message in told]
-        return {"whole": True, **options, "messages": [*messages, *turns], "grammar": grammar}
+        return {"whole": CLOSED, **options, "messages": [*messages, *turns], "grammar": grammar}
 
 
 class _Growing:

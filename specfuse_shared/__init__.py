@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specfuse_shared.agreement import Agreement, Disagreement
 from specfuse_shared.errors import (
     AuthenticationError,
+    ClosedValueWarning,
     ConfigError,
     EngineBusyError,
     EngineClosedError,
@@ -19,6 +20,7 @@ from specfuse_shared.errors import (
     MemberFailedWarning,
     MemberLoadError,
     MissingExtraError,
+    MissingTemplateWarning,
     PlacementError,
     PromptTooLongError,
     RequestError,
@@ -87,6 +89,7 @@ __all__ = [
     "CallOptions",
     "Candidate",
     "CandidateLogprobs",
+    "ClosedValueWarning",
     "ConfigError",
     "Disagreement",
     "EngineBusyError",
@@ -120,6 +123,7 @@ __all__ = [
     "Message",
     "MetricsSnapshot",
     "MissingExtraError",
+    "MissingTemplateWarning",
     "OnlineFeedback",
     "PlacementError",
     "PromptTooLongError",

@@ -40,10 +40,12 @@ class SpecFuseError(Exception):
     """Base class of the errors of this package.
 
     Every error can be pickled: a process pool hangs on one that cannot. `shared` names the attributes, and `public` is
-    the message, that a server sends to its clients.
+    the message, that a server sends to its clients. `param`: the field of the request that it is about, where a server
+    knows it.
     """
 
     shared: ClassVar[tuple[str, ...]] = ()
+    param: str | None = None
 
     @property
     def public(self) -> str:
@@ -59,7 +61,17 @@ class ConfigError(SpecFuseError, ValueError):
 
 
 class GrammarError(ConfigError):
-    """A grammar is malformed, or uses a keyword that no grammar can enforce."""
+    """A grammar is malformed, or uses a keyword that no grammar can enforce.
+
+    `tool`: the name of the tool whose schema it is, `field`: where in the schema ("properties.day.pattern"), if known.
+    """
+
+    shared = ("tool", "field")
+
+    def __init__(self, message: str = "", *, tool: str | None = None, field: str | None = None) -> None:
+        super().__init__(message)
+        self.tool = tool
+        self.field = field
 
 
 class AuthenticationError(ConfigError):
@@ -130,9 +142,9 @@ class PromptTooLongError(RequestError):
 
     def __init__(self, member: str, limit: int, count: int, room: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}, whose context "
-            f"holds {limit} and needs {room} of them for the first segment: shorten the prompt by "
-            f"{count + room - limit} tokens or leave this member out"
+            f"the prompt has {'at least ' if at_least else ''}{count} tokens for member {member!r}. This model's "
+            f"maximum context length is {limit} tokens, and the first segment needs {room} of them: shorten the prompt "
+            f"by {count + room - limit} tokens or leave this member out"
         )
         self.member = member
         self.limit = limit
@@ -220,5 +232,13 @@ class MemberFailedWarning(RuntimeWarning):
     """A member failed and left an answer, which went on with the others."""
 
 
+class ClosedValueWarning(RuntimeWarning):
+    """A value went in a loop or reached `max_tokens`, and was closed where it was: it may miss something."""
+
+
 class SlowVerificationWarning(RuntimeWarning):
     """A member's server cannot score given tokens from its prefix cache, so it reads the context again every round."""
+
+
+class MissingTemplateWarning(RuntimeWarning):
+    """A model of Ollama's store has no chat template in its file, so its prompts are plain text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.types import MemberExit, RoundRecord, StageName
+from specfuse_shared.types import MemberExit, RoundRecord, StageName, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,15 @@ class SegmentEvent:
 
     `text` may lag behind `record.text` by a few characters that could still become a stop string or belong to an
     unfinished character. `start` and `end` are its character offsets in the final answer. `record` is None for text
-    that was held back and is released at the end.
+    that was held back and is released at the end. `logprobs`: of the tokens that end in this text, with
+    `SamplingParams.logprobs`, as long as the reference member takes part.
     """
 
     text: str
     start: int
     end: int
     record: RoundRecord | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

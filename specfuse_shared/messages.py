@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -148,17 +149,21 @@ class Message:
 
     @classmethod
     def from_dict(cls, message: Mapping[str, Any]) -> Self:
-        """A message as OpenAI's clients write it; its content is text, or parts of it. Raises `RequestError`."""
-        known = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio")
-        if unknown := sorted(set(message) - set(known)):
-            raise RequestError(f"a message has unknown fields {unknown}: it may have {', '.join(known[:5])}")
+        """A message as OpenAI's clients write it; its content is text, or parts of it. Raises `RequestError`.
+
+        What models and tools wrote before is read as far as it can be: see `earlier_fields`, `calls_before`.
+        """
+        message = earlier_fields(message)
+        if unknown := sorted(set(message) - set(_FIELDS)):
+            raise RequestError(f"a message has unknown fields {unknown}: it may have {', '.join(_FIELDS[:5])}")
         role: Any = message.get("role", "")
+        answers = message.get("tool_call_id")
         return cls(
             role=role if role not in tuple(_OPENAI_ROLES) else _OPENAI_ROLES[role],
-            content=_text_of(message.get("content")),
+            content=_text_of(message.get("content"), said=role in _SAID),
             name=message.get("name"),
-            tool_calls=tuple(map(ToolCall.from_dict, message.get("tool_calls") or ())),
-            tool_call_id=message.get("tool_call_id"),
+            tool_calls=tuple(calls_before(message)),
+            tool_call_id=None if answers is None else str(answers),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,14 +173,89 @@ class Message:
         return {"role": self.role, "content": self.content} | {k: v for k, v in told.items() if v is not None}
 
 
-def _text_of(content: Any) -> Any:
-    """The text of OpenAI's message content: a string, or parts of text."""
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio", "function_call")
+_SAID = ("assistant", "tool", "function")
+"""Roles of turns that models and tools wrote, through whatever software."""
+_NOTES = ("cache_control", "extra_content", "id", "metadata", "provider_specific_fields")
+"""Fields in which other software leaves notes to itself in the turns of a user."""
+
+
+def earlier_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a turn without those that other providers and clients leave there (thoughts, signatures, nulls).
+
+    In turns of models and tools that is every field that is not known; in those of a user, a mistake is one.
+    """
+    is_said = message.get("role") in _SAID
+    return {k: v for k, v in message.items() if k in _FIELDS or not (is_said or k in _NOTES or v is None)}
+
+
+def calls_before(message: Mapping[str, Any]) -> Iterator[ToolCall]:
+    """The calls of an earlier turn. One without a name is left out; arguments that are no object are none."""
+    calls, legacy = message.get("tool_calls"), message.get("function_call")
+    for call in [*(calls if isinstance(calls, (list, tuple)) else ()), {"function": legacy}]:
+        if not isinstance(call, Mapping):
+            continue
+        function, custom = call.get("function"), call.get("custom")
+        if isinstance(custom, Mapping):
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str) and name:
+            number = call.get("id")
+            yield ToolCall(name, arguments_said(function.get("arguments")), None if number is None else str(number))
+
+
+TEXT_BLOCKS = {"text": "text", "input_text": "text", "output_text": "text", "text-plain": "text", "refusal": "refusal"}
+"""Blocks that are text, and where it stands in them."""
+SILENT_BLOCKS = re.compile(
+    "reasoning(_.*)?|(redacted_)?thinking|thought|non_standard|executable_code|code_execution_result"
+    "|(.*_)?tool_(call|call_chunk|use|result)|(.*_)?call|mcp_.*"
+)
+"""Blocks of an assistant that are no text of its turn: thoughts, calls (those to answer are read from `tool_calls`),
+and what other providers' own tools did."""
+_LONGEST_NAME = 200
+_KIND = re.compile(r"(?:input_)?(\w+?)(?:_url)?")
+
+
+def block_text(block: Mapping[str, Any]) -> str:
+    """What a block of a tool's result says: its text, or what it is and is called where it holds no text.
+
+    So an agent goes on behind a file, an image or a sound, which no member reads, and knows that it was there.
+    """
+    kind = str(block.get("type"))
+    nothing: Mapping[str, Any] = {}
+    inner = next((block[key] for key in (kind, "source") if isinstance(block.get(key), Mapping)), nothing)
+    content = block.get("content")
+    if isinstance(content, (list, tuple)):
+        texts = [block.get("title"), *(block_text(part) for part in content if isinstance(part, Mapping))]
+        return "\n".join(text for text in texts if isinstance(text, str) and text)
+    for text in (block.get(TEXT_BLOCKS.get(kind, "text")), inner.get("text"), content):
+        if isinstance(text, str):
+            return text
+    places = [block, inner, block.get("metadata"), block.get("extras")]
+    keys = ("filename", "name", "title", "file_id", "uri", "url", "file_url", "image_url")
+    names = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
+    name = next((n for n in names if isinstance(n, str) and n and not n.startswith("data:")), "")[:_LONGEST_NAME]
+    called = match[1] if (match := _KIND.fullmatch(kind)) else kind
+    return f"[{called}: {name}]" if name else f"[{called}]"
+
+
+def _text_of(content: Any, said: bool) -> Any:
+    """The text of OpenAI's message content: a string, or parts of text. `said`: by a model or a tool, of any kind."""
     if not isinstance(content, (list, tuple)):
         return content or ""
+    if said:
+        blocks = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        return "".join(map(_said, [block for block in blocks if isinstance(block, Mapping)]))
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in ("text", "refusal"):
+        if not isinstance(part, Mapping) or part.get("type") not in TEXT_BLOCKS:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(f"a message holds a part of type {kind!r}: this engine reads text only")
-        if not isinstance(part.get(part["type"]), str):
+        if not isinstance(part.get(TEXT_BLOCKS[part["type"]]), str):
             raise RequestError(f"a part of type {part['type']!r} of a message has no {part['type']!r}: give its text")
-    return "".join(part[part["type"]] for part in content)
+    return "".join(part[TEXT_BLOCKS[part["type"]]] for part in content)
+
+
+def _said(block: Mapping[str, Any]) -> str:
+    kind = str(block.get("type"))
+    if kind in TEXT_BLOCKS:
+        return str(block.get(TEXT_BLOCKS[kind]) or "")
+    return "" if SILENT_BLOCKS.fullmatch(kind) and kind != "tool_result" else block_text(block)

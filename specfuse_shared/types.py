@@ -20,7 +20,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` was reached, or no member had context left."""
     REPETITION = "repetition"
-    """The ensemble could only say the same again (`EnsembleConfig.repetition_guard`)."""
+    """The ensemble could only say the same again, or did so within a value that was closed there
+    (`EnsembleConfig.repetition_guard`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,8 @@ class AnswerRecord:
     """Members that failed and left the answer."""
     closing: str = ""
     """The end of the answer that no member wrote: it completes a value or call within `max_tokens`."""
+    loops: tuple[str, ...] = ()
+    """What lists or strings of a value said again and again: each was closed behind what it said once."""
 
     def summary(self) -> tuple[MemberSummary, ...]:
         """What each member contributed, in the order of the configuration."""

@@ -129,6 +129,20 @@ class Service:
         except ClientDisconnect:
             return Response(status_code=GONE)
 
+    async def input_tokens(self, request: Request) -> Response:
+        """How many tokens a request of the Responses API has, its tools and schema among them."""
+
+        def counted(raw: bytes) -> dict[str, Any]:
+            call = self.reader.response(read_body(ResponsesBody, raw))
+            [choice], engine = call.choices, call.model.engine
+            count = engine.count_tokens(choice.messages, call.use.offered, members=call.model.members)
+            return {"object": "response.input_tokens", "input_tokens": count}
+
+        try:
+            return JSONResponse(await self._read(request, counted))
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
         """What `read` makes of the body, in a thread: bodies, grammars and texts may take a while to check."""
         raw = await self._raw(request)
@@ -195,6 +209,7 @@ def build_app(service: Service, clients: Clients | None = None) -> ASGIApp:
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/responses", service.responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", service.input_tokens, methods=["POST"]),
         Route("/v1/responses/{id:path}", service.kept_response, methods=["GET", "POST", "DELETE"]),
         Route("/tokenize", service.tokenize, methods=["POST"]),
         Route("/live", service.live, methods=["GET"]),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from specfuse_shared.api_server.models import ModelsLoadingError
-from specfuse_shared.api_server.requests.bodies import BodyError
+from specfuse_shared.api_server.requests.bodies import BodyError, LongPromptError
 from specfuse_shared.client.wire import error_to_json
 from specfuse_shared.errors import (
     ConfigError,
@@ -27,6 +27,7 @@ from specfuse_shared.types import MemberFault
 _FAILURES: tuple[tuple[type[SpecFuseError], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
+    (LongPromptError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
     (ConfigError, 400, "invalid_request_error", None),
     (UnfinishedValueError, 400, "invalid_request_error", "unfinished_value"),
@@ -79,7 +80,7 @@ def public(event: Event) -> Event:
 
 def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
     """When to try again, and that it is no use for what would take as long again."""
-    if isinstance(error, EngineBusyError):
+    if isinstance(error, EngineBusyError) or (isinstance(error, HttpError) and error.code == "too_many_requests"):
         return {"Retry-After": str(retry_seconds)}
     if isinstance(error, HttpError) and error.status == 401:
         return {"WWW-Authenticate": "Bearer"}

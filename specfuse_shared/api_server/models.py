@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 Status = Literal["loading", "ok", "degraded", "failed"]
 """`degraded`: some members are lost, and the others answer. `failed`: loading did not work, or an engine broke."""
 LONGEST_RETRY = 60
+_SPREAD = (0.8, 1.2)
+_UNKNOWN_ANSWER_SECONDS = 1.0
+"""Of an answer, before any ended."""
 """Seconds."""
 
 
@@ -135,12 +139,22 @@ class Models:
         return list(self._by_id.values())
 
     def retry_seconds(self) -> int:
-        """After how many seconds a refused client may have a place: what a recent answer took."""
+        """After how many seconds a refused client may be answered: what those before it take, with some spread.
+
+        Without the spread, all who were refused together would come back together.
+        """
         if self._status == "loading":
             return 5
-        means = [engine.metrics().answer_seconds.mean for engine in self.engines.values()]
-        return min(LONGEST_RETRY, max(1, math.ceil(max(means, default=0.0))))
+        wait = max(map(_wait_seconds, self.engines.values()), default=0.0)
+        return min(LONGEST_RETRY, max(1, math.ceil(wait * random.uniform(*_SPREAD))))
 
     def _observe(self, ensemble: str, progress: LoadProgress) -> None:
         self._stage = f"{ensemble}: {progress.member} ({progress.index} of {progress.total}): {progress.stage}"
         logger.info("loading %s", self._stage)
+
+
+def _wait_seconds(engine: EnsembleEngine) -> float:
+    """Until an answer that is asked for now would begin: rounds of `max_concurrent` answers that are before it."""
+    metrics = engine.metrics()
+    answering = max(0.0, metrics.answer_seconds.mean - metrics.queue_seconds.mean) or _UNKNOWN_ANSWER_SECONDS
+    return answering * (1 + metrics.waiting / engine.config.max_concurrent)

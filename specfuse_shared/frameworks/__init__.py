@@ -7,6 +7,7 @@ from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of, 
 from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
 from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, response_schema, value_of
 from specfuse_shared.frameworks.records import (
+    CLOSED,
     Detail,
     Whole,
     candidate_records,
@@ -14,6 +15,7 @@ from specfuse_shared.frameworks.records import (
     finish_reason,
     last_parts,
     ledger,
+    logprobs_content,
     openai_logprobs,
     reasoning_tokens,
     segment_record,
@@ -22,13 +24,16 @@ from specfuse_shared.frameworks.records import (
 from specfuse_shared.frameworks.settings import Engine, EnsembleSettings, OnSegment
 from specfuse_shared.frameworks.thoughts import Thoughts
 from specfuse_shared.loading.config_files import plain_config
-from specfuse_shared.messages import CUT_MARK, Role, arguments_said
+from specfuse_shared.messages import CUT_MARK, SILENT_BLOCKS, TEXT_BLOCKS, Role, arguments_said, block_text
 from specfuse_shared.serving.calls import choice_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
 
 __all__ = [
+    "CLOSED",
     "CUT_MARK",
     "RESPONSE_FORMATS",
+    "SILENT_BLOCKS",
+    "TEXT_BLOCKS",
     "TRANSPORT_OPTIONS",
     "CallDelta",
     "CallReader",
@@ -44,6 +49,7 @@ __all__ = [
     "ToolUse",
     "Whole",
     "arguments_said",
+    "block_text",
     "candidate_records",
     "check_whole",
     "choice_of",
@@ -51,6 +57,7 @@ __all__ = [
     "finish_reason",
     "last_parts",
     "ledger",
+    "logprobs_content",
     "members_of_model",
     "openai_logprobs",
     "plain_config",

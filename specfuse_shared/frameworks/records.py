@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from specfuse_shared.errors import UnfinishedValueError
+from specfuse_shared.errors import ClosedValueWarning, UnfinishedValueError
 from specfuse_shared.events import SegmentEvent
 from specfuse_shared.loading.config_files import plain
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
+from specfuse_shared.text.tool_calls import CALL_CLOSE, CallDelta, CallReader, TextDelta
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLogprob, TopLogprob, Usage
 
+_BRACKETS = re.compile(rf'["\]}}]*(?:{CALL_CLOSE})?')
 Detail = Literal["summary", "full", "none"]
 Whole = Literal["none", "value", "call", "all"]
 """What must be whole: nothing, an answer that is no call, one that has begun a call, or either."""
+
+CLOSED = "closed"
+"""An option `whole` of a call: a value has to be whole, and one that brackets and quotes alone have closed is."""
 
 
 def segment_record(event: SegmentEvent) -> dict[str, Any]:
@@ -66,7 +72,7 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
     """The record of an answer as plain JSON: nothing, each member's part in it, or all of its rounds, too."""
     if detail == "none":
         return {}
-    left_out = ("text", "logprobs", "thinking", *(() if result.closing else ("closing",)))
+    left_out = ("text", "logprobs", "thinking", *(name for name in ("closing", "loops") if not getattr(result, name)))
     told = {key: value for key, value in result.to_dict().items() if key not in left_out}
     if detail == "summary":
         told["rounds"] = len(result.rounds)
@@ -78,47 +84,80 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
 def finish_reason(result: EnsembleResult, called: bool = False) -> str:
     """Why the answer ended, in the words that every provider uses; "repetition" is a reason of ours to stop.
 
-    What `max_tokens` ended is not whole, be it a call or a value: it says "length". So does one that was closed because
-    it went in circles.
+    `called`: it has begun a call. What `max_tokens` ended is not whole, be it a call or a value: it says "length". So
+    does a call that was closed because it went in circles.
     """
-    if _is_cut(result):
+    if _is_cut(result, called):
         return "length"
     return "tool_calls" if called else "stop"
 
 
-def check_whole(result: EnsembleResult, whole: Whole = "all", reader: CallReader | None = None) -> None:
+def check_whole(
+    result: EnsembleResult, whole: Whole = "all", reader: CallReader | None = None, *, may_close: bool = False
+) -> None:
     """Raises `UnfinishedValueError` for a value or call that was cut, also where it was closed in time.
 
-    `reader`: of calls, which has read the answer.
+    `reader`: of calls, which has read the answer. `may_close`: a value that brackets and quotes alone have closed is
+    whole; Python's warnings tell of it.
     """
-    said = "call" if reader is not None and reader.calling else "value"
-    if whole in ("all", said) and _is_cut(result):
-        count = result.usage.completion_tokens
-        message = f"max_tokens cut the value after {count} tokens: give it more room"
-        if result.finish_reason is FinishReason.REPETITION:
-            message = f"the value went in circles and was cut after {count} tokens: ask for less, or otherwise"
-        text = result.text.removesuffix(result.closing)
-        raise UnfinishedValueError(message, member=None, text=text, usage=result.usage)
+    called = reader is not None and reader.calling
+    if whole not in ("all", "call" if called else "value"):
+        return
+    looped = result.finish_reason is FinishReason.REPETITION and bool(result.loops or result.closing)
+    if not looped and result.finish_reason is not FinishReason.LENGTH:
+        return
+    count = result.usage.completion_tokens
+    said = f" ({result.loops[-1][:80]!r} again and again)" if result.loops else ""
+    if may_close and is_closed_nearby(result, called):
+        how = f"went in a loop{said}" if looped else f"reached max_tokens after {count} tokens"
+        warnings.warn(f"a value {how} and was closed there", ClosedValueWarning, stacklevel=2)
+        return
+    message = f"max_tokens cut the value after {count} tokens: give it more room"
+    if looped:
+        message = f"the value went in circles{said} and was cut after {count} tokens: ask for less, or otherwise"
+    text = result.text.removesuffix(result.closing)
+    raise UnfinishedValueError(message, member=None, text=text, usage=result.usage)
 
 
-def last_parts(reader: CallReader | None, result: EnsembleResult) -> Sequence[TextDelta | CallDelta]:
-    """What a reader of calls held back until the answer was over."""
+def is_closed_nearby(result: EnsembleResult, called: bool = False) -> bool:
+    """Whether all that no member wrote are brackets and quotes: nothing of the value is made up.
+
+    A number that `max_tokens` ended may be half of one.
+    """
+    if called and not result.closing:
+        return result.finish_reason is not FinishReason.LENGTH
+    before = result.text.removesuffix(result.closing)
+    is_number = (
+        result.finish_reason is FinishReason.LENGTH and not result.closing.startswith('"') and before[-1:].isdigit()
+    )
+    return bool(_BRACKETS.fullmatch(result.closing)) and not is_number
+
+
+def last_parts(
+    reader: CallReader | None, result: EnsembleResult, *, may_close: bool = False
+) -> Sequence[TextDelta | CallDelta]:
+    """What a reader of calls held back until the answer was over. `may_close`: as `check_whole` let it pass."""
     if reader is None:
         return ()
-    return reader.finish(cut=_is_cut(result), closing=result.closing)
+    if may_close and is_closed_nearby(result, reader.calling):
+        return reader.finish()
+    return reader.finish(cut=_is_cut(result, reader.calling), closing=result.closing)
 
 
-def _is_cut(result: EnsembleResult) -> bool:
-    """Whether `max_tokens` ended the answer, or a value or call in circles was closed."""
-    closed = result.finish_reason is FinishReason.REPETITION and bool(result.closing)
+def _is_cut(result: EnsembleResult, called: bool) -> bool:
+    """Whether `max_tokens` ended the answer, or a call in circles was closed."""
+    closed = called and result.finish_reason is FinishReason.REPETITION and bool(result.closing)
     return closed or result.finish_reason is FinishReason.LENGTH
 
 
 def openai_logprobs(result: EnsembleResult) -> dict[str, Any] | None:
     """Log-probabilities of the answer's tokens as OpenAI's API gives them; None unless they were asked for."""
-    if result.logprobs is None:
-        return None
-    return {"content": [{**_probable(t), "top_logprobs": [_probable(top) for top in t.top]} for t in result.logprobs]}
+    return None if result.logprobs is None else logprobs_content(result.logprobs)
+
+
+def logprobs_content(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """These tokens as OpenAI's API gives them."""
+    return {"content": [{**_probable(t), "top_logprobs": [_probable(top) for top in t.top]} for t in tokens]}
 
 
 def _probable(token: TokenLogprob | TopLogprob) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
@@ -149,7 +149,7 @@ class EnsembleSettings(BaseModel):
             return None
         from specfuse_shared.client.engine import RemoteEngine
 
-        name = name or self.model_name
+        name = name or self._chosen_model
         if name not in self._remotes:
             key = None if self.api_key is None else self.api_key.get_secret_value()
             retries, headers = self.max_retries, self.default_headers
@@ -225,8 +225,10 @@ class EnsembleSettings(BaseModel):
         return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
 
     def _traced(self) -> dict[str, Any]:
-        """The model's name and sampling, as exporters of traces look for them."""
+        """The model's name and sampling as plain JSON, as exporters of traces look for them."""
         settings = {**self._settings(), "stop": list(self._sampling({}).stops) or None}
+        if (grammar := settings.get("grammar")) is not None:
+            settings["grammar"] = asdict(grammar)
         return {"model": self._model_name(), **{name: value for name, value in settings.items() if value is not None}}
 
     def _context_limit(self) -> int | None:
@@ -236,6 +238,12 @@ class EnsembleSettings(BaseModel):
         config = self._ensemble()
         held = self.engine or ((lease := self._held(config)) and lease.engine)
         return held.context_limit if held else stated_context(config)
+
+    @property
+    def _chosen_model(self) -> str | None:
+        """`model_name` as it was given; None where it was not."""
+        chosen: str | None = self.__dict__["model_name"]
+        return chosen
 
     def _model_name(self) -> str:
         if (remote := self._remote()) is not None:

@@ -134,6 +134,8 @@ class Drafting:
         self.alone = state.alone
         self.leader: str | None = None
         self.agreed = False
+        self.judged: Drafted | None = None
+        """The draft of a member that is alone, where it says what it thinks of it."""
         self._limit = 0
         self._drafted = dict[str, int]()
 
@@ -155,6 +157,7 @@ class Drafting:
         for name, draft in drafts.items():
             assert isinstance(draft, Drafted)
             self._count(name, draft)
+            self.judged = draft if draft.judged else None
             choice = self._choice(name, draft)
             same = next((c for c in choices if (c.text, c.ends) == (choice.text, choice.ends)), None)
             if same is not None:
@@ -171,7 +174,9 @@ class Drafting:
         if side is self._state.participants.reference:
             limit = min(limit, self._state.policies.params.max_tokens - side.counts.answer)
         side.alone = side.counts.answer
-        return {side.member.name: DraftAlone(limit, self._state.index, self.min_tokens_left)}
+        params = self._state.policies.params
+        top = params.top_logprobs if params.logprobs and side is self._state.participants.reference else None
+        return {side.member.name: DraftAlone(limit, self._state.index, self.min_tokens_left, top)}
 
     @property
     def _drafters(self) -> list[str]:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 from specfuse_shared.fusion.answer_text import TrimmedSegment
 from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.stages import CandidateVerdict, ScoringQuery, Value, Verdicts, Verify
+from specfuse_shared.fusion.value_loops import ValueLoop, loop_of
+from specfuse_shared.members.stages import CandidateVerdict, Drafted, ScoringQuery, Value, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
+from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
 
 T = TypeVar("T")
@@ -21,12 +23,27 @@ T = TypeVar("T")
 class RoundEnd:
     """What a round came to: its record (None: nobody had anything to say), and its segment.
 
-    `uncommitted`: text that members have to commit before they draft again.
+    `uncommitted`: text that members have to commit before they draft again. `closing`: the end of the segment that no
+    member wrote, if it ends the answer. `loop`: what a value said again and again, where it was closed. `judged`: the
+    draft of a member that is alone, with its log-probabilities, where they are asked for.
     """
 
     record: RoundRecord | None
     segment: TrimmedSegment
     uncommitted: str = ""
+    closing: str = ""
+    loop: str = ""
+    judged: Drafted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """The winner's text as it becomes a segment, and why it ends the answer, if it does. See `RoundEnd`."""
+
+    text: str
+    reason: FinishReason | None
+    closing: str = ""
+    loop: str = ""
 
 
 class Round:
@@ -49,7 +66,8 @@ class Round:
         if winner is None:
             return self._silent()
         judged = len(choices) > 1
-        segment = self._state.answer.fit(*self._unstuck(winner), self._own_count())
+        settled = self._settled(winner)
+        segment = self._state.answer.fit(settled.text, settled.reason, self._own_count())
         goes_on = segment.reason is None
         if goes_on and self._constraint is not None:
             self._constraint.commit(segment.text)
@@ -57,7 +75,8 @@ class Round:
         self._state.policies.lead.learn(winner.drafters, settled=len(choices) == 1)
         retention = self._learn(choices) if judged and goes_on else {}
         record = self._record(choices, winner, segment.text, weights, retention)
-        return RoundEnd(record, segment, segment.text if goes_on and not self._drafting.alone else "")
+        uncommitted = segment.text if goes_on and not self._drafting.alone else ""
+        return RoundEnd(record, segment, uncommitted, settled.closing, settled.loop, self._drafting.judged)
 
     def _silent(self) -> RoundEnd:
         """Nobody had anything to say: others are asked where somebody left, else a value is closed."""
@@ -136,9 +155,7 @@ class Round:
             [self._state.active.index(name) for name in c.drafters if name in self._state.active] for c in choices
         ]
         for choice in choices:
-            choice.repeats = self._state.policies.config.repetition_guard and repeats(
-                self._state.answer.text, choice.text
-            )
+            choice.repeats = self._state.policies.config.repetition_guard and self._repeats(choice)
         weights = list(self._state.participants.weights.values())
         whole = self._bound and all(choice.finishes for choice in choices)
         voters = Electorate(self._state.policies.score, self._state.policies.aggregate, weights, whole)
@@ -153,23 +170,57 @@ class Round:
         opened = self._state.policies.tools.opened_by(choice.text, behind=self._state.answer.text)
         return CandidateLogprobs(choice.text, choice.ends, verdict.logprobs, verdict.token_bytes, opened)
 
-    def _unstuck(self, winner: DistinctCandidate) -> tuple[str, FinishReason | None]:
+    def _repeats(self, choice: DistinctCandidate) -> bool:
+        said = self._state.answer.text
+        if repeats(said, choice.text):
+            return True
+        loop = None if self._constraint is None else loop_of(said, choice.text)
+        return loop is not None and loop.closer != ""
+
+    def _settled(self, winner: DistinctCandidate) -> _Settled:
         """The winner's text and why it ends the answer; where all that is left is a circle, what closes the answer.
 
-        That is nothing, or the rest of a value under a grammar. A single member is never cut short: alone, it answers
-        as it always does.
+        That is nothing, or the rest of a value under a grammar. A list or string in a loop is closed by itself, and
+        the value goes on. A single member is never cut short: alone, it answers as it always does.
         """
+        plain = _Settled(winner.text, winner.reason)
         guarded = (
             self._state.policies.config.repetition_guard
             and len(self._state.participants.sides) > 1
             and not self._drafting.min_tokens_left
         )
-        if not guarded or not is_stuck(self._state.answer.text, winner.text):
-            return winner.text, winner.reason
-        closing = "" if self._constraint is None else self._constraint.finish()
-        if self._constraint is not None and not self._constraint.accepts(closing):
-            return winner.text, winner.reason
-        return closing, FinishReason.REPETITION
+        if not guarded:
+            return plain
+        said, constraint = self._state.answer.text, self._constraint
+        loop = loop_of(said, winner.text) if constraint is not None and winner.reason is None else None
+        if constraint is not None and loop is not None and (closed := self._closed(loop, constraint)) is not None:
+            return closed
+        if not is_stuck(said, winner.text):
+            return plain
+        closing = "" if constraint is None else constraint.finish()
+        if constraint is not None and not constraint.accepts(closing):
+            return plain
+        return _Settled(closing, FinishReason.REPETITION, closing)
+
+    def _closed(self, loop: ValueLoop, constraint: AnswerConstraint) -> _Settled | None:
+        """What a loop said once, and what closes it; None where the grammar demands more.
+
+        A call is closed as a whole: nobody shall carry out what goes on behind a loop.
+        """
+        text = loop.kept + loop.closer
+        if not loop.closer:
+            return _Settled(text, None)
+        if self._state.policies.tools.begins(self._state.answer.text + text):
+            rest = constraint.finish_behind(text)
+            return (
+                None if rest is None else _Settled(text + rest, FinishReason.REPETITION, loop.closer + rest, loop.said)
+            )
+        admitted = constraint.admit(text, False)
+        if admitted.text != text or admitted.reason is FinishReason.LENGTH:
+            return None
+        if admitted.reason is None:
+            return _Settled(text, None, "", loop.said)
+        return _Settled(text, FinishReason.REPETITION, loop.closer, loop.said)
 
     def _own_count(self) -> int | None:
         """Tokens of the answer with this round, where the reference member decodes alone and knows."""

@@ -14,13 +14,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.drafting import AnswerPolicies, Ops, Results, RoundState
 from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
-from specfuse_shared.fusion.token_logprobs import token_logprobs
+from specfuse_shared.fusion.token_logprobs import SegmentLogprobs, logprobs_behind, token_logprobs
+from specfuse_shared.fusion.value_loops import loop_of
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,
@@ -86,6 +87,8 @@ class AnswerSession:
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
         self._closing = self._uncommitted = ""
+        self._loops: list[str] = []
+        self._logprobs = SegmentLogprobs(codec) if params.logprobs else None
         self._began = time.monotonic()
         self._prefilled = 0.0
         self.events: deque[Event] = deque()
@@ -128,15 +131,20 @@ class AnswerSession:
             self.events.extend(map(ExitEvent, self.participants.exits))
             if self._active:
                 end = yield from Round(state).run()
+                self._loops += [end.loop] if end.loop else []
+                if self._logprobs is not None and end.segment.reason is None:
+                    yield from self._judge(end, self._logprobs)
                 self._publish(end)
             else:
                 end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
         self._finish(end)
         self._tell_last_exits()
+        held = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
             yield closes
         logprobs = (yield from self._score()) if self._params.logprobs else None
+        self.events.extend(self._with_the_rest(event, logprobs) for event in held)
         self.events.append(FinishEvent(self._result(end.segment, usage, logprobs)))
 
     @property
@@ -211,13 +219,50 @@ class AnswerSession:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
+    def _judge(self, end: RoundEnd, logprobs: SegmentLogprobs) -> Work:
+        """What the reference member thinks of a segment, while it has the tokens of its drafts and verdicts at hand.
+
+        Once it has left, the rest is judged with the whole answer.
+        """
+        name, text = self.participants.reference.member.name, end.segment.text
+        if logprobs.is_over:
+            return
+        if end.judged is not None:
+            logprobs.drafted(end.judged)
+        elif text and name in self._active:
+            if self._uncommitted:  # what a grammar dictated is committed with the next draft
+                yield from self._ask({})
+            asked = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
+            verdicts = (yield from self._ask({name: asked})).get(name) if name in self._active else None
+            if isinstance(verdicts, Verdicts):
+                logprobs.judged(text, verdicts.each[0])
+            else:
+                logprobs.is_over = True
+        elif text:
+            logprobs.is_over = True
+
+    def _hold_last_text(self) -> list[Event]:
+        """The last text, which waits for its log-probabilities."""
+        if self._logprobs is None or not self.events or not isinstance(self.events[-1], SegmentEvent):
+            return []
+        return [self.events.pop()]
+
+    def _with_the_rest(self, event: Event, logprobs: Sequence[TokenLogprob] | None) -> Event:
+        """The last text with the log-probabilities that no text before it had."""
+        assert isinstance(event, SegmentEvent)
+        assert self._logprobs is not None
+        return replace(event, logprobs=logprobs_behind(logprobs or (), self._logprobs.told))
+
     def _publish(self, end: RoundEnd) -> None:
         """Tell of a round; the last one is told of with the end."""
         if end.record is None:
             return
         self._rounds.append(end.record)
         if end.segment.reason is None:
-            self.events.append(self._answer.add(end.record.text, end.record))
+            event = self._answer.add(end.record.text, end.record)
+            if self._logprobs is not None:
+                event = replace(event, logprobs=self._logprobs.take(event.text))
+            self.events.append(event)
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
     def _tell_last_exits(self) -> None:
@@ -232,14 +277,16 @@ class AnswerSession:
         is_cut = end.segment.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
         constraint = self._policies.constraint if end.segment.stop is None else None
         unfinished = constraint is not None and not constraint.accepts(end.segment.text)
-        if is_cut and constraint is not None and end.segment.text == constraint.finish():
-            self._closing = end.segment.text
+        if is_cut and constraint is not None:
+            self._closing = end.closing or (end.segment.text if end.segment.text == constraint.finish() else "")
         last = self._answer.finish(end.segment, end.record)
         if last is not None:
             self.events.append(last)
         if unfinished and not self._tools.begins(self.text):
             found = f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
-            message = f"the answer could not be completed: {found}"
+            loop = loop_of("", self.text)
+            looped = f", while it said {loop.said[:80]!r} again and again" if loop is not None and loop.closer else ""
+            message = f"the answer could not be completed: {found}{looped}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
@@ -274,7 +321,7 @@ class AnswerSession:
         assert last.reason is not None, "the answer goes on"
         return EnsembleResult(
             text=self.text,
-            finish_reason=last.reason,
+            finish_reason=FinishReason.REPETITION if self._loops and last.reason is FinishReason.STOP else last.reason,
             stop_sequence=last.stop.stop if last.stop else None,
             usage=usage,
             rounds=tuple(self._rounds),
@@ -287,4 +334,5 @@ class AnswerSession:
             thinking=dict(self._thoughts),
             warnings=tuple(self._warnings),
             closing=self._closing,
+            loops=tuple(self._loops),
         )

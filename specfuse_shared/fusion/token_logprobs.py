@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from specfuse_shared.members.stages import CandidateVerdict
-from specfuse_shared.text.codec import Codec
+from collections import deque
+from collections.abc import Sequence
+
+from specfuse_shared.members.stages import CandidateVerdict, Drafted
+from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.types import TokenLogprob, TopLogprob
 
 
@@ -12,6 +15,77 @@ def token_logprobs(codec: Codec, text: str, verdict: CandidateVerdict) -> tuple[
     pieces = codec.pieces(text)
     tops = verdict.tops or [()] * len(pieces)
     alternatives = codec.alternatives(text, [[token for token, _ in top] for top in tops])
+    return _told(pieces, verdict, alternatives)
+
+
+class SegmentLogprobs:
+    """Log-probabilities that come with the text that they are of: those of each segment behind the ones before it.
+
+    `codec`: that of the member that judges. `told` counts the bytes of the tokens given out. A token that reaches from
+    one text into the next comes with the next. Where a token of a segment takes the place of one that was told already,
+    only what it adds is told. `is_over`: a segment was not judged, so that no later one can be placed.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.told = 0
+        self.is_over = False
+        self._codec = codec
+        self._encoding = Encoding()
+        self._waiting = deque[TokenLogprob]()
+        self._shown = 0
+        self._drafts: list[Drafted] = []
+        self._drafted: tuple[int, ...] = ()
+
+    def judged(self, text: str, verdict: CandidateVerdict) -> None:
+        """The verdict on a segment that goes on behind those before it."""
+        before, after = self._encoding, self._codec.extend(self._encoding, text)
+        pairs = enumerate(zip(before.ids, after.ids, strict=False))
+        base = next((n for n, (one, other) in pairs if one != other), min(len(before.ids), len(after.ids)))
+        pieces = self._codec.pieces_behind(after.ids[:base], after.ids[base:], text)
+        self._add(pieces, verdict)
+        self._encoding = after
+
+    def drafted(self, draft: Drafted) -> None:
+        """A draft of the member itself, which was committed as it was drafted; its text may come with a later one."""
+        self._drafts.append(draft)
+        ids = tuple(token for each in self._drafts for token in each.ids)
+        text, before = "".join(each.text for each in self._drafts), (*self._encoding.ids, *self._drafted)
+        if self._codec.text_after(before, ids) != text:
+            return
+        pieces = deque(self._codec.pieces_behind(before, ids, text))
+        for each in self._drafts:
+            assert each.judged is not None
+            self._add([pieces.popleft() for _ in each.ids], each.judged)
+        self._drafts, self._drafted = [], self._drafted + ids
+
+    def take(self, text: str) -> tuple[TokenLogprob, ...]:
+        """Those of the tokens that end in `text`, which is shown now."""
+        self._shown += len(text.encode())
+        found = []
+        while self._waiting and self.told + len(self._waiting[0].bytes) <= self._shown:
+            found.append(self._waiting.popleft())
+            self.told += len(found[-1].bytes)
+        return tuple(found)
+
+    def _add(self, pieces: Sequence[bytes], verdict: CandidateVerdict) -> None:
+        alternatives = self._codec.spelled([[token for token, _ in top] for top in verdict.tops or [()] * len(pieces)])
+        self._waiting.extend(_told(pieces, verdict, alternatives))
+
+
+def logprobs_behind(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
+    """The tokens of a whole answer that end behind its first `count` bytes."""
+    found, end = [], 0
+    for token in logprobs:
+        end += len(token.bytes)
+        if end > count:
+            found.append(token)
+    return tuple(found)
+
+
+def _told(
+    pieces: Sequence[bytes], verdict: CandidateVerdict, alternatives: Sequence[Sequence[bytes]]
+) -> tuple[TokenLogprob, ...]:
+    tops = verdict.tops or [()] * len(pieces)
     return tuple(
         TokenLogprob(
             _shown(piece),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specfuse_shared.errors import MissingExtraError
-from specfuse_shared.loading.gguf import OnStage
+from specfuse_shared.errors import ConfigError, MissingExtraError
+from specfuse_shared.loading.gguf import OnStage, gguf_file
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import load_gguf_tokenizer, load_tokenizer
 from specfuse_shared.loading.progress import READY, LoadProgress, OnLoadProgress
@@ -51,17 +52,28 @@ class Assembly:
         return self.others if self.own is None else (self.own, *self.others)
 
     def read_vocabularies(self) -> None:
-        """As the first grammar would have to. Raises `ConfigError` for a tokenizer without a fast version."""
-        byte_vocabulary()
-        for member in self.members:
-            member.text.prepare()
+        """As the first grammar would have to, where grammars can be used: it holds the interpreter for a second."""
+        with suppress(MissingExtraError):
+            byte_vocabulary()
+            for member in self.members:
+                with suppress(ConfigError):  # a tokenizer without a fast version, which a grammar will name
+                    member.text.prepare()
+
+
+def read_prompts(config: MemberConfig, cache_dir: str | None = None) -> PromptEncoder:
+    """A member's template and tokenizer, wherever its model runs; no weight is read. Raises `MemberLoadError`."""
+    reads_gguf = config.server is None and config.tokenizer is None and gguf_file(config) is not None
+    return _prompts_of(config, config.label, reads_gguf, cache_dir)
+
+
+def _prompts_of(config: MemberConfig, name: str, reads_gguf: bool, cache_dir: str | None) -> PromptEncoder:
+    tokenizer = load_gguf_tokenizer(config, cache_dir) if reads_gguf else load_tokenizer(config, cache_dir)
+    return PromptEncoder(tokenizer, config.chat_template, config.template_options, name, config.thinking)
 
 
 def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None = None) -> Member:
     """A member whose model is elsewhere: its tokenizer and template are read here. Raises `MemberLoadError`."""
-    reads_gguf = info.report.backend == "llama.cpp"
-    tokenizer = load_gguf_tokenizer(config, cache_dir) if reads_gguf else load_tokenizer(config, cache_dir)
-    prompts = PromptEncoder(tokenizer, config.chat_template, config.template_options, info.name, config.thinking)
+    prompts = _prompts_of(config, info.name, info.report.backend == "llama.cpp", cache_dir)
     return Member(info, MemberText(prompts, info.report.stop_token_ids, info.vocabulary_size))
 
 

@@ -143,10 +143,10 @@ class Session(ABC, Generic[C]):
                 return self.think(limit, most)
             case Draft(limit=limit, round_index=number, min_tokens_left=min_tokens_left, guess=guess, commit=commit):
                 return self.draft(limit, number, min_tokens_left, guess, commit)
-            case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left):
-                return self.draft_alone(limit, number, min_tokens_left)
-            case Verify(questions=questions, top=top):
-                return self.verify(questions, top)
+            case DraftAlone(limit=limit, round_index=number, min_tokens_left=min_tokens_left, top=top):
+                return self.draft_alone(limit, number, min_tokens_left, top)
+            case Verify(questions=questions, top=count):
+                return self.verify(questions, count)
             case Commit(text=text):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
@@ -177,9 +177,12 @@ class Session(ABC, Generic[C]):
         self._start(round_index)
         if guess:
             self._expect(self._encoded(guess))
+        lead = list[int]()
         if self._constraint is not None:
             self._constraint.start()
-        ids, ended = yield from self._decode([], limit, min_tokens_left)
+            lead = [] if self._text else self._codec.lead_ids  # no grammar has the blanks before an answer
+        limit += len(lead)
+        ids, ended = yield from self._decode(lead, limit, min_tokens_left and min_tokens_left + len(lead))
         text = self._codec.text_after(self.sequence.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
             ids, ended = yield from self._decode(ids, len(ids) + 1, min_tokens_left)
@@ -188,11 +191,11 @@ class Session(ABC, Generic[C]):
         turn_ends = () if min_tokens_left else self._turn_ends
         text, turn_over = self._cut_turn(text, turn_ends)
         if ended or turn_over:
-            return Drafted(whole_characters(text), True, len(ids))
+            return Drafted(whole_characters(text), True, len(ids) - len(lead))
         open_turn = partial_stop(text, turn_ends)
         text = text[: len(text) - open_turn] if 0 < open_turn < len(text) else text
         cut = cut_candidate(text)
-        return Drafted(cut, False, len(ids), whole_characters(text)[len(cut) :])
+        return Drafted(cut, False, len(ids) - len(lead), whole_characters(text)[len(cut) :])
 
     def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Stage[Verdicts]:
         """Judge candidates, all at once."""
@@ -229,7 +232,9 @@ class Session(ABC, Generic[C]):
         if self._constraint is not None:
             self._constraint.commit(text)
 
-    def draft_alone(self, limit: int, round_index: int, min_tokens_left: int = 0) -> Stage[Drafted]:
+    def draft_alone(
+        self, limit: int, round_index: int, min_tokens_left: int = 0, top: int | None = None
+    ) -> Stage[Drafted]:
         """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
         self._start(round_index)
         ids, ended = yield from self._decode([], limit, min_tokens_left, alone=True)
@@ -238,15 +243,24 @@ class Session(ABC, Generic[C]):
         text = self._codec.text_after(read, pending)
         turn_ends = () if min_tokens_left else self._turn_ends
         fresh, turn_over = self._cut_turn(whole_characters(text)[self._shown :], turn_ends)
+        judged = None
         if not (ended or turn_over):
-            yield from self._keep(Branch(len(self.sequence.answer), tuple(ids)))
+            drafted = Branch(len(self.sequence.answer), tuple(ids))
+            judged = None if top is None else (yield from self._judge_own(drafted, top))
+            yield from self._keep(drafted)
             fresh = fresh[: len(fresh) - partial_stop(fresh, turn_ends)]
             self._shown += len(fresh)
             self._ids_held = len(pending)
             if self._shown == len(text):
                 self._ids_held = self._shown = 0
         self._text += fresh
-        return Drafted(fresh, ended or turn_over, len(ids))
+        return Drafted(fresh, ended or turn_over, len(ids), ids=tuple(ids) if judged else (), judged=judged)
+
+    def _judge_own(self, branch: Branch, top: int) -> Stage[CandidateVerdict]:
+        """What the member thinks of its own draft, all of which went through the model."""
+        [logprobs] = yield from self._judge([branch], [()])
+        verdict = CandidateVerdict(tuple(logprobs), tuple(self._codec.token_bytes(branch.tokens)))
+        return (yield from self._with_tops([verdict], [branch], top))[0] if top else verdict
 
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""

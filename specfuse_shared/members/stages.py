@@ -55,12 +55,16 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DraftAlone:
-    """Plain decoding for the last active member: `limit` further tokens, committed as drafted → `Drafted`."""
+    """Plain decoding for the last active member: `limit` further tokens, committed as drafted → `Drafted`.
+
+    `top`: the tokens are judged, too, and so many of the most probable ones in the place of each are told.
+    """
 
     stage: ClassVar[StageName] = "draft"
     limit: int
     round_index: int
     min_tokens_left: int = 0
+    top: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +130,16 @@ class StageRequest:
 class Drafted:
     """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled.
 
-    `overrun`: what it began to say behind the text, and was cut off.
+    `overrun`: what it began to say behind the text, and was cut off. `ids`: the tokens that it committed, where they
+    are `judged`.
     """
 
     text: str
     ends: bool
     tokens: int
     overrun: str = ""
+    ids: tuple[int, ...] = ()
+    judged: CandidateVerdict | None = None
 
 
 @dataclass(frozen=True, slots=True)

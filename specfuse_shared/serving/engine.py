@@ -16,7 +16,7 @@ from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.loading.context_limits import stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
-from specfuse_shared.members.assembly import Assembly, assemble_ensemble
+from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_prompts
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.placement.devices import shared_out
@@ -34,6 +34,8 @@ from specfuse_shared.serving.telemetry.metrics import Metrics, MetricsSnapshot
 from specfuse_shared.settings.config import EnsembleConfig, as_config
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
 
@@ -59,6 +61,8 @@ class EnsembleEngine:
         self._opener: Opener | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
+        self._reading = threading.Lock()
+        self._prompts = dict[str, PromptEncoder]()
         self._closed = False
         self._process = os.getpid()
 
@@ -101,6 +105,7 @@ class EnsembleEngine:
             if self._scheduler is None:
                 try:
                     assembly = self._assemble(on_progress or loading_bar)
+                    assembly.read_vocabularies()
                 finally:
                     loading_bar.close()
                 infos = [member.info for member in assembly.members]
@@ -116,7 +121,7 @@ class EnsembleEngine:
         return self
 
     def prepare_grammars(self) -> None:
-        """Read every member's vocabulary now, which the first grammar would wait for: seconds for large ones."""
+        """Read every member's vocabulary, which the first grammar would wait for. `load` does that, too."""
         self.load()._assembly.read_vocabularies()
 
     def describe(self) -> tuple[MemberReport, ...]:
@@ -137,12 +142,13 @@ class EnsembleEngine:
         )
 
     def tokenize(self, text: str, *, members: Sequence[str] | None = None) -> list[int]:
-        """Token ids of a text in the reference member, which counts `max_tokens` and usage; loads if necessary.
+        """Token ids of a text in the reference member, which counts `max_tokens` and usage.
 
-        `members`: names of the members that take part, if not all do; the reference is then one of them.
+        `members`: names of the members that take part, if not all do; the reference is then one of them. Before the
+        members are loaded, this reads a tokenizer and no weights. Raises `MemberLoadError` if it cannot.
         """
         check_texts("tokenize", [text])
-        return self._reference(members).codec.encode(text)
+        return self._reference_prompts(members).codec.encode(text)
 
     def count_tokens(
         self,
@@ -151,9 +157,12 @@ class EnsembleEngine:
         *,
         members: Sequence[str] | None = None,
     ) -> int:
-        """Number of tokens of a prompt in the reference member's chat template, with `tools`; loads if necessary."""
+        """Number of tokens of a prompt in the reference member's chat template, with `tools`.
+
+        Before the members are loaded, this reads a tokenizer and no weights. Raises `MemberLoadError` if it cannot.
+        """
         offered = ToolUse(tools_of(tools)).offered
-        return len(self._reference(members).encode_prompt(conversation_of(messages), offered))
+        return len(self._reference_prompts(members).encode(conversation_of(messages), offered))
 
     # ── synchronous ──────────────────────────────────────────────────────────────────────────────
 
@@ -292,10 +301,18 @@ class EnsembleEngine:
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
         return assemble_ensemble(self.config, self._metrics.forward, on_progress)
 
-    def _reference(self, members: Sequence[str] | None) -> Member:
-        config = self.config.only(members)
-        self.load()
-        return next(member for member in self._members if member.name == config.reference_name)
+    def _reference_prompts(self, members: Sequence[str] | None) -> PromptEncoder:
+        """The template and tokenizer of the reference member, kept until the engine is closed."""
+        self._check_open()
+        name = self.config.only(members).reference_name
+        loaded = next((member.text for member in self._members if member.name == name), None)
+        if isinstance(loaded, MemberText):
+            return loaded.prompts
+        with self._reading:
+            if name not in self._prompts:
+                member = next(member for member in self.config.member_configs if member.label == name)
+                self._prompts[name] = read_prompts(member, self.config.cache_dir)
+            return self._prompts[name]
 
     def _check_open(self) -> None:
         if self._closed:

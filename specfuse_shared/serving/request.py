@@ -31,6 +31,8 @@ class Request:
     results: dict[str, StageResult] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     """Members that hold a cache for it."""
+    faulty: set[str] = field(default_factory=set)
+    """Members that failed in a stage; nothing of theirs is remembered."""
     closing: set[str] = field(default_factory=set)
     """Members that were asked to let it go."""
     cancelled: bool = False

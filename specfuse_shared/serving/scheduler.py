@@ -16,7 +16,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from specfuse_shared.errors import EngineClosedError, GenerationError, RequestTimeoutError, SpecFuseError
+from specfuse_shared.errors import (
+    EngineClosedError,
+    GenerationError,
+    RequestTimeoutError,
+    SpecFuseError,
+    UnfinishedValueError,
+)
 from specfuse_shared.events import Event
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
@@ -202,6 +208,8 @@ class Scheduler:
         if request.over:
             self._remove_if_free(request)
             return
+        if result.error is not None:
+            request.faulty.add(result.member)
         if result.member in request.asked:
             request.asked.remove(result.member)
             request.results[result.member] = result
@@ -254,7 +262,9 @@ class Scheduler:
         if request.work is not None:
             request.work.close()
         self._wanted = [w for w in self._wanted if w.answer != request.number or isinstance(w.op, Close)]
-        self._want(request, {name: Close() for name in request.held - request.closing})
+        kept = error is None or isinstance(error, (RequestTimeoutError, UnfinishedValueError))
+        still = request.held - request.closing
+        self._want(request, {name: Close(remember=kept and name not in request.faulty) for name in still})
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)

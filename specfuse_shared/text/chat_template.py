@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from specfuse_shared.errors import MemberLoadError, RequestError
 from specfuse_shared.messages import Message, Tool
@@ -42,6 +43,41 @@ PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### 
 
 _MARK = re.compile(r"specfuse-\d+-(?:text|call-\d+-)")
 """What `roles.marked` writes."""
+
+
+_PROBE, _ANSWER = "specfuse-probe", "Hello there"
+_CONVERSATION = ("system", "user", "assistant", "user", "assistant", "user")
+_LAST_ANSWER = 4
+"""Its place in that conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBorder:
+    """What stands between a prompt as the template ends it and the text of an answer.
+
+    `mark`: what earlier answers stand behind and prompts lack, such as a channel. `lead`: blanks at the end of that;
+    prompts end with so many (`written`) of them. `ends`: how prompts end that need it.
+    """
+
+    mark: str = ""
+    lead: str = ""
+    written: int = 0
+    ends: str = ""
+
+    @classmethod
+    def between(cls, answer: str, prompt: str, ends: str) -> Self:
+        """`answer`: what stands between a question and an earlier answer; `prompt`: what stands behind the last one."""
+        if not answer.startswith(prompt):
+            return cls()
+        missing, blanks = answer.removeprefix(prompt), len(answer) - len(answer.rstrip(" "))
+        written = max(0, blanks - len(missing))
+        return cls(missing[: len(missing) - blanks + written], " " * blanks, written, ends)
+
+    def completed(self, prompt: str) -> str:
+        """The prompt up to the last mark in front of the answer, without blanks that belong to its first token."""
+        if not prompt.endswith(self.ends):
+            return prompt
+        return prompt[: len(prompt) - self.written] + self.mark
 
 
 class PromptEncoder:
@@ -79,7 +115,12 @@ class PromptEncoder:
         self._control = _alternation([str(added[i]) for i in self.control_ids if i in added])
         if self.kind != "plain":
             self._check_template()
-        self._marks = TurnMarks(self._borders(), self._has_control, self._around_control)
+        borders = self._borders()
+        self._marks = TurnMarks(borders, self._has_control, self._around_control)
+        self._border = self._answer_border(borders)
+        if self.markers is not None and self.markers.wanted:
+            self.markers = self.markers.in_border(self._border.mark)
+        self.answer_codec = self._codec_of_answers()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Prompt ids of the conversation, ready for the assistant's answer. Raises `RequestError`.
@@ -91,7 +132,7 @@ class PromptEncoder:
         whole = APART.join(texts_of(messages, tools))
         guard = TextGuard(self._has_control, self._control, self._marks, clean=not self._has_control(whole))
         rendered = self._with_tools([guard.turn(m) for m in messages], [guard.tool(t) for t in tools])
-        rendered = self.markers.opened(rendered) if self.markers else rendered
+        rendered = self._up_to_the_answer(rendered)
         ids: list[int] = []
         for piece, is_text in guard.split(rendered):
             ids += self.codec.encode(piece) if is_text else self._parse(piece)
@@ -104,6 +145,28 @@ class PromptEncoder:
         """Prompts end where thoughts begin."""
         return self.markers is not None and self.markers.wanted
 
+    def _codec_of_answers(self) -> Codec:
+        """The codec that gives an answer behind its prompt the ids that it has as an earlier answer.
+
+        Most tokenizers that put a blank before every text write the template's first one with it, and some do not.
+        """
+        lead = "" if self.thinks else self._border.lead
+        usual = self.codec.behind(lead[1:] if self.codec.adds_blank else lead)
+        written = self.codec.behind(lead)
+        if written.lead == usual.lead or self._continues(usual) or not self._continues(written):
+            return usual
+        return written
+
+    def _continues(self, codec: Codec) -> bool:
+        """Whether a prompt and an answer in this encoding are the beginning of the next prompt, but for the last token,
+        which what follows the answer may change."""
+        turns = [Message("user", _PROBE), Message("assistant", _ANSWER), Message("user", _PROBE)]
+        try:
+            ids, later = self.encode(turns[:1]) + codec.encode(_ANSWER), self.encode(turns)
+        except RequestError:
+            return False
+        return later[: len(ids) - 1] == ids[:-1]
+
     def thoughts(self, ids: Sequence[int]) -> tuple[str, int | None]:
         """Text of thoughts so far, and how many of `ids` they are if the closing marker has come."""
         assert self.markers is not None, "this member does not think"
@@ -115,13 +178,15 @@ class PromptEncoder:
         """Ids between thoughts and the answer."""
         return self._parse(self.markers.closing) if self.markers else []
 
-    def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), generation_prompt: bool = True
+    ) -> str:
         """The conversation as the template writes it."""
         rendered = self.tokenizer.apply_chat_template(
             list(turns),
             tools=list(tools) or None,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=generation_prompt,
             chat_template=self.template,
             **self._options,
         )
@@ -183,13 +248,32 @@ class PromptEncoder:
 
     def _borders(self) -> list[str]:
         """What the template writes in front of the texts of a conversation, and in front of the answer."""
-        probe = "specfuse-probe"
-        for roles in (("system", "user", "assistant", "user", "assistant", "user"), ("user", "assistant"), ("user",)):
+        for roles in (_CONVERSATION, ("user", "assistant"), ("user",)):
             try:
-                return self._normalised([{"role": role, "content": probe} for role in roles]).split(probe)
+                return self._normalised([{"role": role, "content": _PROBE} for role in roles]).split(_PROBE)
             except RequestError:  # a template may refuse, or drop, some of them
                 continue
         return []
+
+    def _answer_border(self, borders: Sequence[str]) -> AnswerBorder:
+        """What earlier answers stand behind, compared with the end of a prompt."""
+        if len(borders) < len(_CONVERSATION) + 1:
+            return AnswerBorder()
+        turns = [{"role": "user", "content": _PROBE}]
+        try:
+            prompt, closed = self.render(turns), self.render(turns, generation_prompt=False)
+        except Exception:  # such a template has been normalised; its prompts are as it ends them
+            return AnswerBorder()
+        opening = prompt.removeprefix(closed) if prompt.startswith(closed) else ""
+        return AnswerBorder.between(borders[_LAST_ANSWER], borders[-1], opening or borders[-1])
+
+    def _up_to_the_answer(self, rendered: str) -> str:
+        """The rendered conversation with all that comes before the text of an answer, or before thoughts."""
+        if self.thinks:
+            assert self.markers is not None
+            return self.markers.opened(rendered)
+        ended = self.markers.opened(rendered) if self.markers else rendered
+        return self._border.completed(ended)
 
     def _around_control(self, text: str) -> list[str]:
         return self._control.split(text) if self._control else [text]

@@ -9,13 +9,14 @@ tokenizer on the tokens that could reach across, and encodes the whole text each
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 REPLACEMENT = "\ufffd"
 _ANCHOR = re.compile(r"(?<=\S)(?= [^\W_])")
@@ -46,7 +47,10 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Canonical encoding of a text: `ids` = `settled` ids of all before the tail + ids of the `tail` text."""
+    """Canonical encoding of a text: `ids` = `settled` ids of all before the tail + ids of the `tail` text.
+
+    The first tail begins with the codec's `lead`, which is no part of `text`.
+    """
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -57,10 +61,12 @@ class Encoding:
 class Codec:
     """Encodes and decodes answer text for one tokenizer of transformers.
 
-    `control_ids`: ids that text must never become (special tokens and markers of the chat template).
+    `control_ids`: ids that text must never become (special tokens and markers of the chat template). `lead`: blanks
+    that the chat template writes in front of an answer: they belong to its first token, and not to its text.
     """
 
     def __init__(self, tokenizer: Any, control_ids: frozenset[int]) -> None:
+        self.lead = ""
         self._tokenizer = tokenizer
         self._text_encoder = _text_encoder(tokenizer, control_ids)
         self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
@@ -69,20 +75,40 @@ class Codec:
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
+    def behind(self, lead: str) -> Self:
+        """The codec of answers behind these blanks."""
+        answers = copy.copy(self)
+        answers.lead = lead
+        return answers
+
+    @property
+    def adds_blank(self) -> bool:
+        """Whether the tokenizer puts a blank before every text, as those of the Llama 2 family do."""
+        return b"".join(map(self.bytes_of, self._plain_ids(_GUARD))) == f" {_GUARD}".encode()
+
     def encode(self, text: str) -> list[int]:
         """Canonical ids of a whole text: no special tokens added, none recognised."""
-        if not text:
-            return []
+        return self._plain_ids(self.lead + text) if text else []
+
+    @property
+    def lead_ids(self) -> list[int]:
+        """The blanks in front of an answer by themselves, where nothing but text may follow them."""
+        return self._plain_ids(self.lead) if self.lead else []
+
+    def _plain_ids(self, text: str) -> list[int]:
         if self._text_encoder is not None:
             return list(self._text_encoder.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def extend(self, encoding: Encoding, addition: str) -> Encoding:
         """Canonical encoding of `encoding.text + addition`, at the cost of the last few words."""
-        text, tail, settled = encoding.text + addition, encoding.tail + addition, encoding.settled
+        text, settled = encoding.text + addition, encoding.settled
+        if not text:
+            return Encoding()
         if not self.windowed:
             return Encoding(text, tuple(self.encode(text)), (), text)
-        first = len(tail) == len(text)
+        tail = (encoding.tail if encoding.text else self.lead) + addition
+        first = len(tail) == len(self.lead) + len(text)
         if end := _last_but_one_anchor(tail):
             settled += self._encode_window(tail[:end], first)
             tail, first = tail[end:], False
@@ -98,8 +124,15 @@ class Codec:
         tail = list(before[-_TAIL_IDS:])
         known, whole = self.decode(tail), self.decode([*tail, *ids])
         if not whole.startswith(known):
-            known, whole = self.decode(before), self.decode([*before, *ids])
+            tail, known, whole = list(before), self.decode(before), self.decode([*before, *ids])
+        if self.lead and len(tail) == len(before):
+            known, whole = self._behind_lead(known), self._behind_lead(whole)
         return whole[len(known) :]
+
+    def _behind_lead(self, decoded: str) -> str:
+        """The text of an answer's ids from the first on, without as much of the lead as they begin with."""
+        same = next((n for n, pair in enumerate(zip(self.lead, decoded, strict=False)) if pair[0] != pair[1]), None)
+        return decoded[min(len(self.lead), len(decoded)) if same is None else same :]
 
     def token_bytes(self, ids: Sequence[int]) -> list[int]:
         """UTF-8 bytes that each token stands for, at least 1."""
@@ -108,19 +141,39 @@ class Codec:
     def pieces(self, text: str) -> list[bytes]:
         """The UTF-8 bytes of each token of a text's canonical encoding; joined, they are the text."""
         ids = self.encode(text)
-        found = [self._token_bytes(token_id) for token_id in ids]
-        if found and b"".join(found) == b" " + text.encode():  # a tokenizer may put a space before every text
-            found[0] = found[0][1:]
-        if b"".join(found) == text.encode():
-            return found
-        heads = ["", *(whole_characters(self.decode(ids[: n + 1])) for n in range(len(ids)))]
-        return [head[len(before) :].encode() for before, head in itertools.pairwise(heads)]
+        return self.pieces_behind((), ids, text)
+
+    def pieces_behind(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
+        """The UTF-8 bytes of each of the `ids` that end in `text`, behind the ids `before`; joined, they are the text.
+
+        Those that stand in front of it have none: a blank that tokenizers put before every text, or what a token that
+        reaches into the text took from the one before it.
+        """
+        found, wanted = [self.bytes_of(token_id) for token_id in ids], text.encode()
+        over = sum(map(len, found)) - len(wanted)
+        if over < 0 or b"".join(found)[over:] != wanted:
+            return self._pieces_as_read(before, ids, text)
+        for n, piece in enumerate(found):
+            found[n], over = piece[max(over, 0) :], over - len(piece)
+        return found
+
+    def _pieces_as_read(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
+        """What each token adds to the text, where bytes that are no characters are read as U+FFFD."""
+        heads = [""]
+        for count in range(1, len(ids)):
+            head = whole_characters(self.text_after(before, ids[:count]))
+            heads.append(head if text.startswith(head) and len(head) > len(heads[-1]) else heads[-1])
+        return [head[len(one) :].encode() for one, head in itertools.pairwise([*heads, text])]
+
+    def spelled(self, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
+        """The UTF-8 bytes of tokens that might stand in each of these places."""
+        return [[self.bytes_of(token_id) for token_id in ids] for ids in places]
 
     def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
         """The UTF-8 bytes of tokens that might stand in the place of each of a text's; a control token is its name."""
-        found = [[self._token_bytes(token_id) for token_id in ids] for ids in places]
+        found = self.spelled(places)
         own, pieces = self.encode(text), self.pieces(text)
-        if own and self._token_bytes(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
+        if own and self.bytes_of(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
             found[:1] = [[piece.removeprefix(b" ") for piece in first] for first in found[:1]]
         return found
 
@@ -128,7 +181,7 @@ class Codec:
         """The whole characters of the text that its first `count` tokens cover."""
         if count >= len(encoding.ids):
             return encoding.text
-        text = whole_characters(self.decode(encoding.ids[:count]))
+        text = whole_characters(self.text_after((), encoding.ids[:count]))
         if encoding.text.startswith(text):
             return text
         size = next(n for n in range(len(encoding.text), -1, -1) if len(self.encode(encoding.text[:n])) <= count)
@@ -136,7 +189,7 @@ class Codec:
 
     def _window_ids(self, text: str, first: bool) -> tuple[int, ...]:
         """Ids of a piece that starts at an anchor; the guard keeps tokenizers from treating it as a text's start."""
-        return tuple(self.encode(text) if first else self.encode(_GUARD + text)[self._guard_length :])
+        return tuple(self._plain_ids(text) if first else self._plain_ids(_GUARD + text)[self._guard_length :])
 
     def _windows_agree(self, text: str) -> bool:
         """Whether the text's encoding falls apart at every anchor."""
@@ -149,7 +202,8 @@ class Codec:
         readable = (t.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for t in crossing[:_MOST_CROSSING_PROBES])
         return [*_PROBES, *(f"a b{token}c d e f" for token in readable)]
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token stands for; a control token is its name."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
@@ -160,7 +214,7 @@ class Codec:
         return str(token).replace("▁", " ").encode()
 
     def _count_bytes(self, token_id: int) -> int:
-        return max(1, len(self._token_bytes(token_id)))
+        return max(1, len(self.bytes_of(token_id)))
 
 
 def _last_but_one_anchor(text: str) -> int:

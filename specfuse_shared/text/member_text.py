@@ -14,12 +14,13 @@ from specfuse_shared.text.grammars.guidance import Vocabulary, token_vocabulary
 class MemberText:
     """What a member's tokenizer and template say, wherever its model runs.
 
-    `vocabulary_size`: rows of the model's logits. `turn_ends`: texts by which a base model ends its turn.
+    `codec`: that of its answers. `vocabulary_size`: rows of the model's logits. `turn_ends`: texts by which
+    a base model ends its turn.
     """
 
     def __init__(self, prompts: PromptEncoder, stop_ids: Sequence[int], vocabulary_size: int) -> None:
         self.prompts = prompts
-        self.codec = prompts.codec
+        self.codec = prompts.answer_codec
         self.turn_ends = PLAIN_TURN_ENDS if prompts.kind == "plain" else ()
         self._stop_ids = tuple(stop_ids)
         self._vocabulary_size = vocabulary_size
@@ -30,12 +31,16 @@ class MemberText:
 
     def encode_thoughts(self, thoughts: str = "") -> list[int]:
         """Ids between the prompt and the answer: `thoughts`, and what ends them. None for a member that has none."""
-        return [*self.codec.encode(f"{thoughts}\n"), *self.prompts.thoughts_closing()] if self.prompts.thinks else []
+        return (
+            [*self.prompts.codec.encode(f"{thoughts}\n"), *self.prompts.thoughts_closing()]
+            if self.prompts.thinks
+            else []
+        )
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens as the grammar library reads them; built when the first grammar comes."""
-        return token_vocabulary(self.prompts.tokenizer, self._vocabulary_size, self._stop_ids)
+        return token_vocabulary(self.prompts.tokenizer, self.codec.bytes_of, self._vocabulary_size, self._stop_ids)
 
     def prepare(self, grammar: Grammar | None = None) -> None:
         """Compile a grammar, in the thread that asks, so that no lane has to; None: only read the vocabulary.

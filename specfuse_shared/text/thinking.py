@@ -3,48 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-MARKERS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
-"""What templates put around thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The strings around a member's thoughts; `wanted`: it shall think."""
+    """The strings around a member's thoughts, and what stands between them and the answer.
+
+    `before` and `begin`: written around `start` where the template does not begin the thoughts itself. `empty`: what
+    ends them at once, where it does. `wanted`: the member shall think.
+    """
 
     start: str
     end: str
-    wanted: bool
+    closing: str
+    before: str = ""
+    begin: str = "\n"
+    empty: str = ""
+    wanted: bool = False
 
     def opened(self, prompt: str) -> str:
         """The prompt with thoughts begun or, where the template begins them unasked, ended at once."""
         begun = prompt.rstrip().endswith(self.start)
         if self.wanted:
-            return prompt if begun else f"{prompt}{self.start}\n"
-        return f"{prompt.rstrip()}\n\n{self.end}\n\n" if begun else prompt
+            return prompt if begun else f"{prompt}{self.before}{self.start}{self.begin}"
+        return f"{prompt.rstrip()}{self.empty or f'{chr(10) * 2}{self.closing}'}" if begun else prompt
 
-    @property
-    def closing(self) -> str:
-        """What stands between the thoughts and the answer."""
-        return f"{self.end}\n\n"
+    def in_border(self, mark: str) -> Markers:
+        """The same where the template writes `mark` in front of answers: it has empty thoughts, or follows thoughts."""
+        if self.start in mark:
+            before, _, rest = mark.partition(self.start)
+            return replace(self, before=before, closing=f"{self.end}{rest.rpartition(self.end)[2]}")
+        return self if not mark.strip() else replace(self, closing=f"{self.closing.rstrip()}{mark}")
+
+
+def _between(start: str, end: str) -> Markers:
+    return Markers(start, end, closing=f"{end}\n\n")
+
+
+KNOWN = (
+    _between("<think>", "</think>"),
+    _between("<thinking>", "</thinking>"),
+    _between("<thought>", "</thought>"),
+    _between("<seed:think>", "</seed:think>"),
+    _between("[THINK]", "[/THINK]"),
+    _between("<|START_THINKING|>", "<|END_THINKING|>"),
+    Markers("<|channel>thought", "<channel|>", closing="<channel|>", empty="\n<channel|>"),
+    Markers("<|channel|>analysis<|message|>", "<|end|>", closing="<|end|><|start|>assistant", begin=""),
+)
+"""What templates put around thoughts: Gemma 4 and gpt-oss name a channel."""
+_SHARED_ENDS = ("<|end|>",)
+"""Ends of thoughts that also end turns, and so say nothing of a template."""
 
 
 def find_markers(template: str, thinking: bool | Sequence[str]) -> Markers | None:
     """The markers that are given, or those that the template knows; None if there are none."""
     if not isinstance(thinking, bool):
         start, end = thinking
-        return Markers(start, end, True)
-    known = next(((start, end) for start, end in MARKERS if start in template or end in template), None)
-    return Markers(*known, thinking) if known else None
+        return replace(_between(start, end), wanted=True)
+    known = next((markers for markers in KNOWN if _knows(template, markers)), None)
+    return replace(known, wanted=thinking) if known else None
+
+
+def _knows(template: str, markers: Markers) -> bool:
+    return markers.start in template or (markers.end in template and markers.end not in _SHARED_ENDS)
 
 
 def end_of_thoughts(ids: Sequence[int], marker: Sequence[int], text: str, decode: Callable[[Any], str]) -> int | None:

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specfuse_shared.errors import UnfinishedValueError
+from specfuse_shared.errors import ConfigError, GrammarError, UnfinishedValueError
 from specfuse_shared.messages import CUT_MARK, Tool, ToolCall
-from specfuse_shared.text.grammars.grammar import Grammar, styled
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.grammars.json_schema import styled
 from specfuse_shared.text.stops import partial_stop
 from specfuse_shared.validation import check, check_choice, parsed_json
 
@@ -64,6 +65,10 @@ class ToolUse:
         check(len(set(names)) == len(names), f"tools holds two tools of one name: {names}")
         for name in names:
             check(name not in _CHOICES, f"a tool cannot be called {name!r}, which is a tool_choice: rename it")
+        if self.choice in ("any", "required") and not names:
+            raise ConfigError(
+                'tool_choice "required" (or "any") needs tools, and none are given: give tools, or "auto"'
+            )
         check_choice("tool_choice", self.choice, ("auto", "none", *(["any"] if names else []), *names))
 
     @property
@@ -126,7 +131,11 @@ def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise
         # the lazy rule ends at the first tag, so that from there on only a call is valid
         rules += [f"start: {calls} | TEXT", "first: before call", f"before[lazy]: /(?s:.*){CALL_OPEN}/"]
         rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){CALL_OPEN}(?s:.*)/")
-    return Grammar.lark("\n".join(rules))
+    try:
+        return Grammar.lark("\n".join(rules))
+    except GrammarError as error:
+        said = re.sub("^this lark grammar", "their grammar", str(error), flags=re.IGNORECASE)
+        raise GrammarError(f"these {len(offered)} tools cannot be offered together: {said}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +289,11 @@ def _head(tool: Tool) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    return json.dumps(styled({**tool.parameters, "type": "object"}, tool.strict), ensure_ascii=False)
+    try:
+        return json.dumps(styled({**tool.parameters, "type": "object"}, tool.strict), ensure_ascii=False)
+    except GrammarError as error:
+        message = f"the schema of tool {tool.name!r} cannot be used: {error}"
+        raise GrammarError(message, tool=tool.name, field=error.field) from None
 
 
 def _quoted(text: str) -> str:

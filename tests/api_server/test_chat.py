@@ -103,7 +103,34 @@ def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
     entries = told["logprobs"]["content"]
     assert b"".join(bytes(e["bytes"]) for e in entries).decode() == told["message"]["content"]
     assert all(e["logprob"] < 0 for e in entries)
-    assert chunks(client, max_tokens=8, logprobs=True)[-1]["choices"][0]["logprobs"]["content"] == entries
+
+
+def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The log-probabilities of a stream; each chunk's are of its text, as far as tokens end there."""
+    text, found = "", list[dict[str, Any]]()
+    for piece in pieces:
+        choice = piece["choices"][0]
+        new = choice["delta"].get("content") or ""
+        told = (choice["logprobs"] or {"content": []})["content"]
+        assert bool(told) <= bool(new)
+        text, found = text + new, found + told
+        assert text.encode().startswith(b"".join(bytes(e["bytes"]) for e in found))
+    assert b"".join(bytes(e["bytes"]) for e in found).decode() == text
+    return found
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny/chat", "tiny/base"])
+@pytest.mark.parametrize("more", [{}, {"stop": ["e "]}, {"temperature": 1.2, "seed": 3}, {"top_logprobs": 2}], ids=str)
+def test_logprobs_come_with_the_chunks_that_they_are_of(client: httpx.Client, model: str, more: dict[str, Any]) -> None:
+    asked = {"model": model, "max_tokens": 60, "logprobs": True, **more}
+    pieces, whole = chunks(client, **asked), chat(client, **asked)["choices"][0]["logprobs"]["content"]
+    found = streamed(pieces)
+    early = sum(bool(piece["choices"][0]["logprobs"]) for piece in pieces[:-2])
+    assert early > (len(pieces) / 2 if model == "tiny" else 2), "alone, these members write many halves of characters"
+    if model == "tiny":  # alone, these random members write tokens that are none of their text's encoding
+        assert [e["bytes"] for e in found] == [e["bytes"] for e in whole]
+        assert [e["logprob"] for e in found] == pytest.approx([e["logprob"] for e in whole], abs=1e-3)
+    assert [len(e["top_logprobs"]) for e in found] == [more.get("top_logprobs", 0)] * len(found)
 
 
 def test_the_most_probable_tokens_in_each_place_are_told(client: httpx.Client, tiny: EnsembleEngine) -> None:
@@ -116,7 +143,7 @@ def test_the_most_probable_tokens_in_each_place_are_told(client: httpx.Client, t
     for entry in entries:
         assert entry["top_logprobs"] == sorted(entry["top_logprobs"], key=lambda each: -each["logprob"])
         assert all(bytes(each["bytes"]).decode("utf-8", "replace") == each["token"] for each in entry["top_logprobs"])
-    again = chunks(client, **asked)[-1]["choices"][0]["logprobs"]["content"]
+    again = streamed(chunks(client, **asked))
     assert [[each["token"] for each in entry["top_logprobs"]] for entry in again] == expected
     plain = chat(client, max_tokens=8, logprobs=True, top_logprobs=0)["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in plain)

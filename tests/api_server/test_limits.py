@@ -61,7 +61,7 @@ def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: 
             refused = ask("ann's")
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            assert refused.headers["retry-after"] == "1"
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert client.get("/v1/models", headers=bearer("ann's")).status_code == 200, "questions cost nothing"
             assert [ask("bob's").status_code for _ in range(4)] == [200, 200, 200, 429]
             assert 1 <= int(ask("bob's").headers["retry-after"]) <= 20
@@ -194,7 +194,7 @@ def test_the_file_names_clients(tmp_path: Path, clients: dict[str, ClientSetting
         ("max_answers = 0", "max_answers must be positive"),
         ("requests_per_minute = -1", "requests_per_minute must be positive"),
         ("speed = 1", "no setting 'speed'"),
-        ('max_requests = "many"', "must be of type int"),
+        ('max_requests = "many"', "must be a whole number"),
     ],
 )
 def test_a_client_that_cannot_be_is_named(tmp_path: Path, table: str, says: str) -> None:

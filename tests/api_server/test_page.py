@@ -190,7 +190,7 @@ def test_stopping_stops_the_compute(
 def test_an_error_is_shown(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     ask(page, "sea " * 5000)
-    expect(page.locator("#problem")).to_contain_text("whose context holds 4096")
+    expect(page.locator("#problem")).to_contain_text("maximum context length is 4096")
     assert page.locator("#problem").get_attribute("role") == "alert"
     ask(page, "Hi", 4)
     expect(page.locator("#status")).to_have_text("Finished")

@@ -40,6 +40,16 @@ def _silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert "Authorization" not in said
 
 
+def tool_of(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def schema_format(properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties}
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 def refused(client: httpx.Client, status: int, *words: str, path: str = "/v1/chat/completions", **sent: Any) -> Any:
     response = client.post(path, **sent)
     assert response.status_code == status, response.text
@@ -108,6 +118,46 @@ def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], wo
         ("/v1/chat/completions", {"tool_choice": 5}, "tool_choice", "string"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
         ("/v1/completions", {"prompt": "Hi", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        (
+            "/v1/chat/completions",
+            {"max_completion_tokens": 0},
+            "max_completion_tokens",
+            "max_completion_tokens must be",
+        ),
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", '"required"'),
+        ("/v1/chat/completions", {"tool_choice": "required", "tools": []}, "tool_choice", '"required"'),
+        ("/v1/chat/completions", {"grammar": {"kind": "regex", "source": "("}}, "grammar", "regular expression"),
+        (
+            "/v1/chat/completions",
+            {"tools": [tool_of("clock", {}), tool_of("letter", {"where": {"$ref": "#/$defs/Gone"}})]},
+            "tools.1.function.parameters.properties.where",
+            "tool 'letter' cannot be used: at properties.where: ",
+        ),
+        (
+            "/v1/chat/completions",
+            {"tools": [tool_of("clock", {}), tool_of("clock", {})]},
+            "tools",
+            "two tools of one name",
+        ),
+        (
+            "/v1/chat/completions",
+            {"response_format": schema_format({"day": {"type": "dat"}})},
+            "response_format.json_schema.schema.properties.day",
+            "at properties.day: ",
+        ),
+        ("/v1/responses", {"input": "Hi", "tool_choice": "required"}, "tool_choice", '"required"'),
+        (
+            "/v1/responses",
+            {"input": "Hi", "tools": [{"type": "function", **tool_of("letter", {"to": {"type": "dat"}})["function"]}]},
+            "tools.0.parameters.properties.to",
+            "tool 'letter' cannot be used: at properties.to: ",
+        ),
+        (
+            "/v1/responses",
+            {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "dat"}}}},
+            "text.format",
+            "dat",
+        ),
     ],
 )
 def test_an_error_has_the_field_and_the_reason(
@@ -117,6 +167,7 @@ def test_an_error_has_the_field_and_the_reason(
     error = refused(client, 400, message, path=path, json={**base, **change})
     assert error["param"] == param
     assert "SamplingParams" not in error["message"]
+    assert "lark" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +205,6 @@ def called(arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        called('{"a":' * 50_000 + "1" + "}" * 50_000),
-        called('{"a":' + "9" * 5000 + "}"),
-        called('{"a":"\\ud800"}'),
-        called('{"a":NaN}'),
         {"grammar": {"kind": "choice", "source": "[" * 50_000}},
         {"grammar": {"kind": "choice", "source": "[" + "9" * 5000 + "]"}},
         {"grammar": {"kind": "json_schema", "source": '{"items":' * 20_000 + "{}" + "}" * 20_000}},

@@ -58,7 +58,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
         ("[server]\nprot = 1\n[ensembles.a]\nmembers = ['x']", "did you mean 'port'"),
         ("[server]\nport = '1'\n[ensembles.a]\nmembers = ['x']", r"\[server\]\.port is '1'.*type int"),
         ("[server]\nport = 70000\n[ensembles.a]\nmembers = ['x']", "0 to 65535"),
-        ("[server]\nport = true\n[ensembles.a]\nmembers = ['x']", "of type int"),
+        ("[server]\nport = true\n[ensembles.a]\nmembers = ['x']", "must be a whole number"),
         ("[sampling]\ntemperature = 'hot'\n[ensembles.a]\nmembers = ['x']", r"\[sampling\]\.temperature"),
         ("[sampling]\ntop_p = 7.0\n[ensembles.a]\nmembers = ['x']", r"\[sampling\]\.top_p must"),
         ("[server]\nstop_seconds = inf\n[ensembles.a]\nmembers = ['x']", r"\[server\]\.stop_seconds must be.*finite"),

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specfuse_shared import EnsembleEngine, Grammar, SamplingParams, UnfinishedValueError
-from specfuse_shared.frameworks.records import check_whole, finish_reason
+from specfuse_shared import (
+    ClosedValueWarning,
+    EnsembleEngine,
+    EnsembleResult,
+    FinishReason,
+    Grammar,
+    SamplingParams,
+    Tool,
+    UnfinishedValueError,
+    Usage,
+)
+from specfuse_shared.frameworks.records import check_whole, finish_reason, is_closed_nearby
 from specfuse_shared.fusion.repetition import ends_in_circle, is_stuck, repeats
 from tests.support.serving import reciting
 
@@ -92,22 +104,101 @@ def test_what_may_belong_there_does_not_end_an_answer(answer: str, segment: str)
     assert not is_stuck(answer, segment)
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+def schema_of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def test_a_value_that_goes_in_circles_is_closed(tmp_path: Path) -> None:
-    config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
-    params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(SCHEMA))
+TEXT = {"type": "string"}
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
+    """Members that say the same words over and over, also within a string."""
+    config = replace(reciting(tmp_path_factory.mktemp("endless"), endless=True), repetition_guard=True)
     with EnsembleEngine(config) as engine:
-        result = engine.generate("Speak.", params)
-        alone = engine.generate("Speak.", params, members=["ann"])
-        with EnsembleEngine(replace(config, repetition_guard=False)) as unguarded:
-            plain = unguarded.generate("Speak.", params)
+        yield engine
+
+
+def test_a_value_that_goes_in_circles_is_closed_behind_what_it_said_once(endless: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema_of(a=TEXT)))
+    result = endless.generate("Speak.", params)
     assert result.finish_reason == "repetition"
-    assert 1 < json.loads(result.text)["a"].count("people sleep") < 4
-    assert result.closing, "what closed it is known, so that half a call is not carried out"
-    assert finish_reason(result, called=True) == "length"
-    with pytest.raises(UnfinishedValueError, match="went in circles"):
-        check_whole(result)
+    assert 1 <= json.loads(result.text)["a"].count("people sleep") < 3
+    assert result.loops
+    assert all("people sleep" in loop for loop in result.loops)
     assert result.usage.completion_tokens < 100
-    assert plain.finish_reason == alone.finish_reason == "length", "the guard is of shared answers"
+    assert finish_reason(result) == "stop", "the value is whole"
+    assert "".join(round.text for round in result.rounds) == result.text
+
+
+def test_it_is_an_error_that_names_the_circle_only_if_strict(endless: EnsembleEngine) -> None:
+    params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema_of(a=TEXT)))
+    result = endless.generate("Speak.", params)
+    with pytest.raises(UnfinishedValueError, match=r"went in circles \('.*people sleep.* again and again\)"):
+        check_whole(result)
+    with pytest.warns(ClosedValueWarning, match="people sleep"):
+        check_whole(result, may_close=True)
+
+
+def test_a_value_goes_on_behind_a_string_that_was_closed(endless: EnsembleEngine) -> None:
+    schema = schema_of(a=TEXT, b={"enum": ["tide", "moon"]}, c=TEXT)
+    result = endless.generate("Speak.", SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema)))
+    value = json.loads(result.text)
+    assert value["b"] in ("tide", "moon")
+    assert value["c"].count("people sleep") in (1, 2)
+    assert len(result.loops) == 2
+    assert result.finish_reason == "repetition"
+
+
+def test_a_string_that_may_not_end_there_goes_on(endless: EnsembleEngine) -> None:
+    schema = schema_of(a={**TEXT, "minLength": 260})
+    result = endless.generate("Speak.", SamplingParams(max_tokens=500, grammar=Grammar.json_schema(schema)))
+    assert len(json.loads(result.text)["a"]) >= 260
+
+
+def test_a_circle_without_an_end_near_is_an_error_that_names_it(endless: EnsembleEngine) -> None:
+    schema = schema_of(a={**TEXT, "pattern": "sleep near harbours!$"})
+    with pytest.raises(UnfinishedValueError, match=r"while it said .*people sleep.* again and again"):
+        endless.generate("Speak.", SamplingParams(max_tokens=200, grammar=Grammar.json_schema(schema)))
+
+
+def test_a_call_that_goes_in_circles_is_closed_as_a_whole(endless: EnsembleEngine) -> None:
+    tool = Tool("say", "", schema_of(a=TEXT, b=TEXT))
+    result = endless.generate("Speak.", SamplingParams(max_tokens=400), tools=[tool], tool_choice="any")
+    assert result.closing.startswith('"')
+    assert result.closing.endswith("</tool_call>")
+    assert json.loads(result.text.removeprefix("<tool_call>").removesuffix("</tool_call>"))["arguments"]["b"] == ""
+    assert finish_reason(result, called=True) == "length"
+    assert not is_closed_nearby(result, called=True), "b is made up"
+
+
+def test_the_guard_is_of_shared_answers(endless: EnsembleEngine, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(schema_of(a=TEXT)))
+    alone = endless.generate("Speak.", params, members=["ann"])
+    with EnsembleEngine(replace(endless.config, repetition_guard=False)) as unguarded:
+        plain = unguarded.generate("Speak.", params)
+    assert plain.finish_reason == alone.finish_reason == "length"
+    assert plain.loops == alone.loops == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "closing", "is_near"),
+    [
+        ('{"a": "x"}', '"}', True),
+        ('{"a": ["x"]}', "]}", True),
+        ('{"a": "x", "b": ""}', '", "b": ""}', False),
+        ('{"n": 12}', "}", False),
+        ('{"n": "12"}', '"}', True),
+        ('{"n": 12}', "", True),
+    ],
+)
+def test_brackets_and_quotes_make_nothing_up_but_perhaps_half_a_number(text: str, closing: str, is_near: bool) -> None:
+    usage = Usage(1, 2, "a")
+    result = EnsembleResult(text, FinishReason.LENGTH, None, usage, (), ("a",), None, 0, None, 0, closing=closing)
+    assert is_closed_nearby(result) is is_near
+    if is_near:
+        with pytest.warns(ClosedValueWarning, match="reached max_tokens after 2 tokens"):
+            check_whole(result, may_close=True)
+    else:
+        with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
+            check_whole(result, may_close=True)

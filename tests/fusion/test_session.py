@@ -167,7 +167,7 @@ def test_too_long_a_prompt_is_refused_before_any_work(tiny_engine: EnsembleEngin
     hooks = [
         m.runner.model.register_forward_pre_hook(lambda *_: forwards.append(1)) for m in local_members(tiny_engine)
     ]
-    with pytest.raises(PromptTooLongError, match=r"member 'chat'.*context holds 512") as refused:
+    with pytest.raises(PromptTooLongError, match=r"member 'chat'.*maximum context length is 512") as refused:
         tiny_engine.stream([Message("user", "moon " * 600)])
     for hook in hooks:
         hook.remove()

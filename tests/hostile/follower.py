@@ -27,7 +27,7 @@ class Follower:
         tokenizer = byte_level_tokenizer()
         self.codec = PromptEncoder(tokenizer, None, {}, "tiny").codec
         self.stop_ids = [tokenizer.eos_token_id]
-        self.vocabulary = token_vocabulary(tokenizer, len(tokenizer), self.stop_ids)
+        self.vocabulary = token_vocabulary(tokenizer, self.codec.bytes_of, len(tokenizer), self.stop_ids)
         self.slowest = 0.0
 
     def follow(self, given: dict[str, Any], seed: int) -> str:

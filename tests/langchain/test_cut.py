@@ -43,6 +43,19 @@ class Note(BaseModel):
     text: str
 
 
+class Line(BaseModel):
+    """A line."""
+
+    text: str
+
+
+class Counted(BaseModel):
+    """A line and its length."""
+
+    text: str
+    words: int
+
+
 @pytest.fixture
 def writer(chat: ChatSpecFuse) -> Runnable[Any, AIMessage]:
     """Members with random weights, which end no string in so few tokens, have to write a file."""
@@ -125,7 +138,8 @@ def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse, method: Any) -> None:
-    structured = chat.with_structured_output(Note, method=method).bind(max_tokens=100)  # type: ignore[attr-defined]
+    strict = chat.with_structured_output(Note, method=method, strict=True)
+    structured = strict.bind(max_tokens=100)  # type: ignore[attr-defined]
     for asked in (structured.invoke, lambda prompt: list(structured.stream(prompt))):
         with pytest.raises(exceptions.OutputParserException, match="max_tokens cut") as caught:
             asked("Note it.")
@@ -137,7 +151,7 @@ async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_next_to_its_message_it_is_the_parsing_error(chat: ChatSpecFuse, method: Any) -> None:
-    structured = chat.with_structured_output(Note, method=method, include_raw=True, max_tokens=100)
+    structured = chat.with_structured_output(Note, method=method, strict=True, include_raw=True, max_tokens=100)
     told = structured.invoke("Note it.")
     assert isinstance(told, dict)
     assert isinstance(told["parsing_error"], errors.UnfinishedValueError)
@@ -145,8 +159,50 @@ def test_next_to_its_message_it_is_the_parsing_error(chat: ChatSpecFuse, method:
     assert told["raw"].response_metadata["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_value_that_quotes_and_brackets_close_is_one_with_a_warning(chat: ChatSpecFuse, method: Any) -> None:
+    """Members with random weights end no string: nothing is left out but its end."""
+    structured = chat.with_structured_output(Line, method=method, include_raw=True, max_tokens=90)
+    with pytest.warns(errors.ClosedValueWarning, match="reached max_tokens after 90 tokens"):
+        told = structured.invoke("Write.")
+    assert isinstance(told, dict)
+    assert isinstance(told["parsed"], Line)
+    assert told["parsed"].text
+    assert told["parsing_error"] is None
+    assert told["raw"].response_metadata["specfuse"]["finish_reason"] == "length"
+    assert told["raw"].response_metadata["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_one_whose_rest_would_be_made_up_is_an_error(tmp_path: Path, method: Any) -> None:
+    with EnsembleEngine(reciting(tmp_path, endless=True)) as engine:
+        structured = ChatSpecFuse(engine=engine, max_tokens=120).with_structured_output(Counted, method=method)
+        with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
+            structured.invoke("Speak.")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_value_in_circles_is_closed_and_one_with_a_warning(tmp_path: Path, method: Any) -> None:
+    config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
+    with EnsembleEngine(config) as engine:
+        model = ChatSpecFuse(engine=engine, max_tokens=400)
+        structured = model.with_structured_output(Line, method=method, include_raw=True)
+        with pytest.warns(errors.ClosedValueWarning, match=r"went in a loop .*people sleep"):
+            told = structured.invoke("Speak.")
+        assert isinstance(told, dict)
+        assert 1 <= told["parsed"].text.count("people sleep") < 3
+        record = told["raw"].response_metadata["specfuse"]
+        assert record["finish_reason"] == "repetition"
+        assert len(record["loops"]) == 1
+        strict = model.with_structured_output(Line, method=method, strict=True)
+        with pytest.raises(exceptions.OutputParserException, match=r"went in circles .*people sleep"):
+            strict.invoke("Speak.")
+
+
 def test_a_cut_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
-    agent = create_agent(chat.model_copy(update={"max_tokens": 100}), [], response_format=ProviderStrategy(Note))
+    agent = create_agent(
+        chat.model_copy(update={"max_tokens": 100}), [], response_format=ProviderStrategy(Note, strict=True)
+    )
     with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
         agent.invoke({"messages": [("user", "Note it.")]})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -292,3 +294,26 @@ def test_nothing_private_of_langchain_is_overridden() -> None:
     }
     theirs = {name for name in dir(BaseChatModel) if name.startswith("_") and not name.startswith("__")}
     assert {name for name in own & theirs if not name.startswith(("_abc", "_serialized"))} <= documented
+
+
+def test_a_model_always_has_a_name(tiny: EnsembleEngine, tmp_path: Path) -> None:
+    """deepagents finds a profile by it, and langchain-classic's evaluators search it for "gpt-4"."""
+    for llm, name in (
+        (ChatSpecFuse(members="demo"), "demo"),
+        (ChatSpecFuse(model="demo"), "demo"),
+        (ChatSpecFuse(engine=tiny), "+".join(tiny.config.names)),
+        (ChatSpecFuse(members=["no/one", "no/two"]), "one+two"),
+        (ChatSpecFuse(members=["no/one"], ensembles={"other": ["no/two"]}, model="other"), "other"),
+        (ChatSpecFuse(base_url="http://127.0.0.1:9", model="tiny"), "tiny"),
+        (ChatSpecFuse(base_url="http://127.0.0.1:9"), "specfuse"),
+    ):
+        for each in (llm, llm.model_copy(), pickle.loads(pickle.dumps(llm)), copy.deepcopy(llm)):
+            assert (each.model_name, each.model) == (name, name)
+            assert "gpt-4" not in each.model_name
+    other = ChatSpecFuse(members=["no/one"]).model_copy(update={"members": ["no/two"]})
+    assert other.model_name == "two", "the copy of a model that was given no name has its own"
+    dumped = ChatSpecFuse(base_url="http://127.0.0.1:9").model_dump(exclude_defaults=True)
+    assert "model_name" not in dumped, "none was chosen"
+    with serving({"tiny": tiny}) as client:
+        remote = ChatSpecFuse(base_url=str(client.base_url)).load()
+        assert (remote.model_name, remote.model) == ("tiny", "tiny")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from langchain_core.messages import (
     AIMessage,
@@ -13,6 +15,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.messages.tool import tool_call
 
 from langchain_specfuse.messages import to_messages
 from specfuse_shared import Message
@@ -116,3 +119,26 @@ def test_content_that_is_not_text_is_refused_by_name(kind: str) -> None:
 def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
     with pytest.raises(RequestError, match="no turn of a conversation"):
         to_messages([message])
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (
+            {"type": "file", "base64": "JVBE", "mime_type": "application/pdf", "filename": "a.pdf"},
+            "[file: a.pdf]",
+        ),
+        ({"type": "file", "file": {"filename": "a.txt", "file_data": "data:text/plain;base64,YQ=="}}, "[file: a.txt]"),
+        ({"type": "image", "url": "https://example.org/a.png"}, "[image: https://example.org/a.png]"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}, "[image]"),
+        ({"type": "audio", "base64": "UklG", "mime_type": "audio/wav"}, "[audio]"),
+        ({"type": "input_text", "text": "12:30"}, "12:30"),
+        ({"type": "output_text", "text": "12:30", "annotations": []}, "12:30"),
+        ({"type": "search_result", "title": "A", "content": [{"type": "text", "text": "b"}]}, "A\nb"),
+    ],
+)
+def test_what_a_tool_gave_is_read_or_named(block: dict[str, Any], text: str) -> None:
+    call = AIMessage("", tool_calls=[tool_call(name="look", args={}, id="c1")])
+    [_, result] = to_messages([call, ToolMessage([block], tool_call_id="c1")])
+    assert (result.role, result.content, result.name) == ("tool", text, "look")
+    assert to_messages([AIMessage([{"type": "image", "id": "i"}, "Look."])])[0].content == "[image]Look."

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from jsonschema import validate
+from langchain_core.messages import HumanMessage, SystemMessage
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
@@ -61,6 +62,9 @@ def schema_of(number: int) -> dict[str, Any]:
     return {"title": f"Record{number % len(SCHEMAS)}", "type": "object", **SCHEMAS[number % len(SCHEMAS)]}
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::specfuse_shared.ClosedValueWarning")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_extractions_and_fifty_forced_calls_are_all_valid(demo_engine: EnsembleEngine) -> None:
@@ -82,3 +86,26 @@ def test_fifty_extractions_and_fifty_forced_calls_are_all_valid(demo_engine: Ens
             validate(call["args"], schema)
             valid += 1
     assert valid == 100
+
+
+CHOICES = [{"const": "almanac", "description": "Dates."}, {"const": "barometer", "description": "The weather."}]
+LISTS = [
+    ({"anyOf": CHOICES}, "Choose the tools that answer the question, the best one first.", "Which day is it today?"),
+    (TEXT, "Note what the guest asks for.", "A window seat, window seat, please. Window."),
+]
+"""As middleware that selects tools asks, and as a guest who says it again."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tokens", [48, 160])
+@pytest.mark.parametrize(("item", "asked", "question"), LISTS)
+def test_a_list_ends_behind_what_it_said(
+    demo_engine: EnsembleEngine, item: dict[str, Any], asked: str, question: str, tokens: int
+) -> None:
+    listed = {"type": "array", "items": item}
+    schema = {"title": "Chosen", "type": "object", "properties": {"chosen": listed}, "required": ["chosen"]}
+    model = ChatSpecFuse(engine=demo_engine, max_tokens=tokens).with_structured_output(schema)
+    said = model.invoke([SystemMessage(asked), HumanMessage(question)])
+    assert isinstance(said, dict)
+    assert len(said["chosen"]) <= max(3, 2 * len(set(said["chosen"])))

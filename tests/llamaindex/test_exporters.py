@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import Grammar
 from tests.llamaindex.listening import ENDPOINTS, ask
 from tests.support.exporting import Spans, instrumented, parameters
 
@@ -58,3 +61,16 @@ async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: S
         assert span["gen_ai.request.temperature"] == 0.5
         assert span["gen_ai.usage.input_tokens"] == told["prompt_tokens"]
         assert span["gen_ai.usage.output_tokens"] == told["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar.choice(["yes", "no"]), Grammar.json_schema({"type": "object"}), Grammar.regex("a+"), None],
+    ids=str,
+)
+def test_what_a_trace_holds_is_plain_json(grammar: Grammar | None) -> None:
+    llm = SpecFuseLLM(members=["no/one"], grammar=grammar, stop=["x"], seed=3)
+    told = json.loads(json.dumps(llm.to_payload()))
+    assert told["model"] == "one"
+    assert told.get("grammar") == (None if grammar is None else asdict(grammar))
+    assert json.loads(json.dumps(llm.metadata.model_dump()))["model_name"] == "one"

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.answers import AnswerFold, AnswerStep
 from specfuse_shared import EnsembleResult, FinishReason, SamplingParams
-from specfuse_shared.errors import UnfinishedValueError
+from specfuse_shared.errors import ClosedValueWarning
 from specfuse_shared.events import FinishEvent, SegmentEvent
 from specfuse_shared.frameworks import CallReader
 
@@ -62,9 +62,9 @@ async def test_filtered_answers_are_streamed(tiny_llm: SpecFuseLLM) -> None:
     # a model with random weights finds some of them unanswered: those have the text "Empty Response"
     question, told = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
     pieces = []
-    with pytest.raises(UnfinishedValueError, match="max_tokens"):  # such a model ends no string
+    with pytest.warns(ClosedValueWarning, match="max_tokens"):  # such a model ends no string
         pieces += told.response_gen
-    assert pieces == []
+    assert "".join(pieces)
     atold = await synthesizer.asynthesize(question, nodes)
     assert isinstance(atold, AsyncStreamingResponse)
 

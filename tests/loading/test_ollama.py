@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from specfuse_shared import MemberConfig, MemberLoadError
+from specfuse_shared import MemberConfig, MemberLoadError, MissingTemplateWarning
 from specfuse_shared.loading.backends import lora_files
 from specfuse_shared.loading.gguf import gguf_file
 from specfuse_shared.loading.ollama import ollama_models
+from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.settings.member_config import OLLAMA
+from tests.support.tiny import byte_level_tokenizer, save_model
 
 MODEL, ADAPTER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
 
@@ -97,3 +101,18 @@ def test_a_broken_manifest_hides_no_other_model(store: Path) -> None:
     add(store, "registry.ollama.ai/library/bad/latest", [])
     (store / "manifests/registry.ollama.ai/library/bad/latest").write_text("[1")
     assert [found.name for found in ollama_models()] == ["good:latest"]
+
+
+def test_a_model_without_a_template_is_warned_of(tmp_path: Path) -> None:
+    folder = save_model("qwen3", byte_level_tokenizer(), tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), byte_level_tokenizer()
+    config = MemberConfig(OLLAMA + "tuned", device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LocalMember(config, loaded=(model, tokenizer))
+    tokenizer.chat_template = None
+    with pytest.warns(MissingTemplateWarning, match="ollama:tuned has no chat template .* member 'tuned'"):
+        LocalMember(config, loaded=(model, tokenizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LocalMember(MemberConfig(str(folder), device="cpu"), loaded=(model, tokenizer))

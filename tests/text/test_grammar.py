@@ -236,6 +236,8 @@ def test_an_open_value_has_a_short_finish(grammar: Grammar, start: str, finish: 
         ({"type": "string", "pattern": r"^[a-z0-9._%+-]+@[a-z0-9.-]+\.[a-z]{2,}$"}, '"0@0.aa"'),
         ({"type": "string", "pattern": r"^[^\s@]+@[^\s@]+\.[^\s@]+$"}, '"0@0.a"'),
         ({"type": "string", "pattern": "^[^/]+/[^/]+$"}, '"0/0"'),
+        ({"type": "string", "pattern": "^[^x]*$"}, '""'),
+        ({"type": "string", "pattern": "^[^xX]+$"}, '"0"'),
     ],
 )
 def test_a_string_that_may_hold_brackets_and_no_spaces_has_a_short_finish(schema: dict[str, Any], closing: str) -> None:

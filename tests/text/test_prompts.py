@@ -41,8 +41,9 @@ def encoder(template: str | None) -> PromptEncoder:
 
 
 def rendered(template: str, messages: list[Message]) -> str:
+    """The prompt, up to the blanks that are written with an answer's first token."""
     made = encoder(template)
-    return made.codec.decode(made.encode(messages))
+    return made.codec.decode(made.encode(messages)) + made.answer_codec.lead
 
 
 def test_a_document_full_of_control_strings_adds_no_control_token(exact_engine: EnsembleEngine) -> None:

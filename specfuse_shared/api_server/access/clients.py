@@ -99,7 +99,7 @@ class Client:
         most, per_minute = self.settings.max_requests, self.settings.requests_per_minute
         if self.open >= most:
             message = f"{self.open} of your requests are being answered, and {most} is the most: wait for one of them"
-            raise HttpError(429, message, "too_many_requests", retry_seconds=1)
+            raise HttpError(429, message, "too_many_requests")
         if per_minute is None:
             return
         now = time.monotonic()

@@ -21,6 +21,7 @@ from specfuse_shared.frameworks import (
     finish_reason,
     last_parts,
     ledger,
+    logprobs_content,
     openai_logprobs,
     segment_record,
     usage_record,
@@ -29,7 +30,10 @@ from specfuse_shared.frameworks import (
 
 @dataclass(slots=True)
 class ChoicePiece:
-    """What one event adds to a choice. `calls`: pieces of tool calls as OpenAI's deltas have them."""
+    """What one event adds to a choice. `calls`: pieces of tool calls as OpenAI's deltas have them.
+
+    `logprobs`: of the tokens that end with this piece. `all_logprobs`: of the whole answer, at its end.
+    """
 
     text: str = ""
     thoughts: str = ""
@@ -37,6 +41,7 @@ class ChoicePiece:
     begins: bool = False
     finish_reason: str | None = None
     logprobs: dict[str, Any] | None = None
+    all_logprobs: dict[str, Any] | None = None
     specfuse: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +91,7 @@ class ChoiceReader:
         elif isinstance(event, SegmentEvent):
             piece.thoughts = self._thoughts.rest()
             self._write(piece, self._reader.feed(event.text) if self._reader else [TextDelta(event.text)])
+            piece.logprobs = logprobs_content(event.logprobs) if event.logprobs else None
             piece.specfuse["segments"] = [segment_record(event)]
         elif isinstance(event, FinishEvent):
             self._finish(piece, event)
@@ -98,8 +104,8 @@ class ChoiceReader:
         self.usage = usage_record(result.usage)
         piece.thoughts = self._thoughts.rest()
         self._write(piece, last_parts(self._reader, result))
-        piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calls))
-        piece.logprobs = openai_logprobs(result)
+        piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calling))
+        piece.all_logprobs = openai_logprobs(result)
         if told := ledger(result, self._extension.ledger):
             piece.specfuse["record"] = told
 
@@ -141,14 +147,14 @@ class Folded:
         self.thoughts = ""
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
-        self.logprobs: dict[str, Any] | None = None
+        self.all_logprobs: dict[str, Any] | None = None
         self.specfuse: dict[str, Any] = {}
 
     def add(self, piece: ChoicePiece) -> None:
         self.text += piece.text
         self.thoughts += piece.thoughts
         self.finish_reason = piece.finish_reason or self.finish_reason
-        self.logprobs = piece.logprobs or self.logprobs
+        self.all_logprobs = piece.all_logprobs or self.all_logprobs
         for delta in piece.calls:
             if delta["index"] == len(self.calls):
                 begun = {key: value for key, value in delta.items() if key != "index"}

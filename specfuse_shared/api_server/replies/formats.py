@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
@@ -50,6 +51,7 @@ class ChoicesFormat(Format):
         self._created = int(time.time())
         self._model = call.model.id
         self._wants_usage = asked.wants_usage
+        self._offsets = defaultdict[int, int](int)
 
     def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
         choices = [self._choice(answer.index, each) for answer, each in zip(answers, folded, strict=True)]
@@ -60,7 +62,7 @@ class ChoicesFormat(Format):
         choice: dict[str, Any] = {
             "index": answer.index,
             **self._delta(piece),
-            "logprobs": self._logprobs(piece.logprobs),
+            "logprobs": self._logprobs(piece.logprobs, answer.index),
             "finish_reason": piece.finish_reason,
             **({"specfuse": piece.specfuse} if piece.specfuse else {}),
         }
@@ -83,7 +85,7 @@ class ChoicesFormat(Format):
         return {
             "index": index,
             **self._message(folded),
-            "logprobs": self._logprobs(folded.logprobs),
+            "logprobs": self._logprobs(folded.all_logprobs),
             "finish_reason": folded.finish_reason,
             **({"specfuse": folded.specfuse} if folded.specfuse else {}),
         }
@@ -94,7 +96,8 @@ class ChoicesFormat(Format):
     def _message(self, folded: Folded) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Mapping[str, Any] | None, streamed: int | None = None) -> dict[str, Any] | None:
+        """Of a whole choice, or of a piece of the choice number `streamed`."""
         raise NotImplementedError
 
 
@@ -112,7 +115,7 @@ class ChatFormat(ChoicesFormat):
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
         return {"message": message | {key: value for key, value in told.items() if value}}
 
-    def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Mapping[str, Any] | None, streamed: int | None = None) -> dict[str, Any] | None:
         return None if logprobs is None else {**logprobs, "refusal": None}
 
 
@@ -125,12 +128,15 @@ class CompletionFormat(ChoicesFormat):
     def _message(self, folded: Folded) -> dict[str, Any]:
         return {"text": folded.text}
 
-    def _logprobs(self, logprobs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Mapping[str, Any] | None, streamed: int | None = None) -> dict[str, Any] | None:
         """Lists side by side; offsets are those of the tokens' texts joined."""
         if logprobs is None:
             return None
         tokens = [entry["token"] for entry in logprobs["content"]]
-        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
+        start = 0 if streamed is None else self._offsets[streamed]
+        *offsets, end = accumulate(map(len, tokens), initial=start)
+        if streamed is not None:
+            self._offsets[streamed] = end
         each = [entry["logprob"] for entry in logprobs["content"]]
         tops = list(map(_tops, logprobs["content"]))
         return {

@@ -70,9 +70,14 @@ class Output:
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: TextKind | None = None
     """Of the last item; None for a call."""
+    _waiting: list[dict[str, Any]] = field(default_factory=list)
+    """Log-probabilities of tokens that no delta had yet, and how many bytes those before them have."""
+    _told: int = 0
 
     def write(self, piece: ChoicePiece | Folded) -> Iterator[Told]:
         """Thoughts come before text, and text before calls, as answers have them."""
+        if isinstance(piece, ChoicePiece) and piece.logprobs is not None:
+            self._waiting += piece.logprobs["content"]
         if piece.thoughts:
             yield from self._text(self.thoughts, piece.thoughts)
         if piece.text:
@@ -91,7 +96,16 @@ class Output:
             self.items[-1][kind.place].append(part)
         self.items[-1][kind.place][0]["text"] += text
         told = {**self._at, **kind.index, "delta": text}
-        yield f"{kind.text_event}.delta", told | ({"logprobs": []} if kind is MESSAGE else {})
+        if kind is MESSAGE:
+            told["logprobs"] = self._logprobs_within(self.items[-1]["content"][0]["text"])
+        yield f"{kind.text_event}.delta", told
+
+    def _logprobs_within(self, text: str) -> list[Mapping[str, Any]]:
+        """Those of tokens that end in this text of the message, and that no delta had before."""
+        found = _within(self._waiting, len(text.encode()) - self._told)
+        del self._waiting[: len(found)]
+        self._told += sum(len(token["bytes"]) for token in found)
+        return found
 
     def _call(self, delta: Mapping[str, Any]) -> Iterator[Told]:
         function = delta["function"]
@@ -106,11 +120,11 @@ class Output:
     def _finish(self, piece: ChoicePiece | Folded) -> Iterator[Told]:
         if all(item["type"] == "reasoning" for item in self.items):
             yield from self._text(MESSAGE, "")
-        if piece.logprobs is not None:
+        if piece.all_logprobs is not None:
             for item in self.items:
                 if item["type"] == "message":
                     part = item["content"][0]
-                    part["logprobs"] = _within(piece.logprobs["content"], part["text"])
+                    part["logprobs"] = _within(piece.all_logprobs["content"], len(part["text"].encode()))
         yield from self._close("incomplete" if piece.finish_reason == "length" else "completed")
 
     def _begin(self, item: dict[str, Any], kind: TextKind | None) -> Iterator[Told]:
@@ -231,9 +245,9 @@ def _usage(answer: ChoiceReader) -> dict[str, Any]:
     }
 
 
-def _within(tokens: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    """The tokens that make up this text, with which the answer begins."""
-    left, found = len(text.encode()), []
+def _within(tokens: Sequence[Mapping[str, Any]], left: int) -> list[Mapping[str, Any]]:
+    """The first tokens, as many as so many bytes hold."""
+    found = []
     for token in tokens:
         left -= len(token["bytes"])
         if left < 0:

@@ -24,6 +24,7 @@ from pydantic_core import from_json
 
 from specfuse_shared.errors import RequestError
 from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Detail
+from specfuse_shared.messages import earlier_fields
 from specfuse_shared.settings.sampling_params import MOST_TOP_LOGPROBS
 from specfuse_shared.validation import unknown_setting
 
@@ -137,34 +138,41 @@ class ToolChoiceBody(Body):
     function: NamedBody
 
 
-class CalledBody(Body):
-    name: str
-    arguments: str | dict[str, JsonValue] | None = None
-    parsed_arguments: JsonValue = None
+class AllowedToolsBody(Body):
+    """Some of the tools, one of which may or has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Several[dict[str, JsonValue]] = Field(min_length=1)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tools, described as chats or as the Responses API describe them."""
+        functions = (tool.get("function", tool) for tool in self.tools)
+        return [str(function.get("name") if isinstance(function, dict) else function) for function in functions]
 
 
-class CallBody(Body):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledBody
-    index: int | None = None
+class AllowedChoiceBody(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsBody
 
 
 class MessageBody(Body):
-    """A turn; thoughts and refusals of earlier answers, and what a client read in them, are read by nobody."""
+    """A turn. What models and tools wrote before is read past, as far as it is nothing that is known."""
 
     role: str
-    content: str | Several[dict[str, JsonValue]] | None = None
+    content: str | Several[dict[str, JsonValue] | str] | None = None
     name: str | None = None
-    tool_calls: Several[CallBody] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
+    tool_calls: JsonValue = None
+    tool_call_id: JsonValue = None
+    function_call: JsonValue = None
+    refusal: JsonValue = None
     annotations: JsonValue = None
     audio: JsonValue = None
-    reasoning: JsonValue = None
-    reasoning_content: JsonValue = None
-    parsed: JsonValue = None
-    function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier(cls, given: Any) -> Any:
+        return earlier_fields(given) if isinstance(given, dict) else given
 
 
 class SchemaBody(Body):
@@ -221,7 +229,7 @@ class ChatBody(Asked):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: Several[ToolBody] | None = None
-    tool_choice: str | ToolChoiceBody | None = None
+    tool_choice: str | ToolChoiceBody | AllowedChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     response_format: FormatBody | None = None
 
@@ -255,6 +263,17 @@ class BodyError(RequestError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class LongPromptError(BodyError):
+    """A prompt has more characters than the server reads, in words that clients know."""
+
+    def __init__(self, count: int, most: int) -> None:
+        super().__init__(
+            f"the prompt has {count} characters, and this model's maximum context length is {most} characters here: "
+            "shorten it",
+            "messages",
+        )
 
 
 def read_body(kind: type[B], raw: bytes) -> B:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from specfuse_shared.api_server.models import Model, Models
 from specfuse_shared.api_server.requests.bodies import (
+    AllowedChoiceBody,
     Asked,
     BodyError,
     ChatBody,
     CompletionBody,
+    LongPromptError,
     MessageBody,
     ToolBody,
     ToolChoiceBody,
 )
 from specfuse_shared.api_server.requests.responses_api import ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
-from specfuse_shared.errors import ConfigError
+from specfuse_shared.errors import ConfigError, GrammarError, SpecFuseError
 from specfuse_shared.frameworks import ToolUse, response_schema, value_of
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.serving.calls import CallOptions, choice_of, conversation_of
@@ -61,16 +64,14 @@ class Reader:
     def chat(self, body: ChatBody) -> Call:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
         model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
-        choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, ToolChoiceBody) else body.tool_choice
+        tools, choice = _allowed(tools, body.tool_choice)
         grammar, told = self._value(body)
-        use = ToolUse(tools, choice_of(choice), bool(body.parallel_tool_calls), grammar)
-        params = self._params(
-            body,
-            max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
-            logprobs=body.logprobs,
-            top_logprobs=body.top_logprobs,
-            grammar=grammar,
-        )
+        use = _tool_use(tools, choice, bool(body.parallel_tool_calls), grammar)
+        limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        with _in_words({} if limit == body.max_tokens else {"max_tokens": "max_completion_tokens"}):
+            params = self._params(
+                body, max_tokens=limit, logprobs=body.logprobs, top_logprobs=body.top_logprobs, grammar=grammar
+            )
         options = CallOptions(
             tools=use.tools,
             tool_choice=use.choice,
@@ -82,7 +83,8 @@ class Reader:
 
     def response(self, body: ResponsesBody) -> Call:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
-        return self.chat(body.chat())
+        with _in_words(_OF_RESPONSES):
+            return self.chat(body.chat())
 
     def completion(self, body: CompletionBody) -> Call:
         """A prompt is one user turn in each member's own template. Raises `RequestError` or `ConfigError`."""
@@ -101,7 +103,11 @@ class Reader:
         given = [message.model_dump(exclude_none=True, include=_OF_A_MESSAGE) for message in messages]
         offered = [tool.model_dump(exclude_none=True) for tool in tools or ()]
         self._check_size(len(repr(given)) + len(repr(offered)))
-        return conversation_of(given), [Tool.from_dict(tool) for tool in offered]
+        turns, read = conversation_of(given), list[Tool]()
+        for number, tool in enumerate(offered):
+            with _about(f"tools.{number}.function"):
+                read.append(Tool.from_dict(tool))
+        return turns, read
 
     def _value(self, body: ChatBody) -> tuple[Grammar | None, list[Message]]:
         """What the answer must be, by `response_format` or by `grammar`."""
@@ -110,7 +116,9 @@ class Reader:
         if body.grammar is not None:
             raise BodyError("response_format and grammar both say what the answer is: give one of them", "grammar")
         self._check_size(len(repr(body.response_format)))
-        grammar, told = value_of(*response_schema(body.response_format.model_dump(by_alias=True, exclude_none=True)))
+        asked = body.response_format.model_dump(by_alias=True, exclude_none=True)
+        with _about("response_format", "response_format.json_schema.schema."):
+            grammar, told = value_of(*response_schema(asked))
         self._check_size(sum(len(message.content) for message in told))
         return grammar, told
 
@@ -141,11 +149,74 @@ class Reader:
     def _check_size(self, characters: int) -> None:
         most = self.settings.max_prompt_characters
         if characters > most:
-            raise BodyError(f"the prompt has {characters} characters, and {most} is the most: shorten it", "messages")
+            raise LongPromptError(characters, most)
 
 
-_OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
+def _allowed(tools: list[Tool], asked: str | ToolChoiceBody | AllowedChoiceBody | None) -> tuple[list[Tool], str]:
+    """The tools that may be called, and the choice among them. Raises `BodyError` for one that is not offered."""
+    if not isinstance(asked, AllowedChoiceBody):
+        return tools, choice_of(asked.model_dump() if isinstance(asked, ToolChoiceBody) else asked)
+    names, allowed = [tool.name for tool in tools], asked.allowed_tools
+    for name in allowed.names:
+        if name not in names:
+            raise BodyError(f"tool_choice allows the tool {name!r}, which is none of tools: {names}", "tool_choice")
+    return [tool for tool in tools if tool.name in allowed.names], choice_of(allowed.mode)
+
+
+_OF_A_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call"}
+
+
+_OF_RESPONSES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    ".function.parameters": ".parameters",
+    ".function": "",
+    "messages": "input",
+}
+"""What the Responses API calls fields of a chat."""
 
 
 def _grammar(body: Asked) -> Grammar | None:
-    return None if body.grammar is None else Grammar(**body.grammar.model_dump())
+    with _about("grammar"):
+        return None if body.grammar is None else Grammar(**body.grammar.model_dump())
+
+
+def _tool_use(tools: Sequence[Tool], choice: str, parallel: bool, grammar: Grammar | None) -> ToolUse:
+    """Tools whose schemas can be used. Raises `ConfigError` that names the tool and its field."""
+    try:
+        use = ToolUse(tools, choice, parallel, grammar)
+        use.grammar()
+    except ConfigError as error:
+        error.param = "tool_choice" if str(error).startswith("tool_choice") else "tools"
+        if isinstance(error, GrammarError) and error.tool is not None:
+            number = [tool.name for tool in tools].index(error.tool)
+            field = f".{error.field}" if error.field else ""
+            error.param = f"tools.{number}.function.parameters{field}"
+        raise
+    return use
+
+
+@contextmanager
+def _about(param: str, of_schema: str | None = None) -> Iterator[None]:
+    """Errors that leave this block are about this field; one of a schema's field about that, behind `of_schema`."""
+    try:
+        yield
+    except SpecFuseError as error:
+        field = error.field if isinstance(error, GrammarError) else None
+        error.param = f"{of_schema}{field}" if of_schema and field else param
+        raise
+
+
+@contextmanager
+def _in_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that leave this block name fields as the client does."""
+    try:
+        yield
+    except SpecFuseError as error:
+        for ours, theirs in names.items():
+            if error.param and ours in error.param:
+                error.param = error.param.replace(ours, theirs, 1)
+                error.args = tuple(str(arg).replace(ours, theirs) for arg in error.args)
+                break
+        raise

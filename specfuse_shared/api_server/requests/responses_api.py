@@ -5,17 +5,18 @@ Nothing is kept between requests: a client sends the whole conversation as `inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from specfuse_shared.api_server.requests.bodies import (
     MOST_TURNS,
+    AllowedChoiceBody,
+    AllowedToolsBody,
     Asked,
     Body,
-    CallBody,
-    CalledBody,
     ChatBody,
     FormatBody,
     FunctionBody,
@@ -26,6 +27,7 @@ from specfuse_shared.api_server.requests.bodies import (
     ToolBody,
     ToolChoiceBody,
 )
+from specfuse_shared.messages import earlier_fields
 from specfuse_shared.settings.sampling_params import MOST_TOP_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -41,6 +43,12 @@ class ItemBody(Body):
     status: JsonValue = None
 
 
+class EarlierItem(ItemBody):
+    """What models and tools wrote before: fields that other software leaves in it are read past."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class MessageItem(ItemBody):
     """A turn of anybody."""
 
@@ -49,49 +57,60 @@ class MessageItem(ItemBody):
     content: Content
     phase: JsonValue = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = earlier_fields(given)
+        return {key: value for key, value in given.items() if key in known or key in cls.model_fields}
 
-class CallItem(ItemBody):
+
+class CallItem(EarlierItem):
     """A call of a tool in an earlier answer."""
 
-    type: Literal["function_call"]
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
-    arguments: str | dict[str, JsonValue]
-    caller: JsonValue = None
-    namespace: JsonValue = None
-    parsed_arguments: JsonValue = None
+    arguments: JsonValue = None
+    input: JsonValue = None
+
+    def called(self) -> dict[str, Any]:
+        """The call as chats have it."""
+        arguments = {"input": self.input} if self.type == "custom_tool_call" else self.arguments
+        return {"id": self.call_id, "function": {"name": self.name, "arguments": arguments}}
 
 
-class ResultItem(ItemBody):
+class ResultItem(EarlierItem):
     """What a called tool gave."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
-    caller: JsonValue = None
-    created_by: JsonValue = None
-    name: JsonValue = None
-    namespace: JsonValue = None
 
 
-class ReasoningItem(ItemBody):
-    """Thoughts of an earlier answer, which nobody reads."""
+class SilentItem(EarlierItem):
+    """Thoughts of an earlier answer, and what another provider's own tools did for it, which nobody reads."""
 
-    type: Literal["reasoning"]
-    summary: JsonValue = None
-    content: JsonValue = None
-    encrypted_content: JsonValue = None
+    type: str
+
+
+_SILENT_ITEMS = re.compile(r"reasoning|compaction|.*_call|.*_call_output|mcp_.*")
 
 
 def _kind(item: Any) -> str:
-    return f"item-{item.get('type') or 'message'}" if isinstance(item, dict) else "item-message"
+    kind = str((item.get("type") if isinstance(item, dict) else None) or "message")
+    tags = {"custom_tool_call": "function_call", "custom_tool_call_output": "function_call_output"}
+    if (tag := tags.get(kind, kind)) in ("message", *tags.values()):
+        return f"item-{tag}"
+    return "item-silent" if _SILENT_ITEMS.fullmatch(kind) else kind
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("item-message")]
     | Annotated[CallItem, Tag("item-function_call")]
     | Annotated[ResultItem, Tag("item-function_call_output")]
-    | Annotated[ReasoningItem, Tag("item-reasoning")],
+    | Annotated[SilentItem, Tag("item-silent")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
@@ -111,6 +130,12 @@ class FunctionToolBody(FunctionBody, OfFunctions):
 
 class NamedToolBody(NamedBody, OfFunctions):
     """The tool that has to be called."""
+
+
+class AllowedNamesBody(AllowedToolsBody):
+    """The tools that may be called, which the Responses API lists without an object of its own."""
+
+    type: Literal["allowed_tools"]
 
 
 class TextFormatBody(SchemaBody):
@@ -145,7 +170,7 @@ class ResponsesBody(Asked):
     max_output_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=1)
     tools: Several[FunctionToolBody] | None = None
-    tool_choice: str | NamedToolBody | None = None
+    tool_choice: str | NamedToolBody | AllowedNamesBody | None = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
@@ -179,7 +204,7 @@ class ResponsesBody(Asked):
     def _some(cls, value: str | list[Any]) -> str | list[Any]:
         if isinstance(value, str):
             return value
-        if all(isinstance(item, ReasoningItem) for item in value):
+        if all(isinstance(item, SilentItem) for item in value):
             raise ValueError("holds no message")
         if len(value) >= MOST_TURNS:  # the instructions are a turn, too
             raise ValueError(f"has {len(value)} items, and {MOST_TURNS - 1} is the most: shorten the conversation")
@@ -209,34 +234,29 @@ class ResponsesBody(Asked):
 
 def _turns(instructions: str | None, given: str | Sequence[Any]) -> list[MessageBody]:
     """A turn for each message; calls belong to the assistant's turn before them."""
-    turns = [MessageBody(role="system", content=instructions)] if instructions else []
+    turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in [MessageItem(role="user", content=given)] if isinstance(given, str) else given:
         if isinstance(item, MessageItem):
-            turns.append(MessageBody(role=item.role, content=_content(item.content)))
+            turns.append({"role": item.role, "content": item.content})
         elif isinstance(item, ResultItem):
-            turns.append(MessageBody(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         elif isinstance(item, CallItem):
-            if not turns or turns[-1].role != "assistant":
-                turns.append(MessageBody(role="assistant"))
-            called = CalledBody(name=item.name, arguments=item.arguments)
-            turns[-1].tool_calls = turns[-1].tool_calls or []
-            turns[-1].tool_calls.append(CallBody(id=item.call_id, function=called))
-    return turns
-
-
-def _content(content: str | Iterable[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Parts of text by the name that they have in a chat."""
-    if isinstance(content, str):
-        return content
-    own = ("input_text", "output_text")
-    return [{"type": "text", "text": part.get("text")} if part.get("type") in own else part for part in content]
+            if not turns or turns[-1]["role"] != "assistant":
+                turns.append({"role": "assistant"})
+            turns[-1].setdefault("tool_calls", []).append(item.called())
+    return [MessageBody(**turn) for turn in turns]
 
 
 def _tool(tool: FunctionToolBody) -> ToolBody:
     return ToolBody(type="function", function=FunctionBody(**tool.model_dump(exclude={"type"})))
 
 
-def _choice(choice: str | NamedToolBody | None) -> str | ToolChoiceBody | None:
+def _choice(
+    choice: str | NamedToolBody | AllowedNamesBody | None,
+) -> str | ToolChoiceBody | AllowedChoiceBody | None:
+    if isinstance(choice, AllowedNamesBody):
+        allowed = AllowedToolsBody(mode=choice.mode, tools=choice.tools)
+        return AllowedChoiceBody(type="allowed_tools", allowed_tools=allowed)
     if not isinstance(choice, NamedToolBody):
         return choice
     return ToolChoiceBody(type="function", function=NamedBody(name=choice.name))

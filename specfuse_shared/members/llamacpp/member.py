@@ -65,7 +65,7 @@ class LlamaMember(InProcessMember):
             self._runner = LlamaRunner(context, bytes_per_token)
             on_stage("checking parity")
             self._know_vocabulary([_Ends(model.turn_ends)], model.vocabulary_size)
-            check_tokenizer(self.name, self.codec, model)
+            check_tokenizer(self.name, self.prompts.codec, model)
             self._error = probe(self.name, self._runner)
         except BaseException:
             if context is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specfuse_shared.errors import MissingTemplateWarning
 from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.local.session import LocalSession
@@ -18,11 +20,18 @@ from specfuse_shared.members.special_ids import ids_without_text, stop_ids_of
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import Reclaimable
-from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
+
+_NO_TEMPLATE = (
+    "{} has no chat template in its file, and Ollama's own is in another language: prompts of member {!r} are plain "
+    'turns, "### User:" and "### Assistant:", which its model may not know. Name the one that it was trained with: '
+    "MemberConfig(chat_template=…)"
+)
 
 
 class MemberStream(Protocol):
@@ -67,7 +76,8 @@ class InProcessMember(ABC):
         self.name = config.label
         template, options = config.chat_template, config.template_options
         self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
-        self.codec = self.prompts.codec
+        if config.model.startswith(OLLAMA) and self.prompts.kind == "plain":
+            warnings.warn(_NO_TEMPLATE.format(config.model, self.name), MissingTemplateWarning, stacklevel=2)
 
     def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
         tokenizer = self.prompts.tokenizer
@@ -77,6 +87,11 @@ class InProcessMember(ABC):
         self._special = ids_without_text(tokenizer, size, self.stop_ids)
         self.never_guessed = frozenset((*self._special, *self.stop_ids))
         self.text = MemberText(self.prompts, self.stop_ids, size)
+
+    @property
+    def codec(self) -> Codec:
+        """Its canonical encoding of answers."""
+        return self.text.codec
 
     @property
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from specfuse_shared.members.local.forwards import ForwardRequest, ForwardResult
+from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.local.tree_sequence import feed_together
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 
@@ -56,17 +57,40 @@ class Job:
         self.error, self.done = error, True
 
 
-def within(chunk: int, jobs: Sequence[Job]) -> list[Job]:
-    """The jobs of a forward, their prompt pieces trimmed to `chunk` tokens; those beyond it wait for the next one."""
-    chosen = []
-    for job in jobs:
-        if job.request is not None and job.request.prompt:
-            if chunk <= 0:
-                continue
-            job.request = replace(job.request, prompt=min(job.request.prompt, chunk))
-            chunk -= job.request.prompt
-        chosen.append(job)
-    return chosen
+def share_prompt_tokens(jobs: Sequence[Job], budget: int) -> list[Job]:
+    """The jobs of a forward, their pieces of prompts trimmed to `budget` tokens together; others wait for the next one.
+
+    The shortest prompts go first, and the oldest gets a quarter, so that it is not starved. One that begins like a
+    prompt that goes first waits until that has read what both have in common.
+    """
+    reading = [job for job in jobs if job.request is not None and job.request.prompt]
+    readers: list[Job] = []
+    for job in sorted(reading, key=_prompt_left):
+        if not any(_sequence(job).waits_for(_sequence(other)) for other in readers):
+            readers.append(job)
+    pieces: dict[int, int] = {}
+    oldest = next((job for job in reading if job in readers), None)
+    if oldest is not None:
+        pieces[id(oldest)] = min(_prompt_left(oldest), max(1, budget // 4))
+    left = budget - sum(pieces.values())
+    for job in readers:
+        more = min(_prompt_left(job) - pieces.get(id(job), 0), left)
+        if more > 0:
+            pieces[id(job)] = pieces.get(id(job), 0) + more
+            left -= more
+    for job in readers:
+        assert job.request is not None
+        job.request = replace(job.request, prompt=pieces.get(id(job), 0) or job.request.prompt)
+    return [job for job in jobs if job not in reading or id(job) in pieces]
+
+
+def _sequence(job: Job) -> SequenceState:
+    assert job.request is not None
+    return job.request.sequence
+
+
+def _prompt_left(job: Job) -> int:
+    return _sequence(job).prompt_remaining
 
 
 def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:

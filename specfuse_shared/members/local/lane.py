@@ -19,7 +19,7 @@ import torch
 
 from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
 from specfuse_shared.members.local.base import InProcessMember
-from specfuse_shared.members.local.batching import Job, feed_all, within
+from specfuse_shared.members.local.batching import Job, feed_all, share_prompt_tokens
 from specfuse_shared.members.local.cores import use_cores
 from specfuse_shared.members.local.forwards import PREFILL_CHUNK
 from specfuse_shared.members.local.session import LocalSession
@@ -41,8 +41,14 @@ from specfuse_shared.runtime.mps import mps_turn
 
 logger = logging.getLogger(__name__)
 
-SHARED_PREFILL_CHUNK = 256
-"""Prompt tokens a step while other answers run, so that they keep streaming; a step that drafts ahead takes more."""
+PIECE_SECONDS = 0.3
+"""The longest forward for pieces of prompts: a timeout or a cancellation is seen after it."""
+_SHARE = 1.0
+"""Seconds for pieces of prompts beside a second for answers that have begun: these keep half of the time."""
+_FIRST_PIECE, _GRAIN = 64, 16
+"""Tokens of a piece before any was timed, and the smallest; kernels are chosen by shape, so few sizes occur."""
+_NEWS = 0.3
+"""Weight of the newest forward in a mean."""
 _MOST_HELD = 2
 """So many forwards may go before the drafts that wait."""
 _LINE_UP_SECONDS = 0.002
@@ -50,6 +56,32 @@ _LINE_UP_SECONDS = 0.002
 _SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
 """Less of what other programs take from, too: an Apple GPU has no memory of its own."""
 _DEFAULT_SHARE = 0.9
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast a member is: `step` seconds of a forward without prompts, `token` more for each token of a prompt."""
+
+    step: float = 0.0
+    token: float = 0.0
+
+    def learn(self, seconds: float, prompt_tokens: int, answers: int) -> None:
+        """A forward took so long, for pieces of prompts and `answers` that have begun."""
+        if not prompt_tokens:
+            self.step = _mean(self.step, seconds)
+        elif (more := seconds - self.step * bool(answers)) > 0:
+            self.token = _mean(self.token, more / prompt_tokens)
+
+    def piece(self, beside: bool) -> int:
+        """Tokens of the next forward's pieces of prompts; `beside`: answers that have begun wait for it."""
+        if not self.token:
+            return _FIRST_PIECE
+        seconds = min(PIECE_SECONDS, _SHARE * self.step) if beside and self.step else PIECE_SECONDS
+        return min(PREFILL_CHUNK, max(_GRAIN, int(seconds / self.token) // _GRAIN * _GRAIN))
+
+
+def _mean(before: float, new: float) -> float:
+    return new if not before else before + _NEWS * (new - before)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +99,17 @@ class _Task:
     @property
     def is_branch(self) -> bool:
         return self.job.request is not None and bool(self.job.request.branches)
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A forward of `answers`, `begun` of which read no prompt, and the watch that timed it."""
+
+    member: str
+    answers: int
+    prompt_tokens: int
+    begun: int
+    watch: Stopwatch
 
 
 class LocalLane:
@@ -95,7 +138,8 @@ class LocalLane:
         self._held = 0
         self._stepped = 0.0
         self._step_seconds = 0.0
-        self._timed: list[tuple[str, int, Stopwatch]] = []
+        self._timed: list[_Timed] = []
+        self._paces = {name: Pace() for name in self.local}
 
     # ── the lane ─────────────────────────────────────────────────────────────────────────────────
 
@@ -256,7 +300,7 @@ class LocalLane:
     def _feed(self, name: str, drafts: bool) -> list[_Task]:
         """One forward of a member for what waits for it, drafts or all else; whose it was."""
         waiting = [task for task in self._waiting[name] if task.is_draft == drafts]
-        jobs = within(self._prefill_chunk(name), [task.job for task in waiting])
+        jobs = share_prompt_tokens([task.job for task in waiting], self._prompt_tokens(name))
         if not jobs:
             return []
         with self._stream(name):
@@ -264,26 +308,27 @@ class LocalLane:
             self.local[name].sharing = len(jobs)
             feed_all(jobs)
             watch.stop()
-        self._timed.append((name, len(jobs), watch))
+        pieces = [job.request.prompt for job in jobs if job.request is not None and job.request.prompt]
+        self._timed.append(_Timed(name, len(jobs), sum(pieces), len(jobs) - len(pieces), watch))
         return [task for task in waiting if task.job in jobs]
 
     def _tell_times(self) -> None:
         """Tell of the forwards that the devices are through with, in their order."""
         waiting = []
-        for name, answers, watch in self._timed:
-            if (seconds := watch.seconds) is None:
-                waiting.append((name, answers, watch))
+        for timed in self._timed:
+            if (seconds := timed.watch.seconds) is None:
+                waiting.append(timed)
             else:
-                self._on_forward(name, answers, seconds)
+                self._paces[timed.member].learn(seconds, timed.prompt_tokens, timed.begun)
+                self._on_forward(timed.member, timed.answers, seconds)
         self._timed = waiting
 
-    def _prefill_chunk(self, name: str) -> int:
-        """Prompt tokens of the next step: few where an answer that has begun would wait for them."""
+    def _prompt_tokens(self, name: str) -> int:
+        """Prompt tokens of the next forward: few where answers that have begun would wait for them."""
         sessions = self._sessions[name].values()
-        begun = any(session.counts.computed for session in sessions)
-        if begun and len(sessions) > 1 and not any(session.sequence.drafts_ahead for session in sessions):
-            return SHARED_PREFILL_CHUNK
-        return PREFILL_CHUNK
+        begun = any(session.counts.computed for session in sessions) and len(sessions) > 1
+        ahead = any(session.sequence.drafts_ahead for session in sessions)  # drafts take a forward of their own
+        return self._paces[name].piece(begun and not ahead)
 
     def _stream(self, name: str) -> AbstractContextManager[Any]:
         """Where the work of a member is queued."""
@@ -297,6 +342,7 @@ class LocalLane:
         self._waiting[request.member].remove(task)
         fault = None
         if job.error is not None:
+            task.session.sequence.is_sound = False
             fault = Fault.of(job.error)
             logger.warning("member %s failed in %s", request.member, request.op.stage, exc_info=job.error)
         self._results.append(StageResult(request.answer, request.member, job.value, task.session.counts, fault))

@@ -40,6 +40,8 @@ class SequenceState(ABC):
         self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()
         self.computed_tokens = self.forwards = 0
+        self.is_sound = True
+        """False after a fault: nothing of it is copied or remembered."""
         self._end: torch.Tensor | None = None
         self._end_place: Place | None = None
         self._forget_tree()
@@ -154,6 +156,10 @@ class SequenceState(ABC):
     @abstractmethod
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for later prompts that begin the same way. Safe to call twice."""
+
+    def waits_for(self, other: SequenceState) -> bool:
+        """Whether reading on had better wait until `other` has read the prefix that both prompts have in common."""
+        return False
 
     @abstractmethod
     def run(self, request: ForwardRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -21,6 +22,7 @@ from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.cache.blocks import CacheRow
+from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static.runner import DraftInput
@@ -41,17 +43,35 @@ class TreeSequence(SequenceState):
         super().__init__(runner, keeps_spare)
         self._row: CacheRow | None = None
         self._is_open = False
+        self._common = weakref.WeakKeyDictionary[SequenceState, int]()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
 
     def release(self, remember: bool = False) -> None:
         if self._row is not None:
-            if remember and not self.prompt_remaining and not self._row.reach:
-                self.runner.prefixes.store(self._row, self.prompt + self.answer)
+            if remember and (cached := self.cached) is not None:
+                self.runner.prefixes.store(*cached)
             self._row.free()
         self._row, self._end, self._is_open = None, None, False
         self._forget_tree()
+
+    @property
+    def cached(self) -> tuple[CacheRow, tuple[int, ...]] | None:
+        """Its row and the committed ids in it; None where there are none, or only those of a longer text."""
+        row = self._row
+        if row is None or not row.used or row.reach or not self.is_sound:
+            return None
+        return row, self.prompt[: row.used] if self.prompt_remaining else self.prompt + self.answer
+
+    def waits_for(self, other: SequenceState) -> bool:
+        if not isinstance(other, TreeSequence):
+            return False
+        own, read = len(self.prompt) - self.prompt_remaining, len(other.prompt) - other.prompt_remaining
+        common = self._common.get(other)
+        if common is None:
+            common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
+        return own <= read < common and common >= own + SHORTEST_PREFIX
 
     def run(self, request: ForwardRequest) -> None:
         feed_together([request])
@@ -60,6 +80,7 @@ class TreeSequence(SequenceState):
         """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
         row = self._row if self._row and self._row.used else self._started()
         if request.prompt:
+            self._catch_up(row)
             start = len(self.prompt) - self.prompt_remaining
             ids = self.prompt[start : start + self.runner.piece(request.prompt, start)]
             return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
@@ -80,10 +101,16 @@ class TreeSequence(SequenceState):
     def _started(self) -> CacheRow:
         """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
         assert self._is_open, "the sequence was released"
-        self._row = self._row or self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
-        if not self.runner.longrope.outgrown(self._row, len(self.prompt) + _TREE_ROOM) and not self._row.reach:
-            self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(self._row, self.prompt)
+        if self._row is None:
+            self._row = self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
+            self.runner.prefixes.holders.add(self)
+        self.runner.longrope.outgrown(self._row, len(self.prompt) + _TREE_ROOM)
         return self._row
+
+    def _catch_up(self, row: CacheRow) -> None:
+        """Copy what is known of the prompt beyond what was read, from ended answers and from those that run."""
+        if not row.reach:
+            self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(row, self.prompt)
 
     def _read_again_if_long(self, row: CacheRow) -> None:
         """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""

@@ -55,18 +55,22 @@ class CacheRow:
 
     def save(self, count: int) -> dict[int, Layer]:
         """A copy of the first `count` slots of every layer, (heads, count, head size)."""
+        return {n: (keys.clone(), values.clone()) for n, (keys, values) in self.view(count).items()}
+
+    def view(self, count: int) -> dict[int, Layer]:
+        """The first `count` slots of every layer, (heads, count, head size), until a row moves."""
         return {
-            n: (keys[self.index, :, :count].clone(), values[self.index, :, :count].clone())
+            n: (keys[self.index, :, :count], values[self.index, :, :count])
             for n, (keys, values) in self.block.layers.items()
         }
 
-    def load(self, saved: dict[int, Layer], count: int) -> None:
-        """Fill the first `count` slots with those of a saved copy."""
+    def load(self, saved: dict[int, Layer], count: int, start: int = 0) -> None:
+        """Fill the slots from `start` to `count` with those of a copy."""
         self.reserve(count)
         for n, (keys, values) in saved.items():
             own_keys, own_values = self.block.layer(n, keys[None], values[None])
-            own_keys[self.index, :, :count] = keys[:, :count]
-            own_values[self.index, :, :count] = values[:, :count]
+            own_keys[self.index, :, start:count] = keys[:, start:count]
+            own_values[self.index, :, start:count] = values[:, start:count]
         self.used = count
 
     def free(self) -> None:

@@ -21,6 +21,8 @@ _LOOKS_AHEAD, _LETTERS_AHEAD = 3, 3
 _STRING_MARKS = b'"\\'
 _DIGITS = b"0123456789"
 _CLOSERS = b'}])>"'
+_OF_TEXT = b"xqQ"
+"""Letters that stand in text alone: where one of them is allowed, a bracket may be text, too."""
 _DETOURS = b"\\,.eE{[(<"
 
 
@@ -87,7 +89,7 @@ class Closings:
         if turn:
             return bytes([allowed[turn % len(allowed)]])
         closers = [byte for byte in _CLOSERS if byte in allowed]
-        if closers and ord("x") not in allowed:
+        if closers and not any(letter in allowed for letter in _OF_TEXT):
             return bytes(closers[:1])
         if mask not in self._steps:
             self._steps[mask] = self._best(matcher, mask, allowed)

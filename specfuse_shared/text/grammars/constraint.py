@@ -127,6 +127,12 @@ class AnswerConstraint:
             self._closing = self._closings.shortest(self._matcher)
         return self._closing or ""
 
+    def finish_behind(self, text: str) -> str | None:
+        """A short text that completes the value behind `text` within `max_tokens`; None if none was found."""
+        after, valid = self._follow(self._matcher, text)
+        closing = self._closing_behind(after, text) if valid == text else None
+        return closing if closing is not None and self._leaves_room(text, closing) else None
+
     def accepts(self, text: str) -> bool:
         """Whether the answer is a complete value once `text` is added."""
         return self._is_complete(self._matcher, text)

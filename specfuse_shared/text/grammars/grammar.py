@@ -13,19 +13,12 @@ from functools import lru_cache
 from typing import Any, Literal, Self
 
 from specfuse_shared.errors import GrammarError
-from specfuse_shared.text.grammars.bounds import check_schema, check_source
+from specfuse_shared.text.grammars.bounds import check_source
 from specfuse_shared.text.grammars.guidance import guidance, problem_of
+from specfuse_shared.text.grammars.json_schema import plain_problem, styled, written
 from specfuse_shared.validation import parsed_json
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
-
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write a value, so that members agree on all but its content and none wanders off in white space."""
-
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ALTERNATIVES = ("anyOf", "oneOf")
-_SCHEMA_LISTS = (*_ALTERNATIVES, "prefixItems")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ class Grammar:
         """
         if not isinstance(schema, (str, Mapping)):
             raise GrammarError(f"a JSON schema is a mapping or JSON text, not {type(schema).__name__}")
-        return cls("json_schema", schema if isinstance(schema, str) else _written(schema), strict)
+        return cls("json_schema", schema if isinstance(schema, str) else written(schema), strict)
 
     @classmethod
     def json(cls) -> Self:
@@ -74,11 +67,12 @@ class Grammar:
     def __post_init__(self) -> None:
         guidance()
         check_source(self.kind, self.source)
-        if problem := problem_of(self.compiled):
-            said = problem.replace(
-                "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "strict=False reads it as anyOf"
-            )
-            raise GrammarError(f"this {self.kind} grammar cannot be used: {said}")
+        try:
+            compiled = self.compiled
+        except GrammarError as error:
+            raise GrammarError(f"this {self.kind} grammar cannot be used: {error}", field=error.field) from None
+        if self.kind != "json_schema" and (problem := problem_of(compiled)):  # a schema is tried when it is styled
+            raise GrammarError(f"this {self.kind} grammar cannot be used: {plain_problem(problem)}")
 
     @property
     def compiled(self) -> str:
@@ -134,71 +128,6 @@ def _checked_options(options: Sequence[str], complaint: str = "a choice needs {}
     if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
         raise GrammarError(complaint.format("a list of non-empty strings"))
     return list(options)
-
-
-def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:
-    """The schema with closed objects and the one way in which its values are written."""
-    try:
-        parsed = parsed_json(schema) if isinstance(schema, str) else schema
-    except ValueError as error:
-        raise GrammarError(f"the schema is no JSON: {error}") from error
-    if not isinstance(parsed, Mapping):
-        raise GrammarError(f"a JSON schema is an object, not {type(parsed).__name__}")
-    _written(parsed)
-    plain = dict(parsed) if _has_shared_parts(parsed) else _closed(parsed)
-    return {**plain, "x-guidance": {**JSON_STYLE, "lenient": not strict, "coerce_one_of": not strict}}
-
-
-def _written(schema: Mapping[str, Any]) -> str:
-    """The schema as JSON. Raises `GrammarError` if it is too large, or holds what JSON cannot."""
-    check_schema(schema)
-    try:
-        return _dumps(schema)
-    except TypeError as error:
-        raise GrammarError(f"the schema cannot be written as JSON: {error}") from error
-
-
-def _closed(schema: Any, is_part: bool = False) -> Any:
-    """Objects that name their properties have no others.
-
-    Not where several schemas describe one object, since they would exclude each other: `is_part` of one.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    closed, has_parts = dict(schema), is_part or _names_properties_twice(schema)
-    for key in _SCHEMA_MAPS:
-        if isinstance(closed.get(key), Mapping):
-            closed[key] = {name: _closed(part) for name, part in closed[key].items()}
-    for key in _SCHEMA_LISTS:
-        if isinstance(closed.get(key), list):
-            closed[key] = [_closed(part, has_parts and key in _ALTERNATIVES) for part in closed[key]]
-    for key in ("items", "additionalProperties"):
-        if key in closed:
-            closed[key] = _closed(closed[key])
-    if "properties" in closed and not has_parts and not any(key in closed for key in _OPEN):
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    given = [schema[key] for key in _ALTERNATIVES if isinstance(schema.get(key), list)]
-    return [part for parts in given for part in parts if isinstance(part, Mapping)]
-
-
-def _names_properties_twice(schema: Mapping[str, Any]) -> bool:
-    """Whether its alternatives name further properties of the same object."""
-    return "properties" in schema and any("properties" in part for part in _alternatives(schema))
-
-
-def _has_shared_parts(schema: Any) -> bool:
-    """Whether somewhere a schema that is named elsewhere describes a part of an object: it is closed nowhere then."""
-    if isinstance(schema, list):
-        return any(map(_has_shared_parts, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    here = [schema, *_alternatives(schema)]
-    referring = "properties" in schema and any("$ref" in part for part in here)
-    return "allOf" in schema or referring or any(map(_has_shared_parts, schema.values()))
 
 
 def _dumps(value: Any) -> str:

@@ -1,0 +1,190 @@
+"""Prompts of many users: read once, kept when an answer stops, in pieces beside answers that run; texts as ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specfuse_shared import EnsembleEngine, GenerationError, Message, SamplingParams, SegmentEvent
+from specfuse_shared.errors import RequestTimeoutError
+from specfuse_shared.members.local.batching import Job, share_prompt_tokens
+from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.lane import PIECE_SECONDS, Pace
+from tests.support.against_naive import local_members
+
+SYSTEM = "You know the sea and its tides. " * 6
+PARAMS = SamplingParams(max_tokens=10)
+
+
+def _messages(text: str) -> list[Message]:
+    return [Message("system", SYSTEM), Message("user", text)]
+
+
+@pytest.fixture
+def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
+    with EnsembleEngine(replace(tiny_engine.config, max_concurrent=16)) as engine:
+        yield engine.load()
+
+
+def prompt(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+
+def fed_tokens(engine: EnsembleEngine) -> list[int]:
+    """Filled with the tokens of every forward from now on, of the first member."""
+    runner = local_members(engine)[0].runner
+    step, counts = runner.step, list[int]()
+
+    def counted(segments: Any) -> Any:
+        counts.append(sum(len(segment.ids) for segment in segments))
+        return step(segments)
+
+    runner.step = counted  # type: ignore[method-assign]
+    return counts
+
+
+def expected(tiny_engine: EnsembleEngine, texts: list[str]) -> dict[str, str]:
+    with EnsembleEngine(replace(tiny_engine.config, reuse_prefixes=False)) as plain:
+        return {text: plain.generate(prompt(text), PARAMS).text for text in texts}
+
+
+def test_one_prompt_asked_many_times_at_once_is_read_once(engine: EnsembleEngine) -> None:
+    member = local_members(engine)[0]
+    size = len(member.encode_prompt(_messages("Why?")))
+    alone = fed_tokens(engine)
+    first = engine.generate(prompt("Why?"), PARAMS).text
+    once = sum(alone)
+    with EnsembleEngine(engine.config) as other:
+        together = fed_tokens(other.load())
+        results = other.generate_batch([prompt("Why?")] * 6, PARAMS)
+        assert {result.text for result in results} == {first}
+        assert sum(together) < 6 * (once - size) + 1.5 * size + 6 * 20, "the prompt was read for each of them"
+        assert other.metrics().reused_prompt_tokens > 0
+
+
+def test_prompts_that_begin_alike_share_what_they_have_in_common(
+    engine: EnsembleEngine, tiny_engine: EnsembleEngine
+) -> None:
+    texts = [f"What of {thing}?" for thing in ("tides", "moons", "rocks", "a very long beach", "gulls")]
+    counts, member = fed_tokens(engine), local_members(engine)[0]
+    results = engine.generate_batch([prompt(text) for text in texts], PARAMS)
+    assert [result.text for result in results] == list(expected(tiny_engine, texts).values())
+    sizes = [len(member.encode_prompt(_messages(text))) for text in texts]
+    assert engine.metrics().reused_prompt_tokens > 0.5 * (len(texts) - 1) * min(sizes)
+    assert counts
+
+
+@pytest.mark.parametrize("way", ["closed", "timed out"])
+def test_what_was_read_stays_when_an_answer_stops(engine: EnsembleEngine, way: str) -> None:
+    endless = SamplingParams(max_tokens=300, min_tokens=300, ignore_eos=True)
+    if way == "closed":
+        stream = engine.stream(prompt("Stop?"), endless)
+        next(event for event in stream if isinstance(event, SegmentEvent))
+        stream.close()  # type: ignore[attr-defined]
+    else:
+        began = time.monotonic()
+        engine.generate(prompt("Warm?"), PARAMS)
+        with pytest.raises(RequestTimeoutError):
+            engine.generate(prompt("Stop?"), endless, timeout=max(0.3, 2 * (time.monotonic() - began)))
+    while engine.metrics().running:
+        time.sleep(0.01)
+    before, result = engine.metrics().reused_prompt_tokens, engine.generate(prompt("Stop?"), PARAMS)
+    assert engine.metrics().reused_prompt_tokens - before > result.usage.prompt_tokens
+
+
+def test_half_a_prompt_stays_too(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "piece", lambda pace, beside: 16)
+    counts, text = fed_tokens(engine), "moon " * 60
+    stream = engine.stream(prompt(text), PARAMS)
+    while len(counts) < 3:
+        time.sleep(0.001)
+    stream.close()  # type: ignore[attr-defined]
+    while engine.metrics().running:
+        time.sleep(0.01)
+    read = sum(counts)
+    assert read < len(local_members(engine)[0].encode_prompt(_messages(text)))
+    before = engine.metrics().reused_prompt_tokens
+    engine.generate(prompt(text), PARAMS)
+    assert engine.metrics().reused_prompt_tokens - before >= 32, "what was read is not read again"
+
+
+def test_nothing_of_a_member_that_failed_is_kept(engine: EnsembleEngine) -> None:
+    runner = local_members(engine)[0].runner
+    step, calls = runner.step, iter(range(100))
+
+    def fails(segments: Any) -> Any:
+        if next(calls) == 3:
+            raise ValueError("a broken kernel")
+        return step(segments)
+
+    runner.step = fails  # type: ignore[method-assign]
+    with suppress(GenerationError):  # or the other member goes on alone
+        engine.generate(prompt("Fail?"), PARAMS)
+    runner.step = step  # type: ignore[method-assign]
+    assert runner.prefixes.memory_bytes == 0
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_texts_do_not_depend_on_who_shares_waits_or_stops(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
+    texts = [f"{word} {n}" for n in range(4) for word in ("Why", "Why the sea is salt and the moon is round,")]
+    known = expected(tiny_engine, texts)
+    ends = st.sampled_from(("run", "run", "stop", "timeout"))
+    schedule = data.draw(st.lists(st.tuples(st.sampled_from(texts), ends), min_size=30, max_size=36))
+    with EnsembleEngine(replace(tiny_engine.config, max_concurrent=8)) as engine:
+        running = []
+        for text, end in schedule:
+            options = {"timeout": 0.05} if end == "timeout" else {}
+            stream = engine.stream(prompt(text), PARAMS, **options)  # type: ignore[arg-type]
+            running.append((text, end, stream))
+            if end == "stop":
+                stream.close()  # type: ignore[attr-defined]
+        for text, end, stream in running:
+            if end == "run":
+                assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == known[text]
+            elif end == "timeout":
+                with suppress(RequestTimeoutError):
+                    list(stream)
+
+
+def test_a_piece_takes_as_long_as_those_who_have_begun_may_wait() -> None:
+    pace = Pace()
+    assert pace.piece(False) == pace.piece(True) == 64, "nothing was timed yet"
+    pace.learn(0.05, 0, 3)
+    pace.learn(0.05 + 0.2, 100, 3)
+    assert pace.token == pytest.approx(0.002)
+    assert pace.piece(True) == 16, "0.05 s are 25 tokens"
+    assert pace.piece(False) == 144, f"{PIECE_SECONDS} s are 150 tokens"
+    pace.learn(0.001, 1000, 0)
+    assert pace.piece(False) <= 1024
+
+
+def test_the_shortest_prompt_goes_first_and_the_oldest_is_not_starved() -> None:
+    long, short, shortest = (_reading(size) for size in (900, 300, 40))
+    answering = Job(iter(()), ForwardRequest(_Sequence(0)))  # type: ignore[arg-type]
+    fed = share_prompt_tokens([long, answering, short, shortest], 100)
+    pieces = {id(job): job.request.prompt for job in fed if job.request is not None}
+    assert pieces[id(shortest)] == 40
+    assert pieces[id(long)] == 25, "a quarter"
+    assert pieces[id(short)] == 35
+    assert answering in fed
+    assert share_prompt_tokens([long, short], 25) == [long, short]
+
+
+class _Sequence:
+    def __init__(self, left: int) -> None:
+        self.prompt_remaining = left
+
+    def waits_for(self, other: Any) -> bool:
+        return False
+
+
+def _reading(left: int) -> Job:
+    return Job(iter(()), ForwardRequest(_Sequence(left), prompt=min(left, 1024)))  # type: ignore[arg-type]
