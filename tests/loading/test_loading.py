@@ -202,7 +202,7 @@ def test_a_pickled_or_missing_adapter_is_refused_by_name(folder: Path, tmp_path:
 
 def test_an_adapter_without_its_extra_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingExtraError, match=r"specfuse-llm\[adapters\]"):
+    with pytest.raises(MissingExtraError, match=r'pip install "\.\[adapters\]"'):
         LocalMember(MemberConfig(str(folder), adapter="an/adapter"))
 
 
@@ -272,7 +272,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(folder: Path) -> None:
     ("settings", "message"),
     [
         ({"members": []}, "name at least one model"),
-        ({"members": "a/b"}, "must be a list"),
+        ({"members": "a/b"}, "give a list of models"),
         ({"members": ["a"], "segment_tokens": 0}, "segment_tokens must be 1 to 512"),
         ({"members": ["a"], "score": "mean_log"}, "did you mean 'mean_logprob'"),
         ({"members": ["a"], "score": "mean_prob", "per": "text"}, "per with score='mean_prob' is 'text': use one of"),

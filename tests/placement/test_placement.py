@@ -390,7 +390,7 @@ def test_a_quantised_member_answers_and_takes_what_was_planned(tiny: Path, quant
 
 def test_a_missing_library_is_named_before_any_weight_is_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r'8bit.*torchao.*pip install "specfuse-llm\[quant\]"'):
+    with pytest.raises(MissingExtraError, match=r'8bit.*torchao.*pip install "\.\[quant\]"'):
         LocalMember(MemberConfig(str(tiny), quantization="8bit"))
 
 
