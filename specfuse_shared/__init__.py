@@ -75,6 +75,7 @@ from specfuse_shared.types import (
 if TYPE_CHECKING:
     from specfuse_shared.loading.demo import demo_encoder, demo_members
     from specfuse_shared.loading.progress import LoadProgress
+    from specfuse_shared.runtime.mps import mps_lock
     from specfuse_shared.serving.calls import CallOptions
     from specfuse_shared.serving.engine import EnsembleEngine
     from specfuse_shared.serving.leases import EngineLease, close_idle_engines, lease_engine
@@ -158,6 +159,7 @@ __all__ = [
     "demo_encoder",
     "demo_members",
     "lease_engine",
+    "mps_lock",
     "prometheus_collector",
 ]
 
@@ -172,6 +174,7 @@ _NEEDS_TORCH = {
     "demo_encoder": "specfuse_shared.loading.demo",
     "demo_members": "specfuse_shared.loading.demo",
     "lease_engine": "specfuse_shared.serving.leases",
+    "mps_lock": "specfuse_shared.runtime.mps",
     "prometheus_collector": "specfuse_shared.serving.prometheus",
 }
 

@@ -32,7 +32,6 @@ WATCH_SECONDS = 1.0
 LAST_WORDS_SECONDS = 10
 """For the errors of answers that did not finish within `stop_seconds`."""
 INTERRUPTED = 130
-STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda address: None) -> None:
@@ -51,7 +50,7 @@ def serve(config: ServeConfig, on_listening: Callable[[str], None] = lambda addr
         on_listening(address_of(settings.host, listening.getsockname()[1]))
         models = Models(engines)
         app = build_app(Service(models, settings, config.sampling), clients)
-        handlers = {number: signal.getsignal(number) for number in STOPS}
+        handlers = {number: signal.getsignal(number) for number in stop_signals()}
         try:
             asyncio.run(_run(http_server(app, settings), listening, models, settings.stop_seconds))
         finally:
@@ -104,7 +103,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
 
     loading = asyncio.create_task(load())
     watching, stopping = asyncio.create_task(watch()), asyncio.create_task(stop())
-    for number in STOPS:  # uvicorn raises the signal that stopped it once more when all is done
+    for number in stop_signals():  # uvicorn raises the signal that stopped it once more when all is done
         signal.signal(number, lambda *_: None)
     await server.serve(sockets=[listening])
     if models.status == "loading":
@@ -114,6 +113,11 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
     await loading
     for name in models.broken:
         raise EngineClosedError(f"the engine of {name!r} broke, so the server has stopped: start it again")
+
+
+def stop_signals() -> tuple[int, ...]:
+    """What stops the server: on Windows also Ctrl-Break, which is how a supervisor stops a process there."""
+    return tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
 
 
 def address_of(host: str, port: int) -> str:

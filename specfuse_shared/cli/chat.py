@@ -6,6 +6,7 @@ Ctrl-C stops an answer, not the program. Lines that begin with "/" are commands.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
 PROMPT = "> "
-WELCOME = "Ask; /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves."
+LEAVE = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
+WELCOME = f"Ask; /help lists commands; Ctrl-C stops an answer, {LEAVE} leaves."
 
 
 def chat(
@@ -83,7 +85,7 @@ class ChatSession:
             "/save": (self._save, "FILE: write the conversation as JSON"),
             "/clear": (self._clear, "begin anew"),
             "/help": (self._help, "this list"),
-            "/exit": (self._leave, "leave; Ctrl-D, too"),
+            "/exit": (self._leave, f"leave; {LEAVE}, too"),
         }
 
     def run(self, asks: bool) -> None:

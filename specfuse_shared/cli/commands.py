@@ -78,7 +78,7 @@ app.command()(chat)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 0, 1 (failed), 2 (misused) or 130 (interrupted)."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
-        cast("Any", stream).reconfigure(errors="backslashreplace")
+        _write_exactly(cast("Any", stream))
     try:
         return int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
     except UsageError as error:
@@ -204,9 +204,16 @@ def _messages(system: str | None, question: str) -> list[Message]:
 
 def _standard_input() -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text (byte {error.start})") from error
+
+
+def _write_exactly(stream: Any) -> None:
+    """What goes to a file or a pipe is UTF-8 with the line ends of the answer, whatever the system would make of it."""
+    stream.reconfigure(errors="backslashreplace")
+    if not stream.isatty():
+        stream.reconfigure(encoding="utf-8", newline="\n")
 
 
 def _result(events: Iterable[Event]) -> EnsembleResult:

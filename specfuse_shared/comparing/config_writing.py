@@ -34,7 +34,7 @@ def check_config_file(file: Path) -> None:
         except ConfigError as error:
             raise ConfigError(f"{file} is no configuration file: {error}") from error
         toml = library("tomlkit")
-        if isinstance(toml.parse(file.read_text("utf-8")).get("ensembles"), toml.items.InlineTable):
+        if isinstance(toml.parse(file.read_text("utf-8-sig")).get("ensembles"), toml.items.InlineTable):
             raise ConfigError(f"{file} has its ensembles in one line: write a table [ensembles.NAME] for each")
 
 
@@ -48,7 +48,7 @@ def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[
     if config.first_segment_tokens is None:  # TOML has no None, and this is what it means
         config = replace(config, first_segment_tokens=config.segment_tokens)
     toml = library("tomlkit")
-    document = toml.parse(file.read_text("utf-8")) if file.exists() else toml.document()
+    document = toml.parse(file.read_text("utf-8-sig")) if file.exists() else toml.document()
     ensembles = document.setdefault("ensembles", toml.table(is_super_table=True))
     table = toml.table()
     for line in why:
@@ -78,10 +78,14 @@ def _table_of_member(member: MemberConfig) -> Mapping[str, Any]:
 
 def _replace(file: Path, text: str) -> None:
     """Written whole or not at all."""
+    name = None
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as fresh:
+            name = fresh.name
             fresh.write(text)
-        os.chmod(fresh.name, file.stat().st_mode if file.exists() else 0o644)
-        os.replace(fresh.name, file)
+        os.chmod(name, file.stat().st_mode if file.exists() else 0o644)
+        os.replace(name, file)  # on Windows an editor that has it open keeps it
     except OSError as error:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
         raise SpecFuseError(f"{file} cannot be written ({error.strerror})") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 from specfuse_shared.errors import ConfigError
@@ -33,7 +33,7 @@ def hidden(value: str) -> str:
     if value.startswith(_MARK) or not _is_local(value):
         return value
     digest = hashlib.sha256(os.path.abspath(os.path.expanduser(value)).encode()).hexdigest()[:12]
-    name = f"{_MARK}{Path(value).name}#{digest}"
+    name = f"{_MARK}{_path(value).name}#{digest}"
     _PATHS[name] = value
     return name
 
@@ -48,4 +48,11 @@ def found(value: str) -> str:
 
 
 def _is_local(value: str) -> bool:
-    return value.startswith(("/", "~", "./", "../")) or os.path.exists(value)
+    """Also a path of Windows, wherever it is read, and of a folder that is not there now: no hub id looks like one."""
+    if value.startswith(("/", "~", "./", "../")) or "\\" in value or PureWindowsPath(value).drive:
+        return True
+    return os.path.exists(value)
+
+
+def _path(value: str) -> PurePath:
+    return PureWindowsPath(value) if "\\" in value or PureWindowsPath(value).drive else Path(value)

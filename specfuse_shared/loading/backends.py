@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, install_command
 from specfuse_shared.loading.gguf import gguf_file
 from specfuse_shared.loading.gguf_head import gguf_head
 from specfuse_shared.loading.ollama import ollama_model
+from specfuse_shared.placement.devices import has_accelerator
 from specfuse_shared.placement.plan import format_bytes
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
@@ -94,7 +93,7 @@ def _against(config: MemberConfig, file: Path | None, wanted: bool) -> str | Non
     if config.device != "cpu" and has_llama_cpp() and not build_offloads():
         if config.device != "auto":
             return f"its build here computes on the processor alone, and not on {config.device!r}"
-        if not wanted and torch.accelerator.is_available():
+        if not wanted and has_accelerator():
             return "the build of llama-cpp-python has no use for the accelerator of this machine"
     return None
 

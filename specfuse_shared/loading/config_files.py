@@ -13,10 +13,12 @@ from typing import Any
 
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.member_config import BACKSLASHES, MemberConfig
 from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
 
 TABLES = ("server", "sampling", "ensembles", "clients")
+_OF_BACKSLASHES = ("Unescaped '", "Invalid hex value", "not a Unicode scalar")
+"""What the library says of "C:\\models" and "C:\\Users" in double quotes."""
 
 
 def read_ensemble(source: str | Path) -> EnsembleConfig:
@@ -38,13 +40,14 @@ def read_ensemble(source: str | Path) -> EnsembleConfig:
 
 
 def read_toml(path: Path) -> Mapping[str, Any]:
-    """Raises `ConfigError` for a file that cannot be read or is no TOML."""
+    """Raises `ConfigError` for a file that cannot be read or is no TOML. A byte order mark is none of its text."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        hint = f"; {BACKSLASHES}" if any(words in str(error) for words in _OF_BACKSLASHES) else ""
+        raise ConfigError(f"{path} is no TOML: {error}{hint}") from error
 
 
 def tables_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

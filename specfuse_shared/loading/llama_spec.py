@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading.backends import build_offloads
 from specfuse_shared.loading.gguf import gguf_file
 from specfuse_shared.loading.gguf_head import GgufHead, gguf_head
+from specfuse_shared.placement.devices import has_accelerator
 from specfuse_shared.placement.plan import CONTEXT, LOGIT_BYTES, Device, MemberSpec, MemoryNeed, Split, Workload
 from specfuse_shared.settings.member_config import MemberConfig
 
@@ -70,6 +69,9 @@ class LlamaSizes:
 class LlamaSpec(MemberSpec):
     """A member on llama.cpp that wants a place."""
 
+    def is_default(self, device: Device) -> bool:
+        return device.kind != "cpu"
+
     def need(self, device: Device, quantization: str | None, workload: Workload) -> MemoryNeed:
         sizes = self.sizes
         assert isinstance(sizes, LlamaSizes)
@@ -108,4 +110,4 @@ def cache_type_of(config: MemberConfig) -> str:
 def offloads(config: MemberConfig) -> bool:
     """Whether layers go onto a card that torch sees, too, and the plan counts."""
     chosen = config.gpu_layers != 0 and config.device != "cpu"
-    return chosen and build_offloads() and torch.accelerator.is_available()
+    return chosen and build_offloads() and has_accelerator()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,8 +28,11 @@ from specfuse_shared.loading.gguf import (
 )
 from specfuse_shared.loading.versions import untested_versions
 from specfuse_shared.placement.plan import Assignment
+from specfuse_shared.runtime.mps import is_mps
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.settings.member_config import MemberConfig
+
+_ONE_THREAD_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def load_pretrained(
@@ -42,15 +46,16 @@ def load_pretrained(
     with explained(config):
         source, common = _source(config, cache_dir, on_stage)
         on_stage("reading the weights")
-        model, read = library.from_pretrained(
-            source,
-            dtype=getattr(torch, place.number_format),
-            attn_implementation=config.attn_implementation,
-            use_safetensors=None if config.allow_pickle else True,
-            **_placing(place, cache_dir),
-            output_loading_info=True,
-            **common,
-        )
+        with _one_thread_on_mps(place):
+            model, read = library.from_pretrained(
+                source,
+                dtype=getattr(torch, place.number_format),
+                attn_implementation=config.attn_implementation,
+                use_safetensors=None if config.allow_pickle else True,
+                **_placing(place, cache_dir),
+                output_loading_info=True,
+                **common,
+            )
         check_complete(f"member {config.label!r}: {config.model}", model, read)
         if config.adapter is not None:
             on_stage("merging the adapter")
@@ -118,6 +123,24 @@ def _source(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> t
     if file := gguf_file(config):
         source, revision = str(converted(file, cache_dir, on_stage)), None
     return source, {"revision": revision, "trust_remote_code": config.trust_remote_code}
+
+
+@contextmanager
+def _one_thread_on_mps(place: Assignment) -> Iterator[None]:
+    """Have transformers convert numbers in this thread alone, where they go to MPS: with more, the process crashes
+    (transformers #48029)."""
+    if not any(map(is_mps, place.memory)):
+        yield
+        return
+    before = os.environ.get(_ONE_THREAD_ENV)
+    os.environ[_ONE_THREAD_ENV] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ONE_THREAD_ENV]
+        else:
+            os.environ[_ONE_THREAD_ENV] = before
 
 
 def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:

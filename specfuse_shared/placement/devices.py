@@ -5,27 +5,45 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.placement.plan import Device
+from specfuse_shared.placement.plan import Device, pool_of
 
+DEVICES_ENV = "SPECFUSE_DEVICES"
+"""With the value "cpu", plans see no accelerator: for one that is there but fails, as on hosted runners of macOS."""
 _UNITS = {"GB": 10**9, "GIB": 2**30}
 _PLANNED = re.compile(r"(?:(\d+)\s*x\s*)?(?:([a-z]+):)?(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
 
 
 def find_devices() -> tuple[Device, ...]:
-    """The processor, then the accelerators (CUDA, ROCm, XPU, MPS)."""
+    """The processor, then the accelerators (CUDA, ROCm, XPU, MPS), unless `$SPECFUSE_DEVICES` leaves them out."""
     total, free = host_memory()
     title = f"{platform.machine()}, {torch.get_num_threads()} threads"
     found = [Device("cpu", "cpu", total, free, _cpu_has_bf16(), title)]
-    if torch.accelerator.is_available():
+    if has_accelerator():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         found += [_accelerator(kind.type, index) for index in range(torch.accelerator.device_count())]
     return tuple(found)
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees an accelerator that plans may use."""
+    return not only_cpu() and bool(torch.accelerator.is_available())
+
+
+def only_cpu() -> bool:
+    """Whether `$SPECFUSE_DEVICES` leaves accelerators out. Raises `ConfigError`."""
+    wanted = os.environ.get(DEVICES_ENV, "").strip().lower()
+    if wanted not in ("", "cpu"):
+        raise ConfigError(f'${DEVICES_ENV} is {wanted!r}: set it to "cpu" to use no accelerator, or unset it')
+    return wanted == "cpu"
 
 
 def planned_devices(text: str) -> tuple[Device, ...]:
@@ -46,24 +64,33 @@ def planned_devices(text: str) -> tuple[Device, ...]:
 
 
 def free_memory(name: str) -> int:
-    """Bytes that are free on a device now; what torch holds but does not use counts as free."""
+    """Bytes that are free on a device now; what torch holds but does not use counts as free.
+
+    An Apple GPU has as much as is recommended for it, and not more than other programs leave of main memory.
+    """
     device = torch.device(name)
     if device.type in ("cpu", "meta"):
         return host_memory()[1]
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
-        return int(module.recommended_max_memory() - module.driver_allocated_memory())
+        used = module.current_allocated_memory()
+        unused = max(0, module.driver_allocated_memory() - used)
+        return int(max(0, min(module.recommended_max_memory() - used, host_memory()[1] + unused)))
     unused = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + unused)
 
 
+def shared_out(free: Mapping[str, int]) -> dict[str, int]:
+    """Of devices that lie in one pool, each gets an equal part of what the roomiest has there, if it has as much."""
+    most: dict[str, int] = {}
+    for name, size in free.items():
+        most[pool_of(name)] = max(size, most.get(pool_of(name), 0))
+    lying = Counter(map(pool_of, free))
+    return {name: min(size, most[pool_of(name)] // lying[pool_of(name)]) for name, size in free.items()}
+
+
 def host_memory() -> tuple[int, int]:
-    """Bytes of this machine, and those that are free; as the system counts where psutil is missing."""
-    try:
-        import psutil
-    except ModuleNotFoundError:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    """Bytes of this machine, and those that are free."""
     memory = psutil.virtual_memory()
     return int(memory.total), int(memory.available)
 

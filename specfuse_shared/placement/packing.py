@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from specfuse_shared.errors import PlacementError
-from specfuse_shared.placement.plan import RESERVE, Assignment, Device, MemberSpec, MemoryNeed, Plan, Workload
+from specfuse_shared.placement.plan import RESERVE, Assignment, Device, MemberSpec, MemoryNeed, Plan, Workload, pool_of
 
 DISK = "disk"
 ANY_PRECISION = (None, "8bit", "4bit")
@@ -40,6 +40,8 @@ class _Attempt:
     """An attempt: who has a place, what is left of each device, and who has none yet."""
 
     room: dict[str, int]
+    pools: dict[str, int]
+    """What is left of each pool of memory, in which one device or several lie."""
     placed: dict[str, Assignment] = field(default_factory=dict)
     outside: list[tuple[MemberSpec, str | None]] = field(default_factory=list)
     tenants: Counter[str] = field(default_factory=Counter)
@@ -50,14 +52,17 @@ class _Attempt:
             self.tenants[name] += 1
             if name in self.room:
                 self.room[name] -= amount
+                self.pools[pool_of(name)] -= amount
+        for name, room in self.room.items():
+            self.room[name] = min(room, self.pools[pool_of(name)])
 
 
 class _Planner:
     def __init__(self, specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload) -> None:
-        self.specs = tuple(specs)
         self.devices = tuple(devices)
         self.workload = workload
-        self._choices = {r.name: candidates(r, self.devices) for r in self.specs}
+        self._choices = {r.name: candidates(r, self.devices) for r in specs}
+        self.specs = tuple(self._widest_on_mps(r) for r in specs)
         self._needs: dict[tuple[str, str, str | None], MemoryNeed] = {}
         self._depth = max((len(r.quantizations) for r in self.specs), default=0)
 
@@ -91,6 +96,12 @@ class _Planner:
             found.setdefault(spec.name, self._assignment(spec, device, quantization))
         return Plan(self.devices, self.workload, tuple(found[r.name] for r in self.specs))
 
+    def _widest_on_mps(self, spec: MemberSpec) -> MemberSpec:
+        """A member that may be on MPS is quantised there only if that was chosen: the libraries are newer there than
+        those that are supported, and slow."""
+        may_be = any(d.kind == "mps" for d in self._choices[spec.name])
+        return replace(spec, quantizations=spec.quantizations[:1]) if may_be else spec
+
     # ── precisions ───────────────────────────────────────────────────────────────────────────────
 
     def _at(self, level: int) -> Precisions:
@@ -122,7 +133,10 @@ class _Planner:
 
     def _pack(self, precisions: Precisions, roomiest: bool) -> _Attempt:
         """Chosen devices first, then the largest member; onto the roomiest device or into the tightest gap."""
-        attempt = _Attempt({d.name: d.free for d in self.devices})
+        pools: dict[str, int] = {}
+        for d in self.devices:
+            pools[d.pool] = max(d.free, pools.get(d.pool, 0))
+        attempt = _Attempt({d.name: d.free for d in self.devices}, pools)
 
         def order(entry: tuple[MemberSpec, str | None]) -> tuple[bool, int]:
             spec, quantization = entry
@@ -188,8 +202,8 @@ class _Planner:
         need = assignment.need
         beside = need.caches + need.logits
         room = {main.name: attempt.room[main.name] / RESERVE - beside}
-        if main.kind != "cpu":
-            room |= {d.name: attempt.room[d.name] / RESERVE for d in self.devices if d.kind == "cpu"}
+        beside_it = [d for d in self.devices if d.kind == "cpu" and d.pool != main.pool]
+        room |= {d.name: attempt.room[d.name] / RESERVE for d in beside_it}
         whole = {name: int(left) for name, left in room.items() if left > 0}
         split = spec.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
         if split is None or main.name not in split.shares:
@@ -210,9 +224,9 @@ class _Planner:
 
 
 def candidates(spec: MemberSpec, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices that a member may be put on: the accelerators, else the processor; or those it names."""
+    """The devices that a member may be put on: the default accelerators, else the processor; or those it names."""
     if spec.device == "auto":
-        return tuple(d for d in devices if d.kind != "cpu") or tuple(devices)
+        return tuple(filter(spec.is_default, devices)) or tuple(d for d in devices if d.kind == "cpu") or tuple(devices)
     wanted = spec.device.removesuffix(":0") if spec.device in ("cpu:0", "mps:0") else spec.device
     found = tuple(d for d in devices if wanted in (d.name, d.kind))
     if not found:

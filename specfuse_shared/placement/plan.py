@@ -39,6 +39,16 @@ class Device:
     bf16: bool = True
     title: str = ""
 
+    @property
+    def pool(self) -> str:
+        """The memory that it lies in: an Apple GPU has none of its own."""
+        return pool_of(self.name)
+
+
+def pool_of(device: str) -> str:
+    """The memory that a device of this name lies in; devices of one pool take from each other."""
+    return "cpu" if device.partition(":")[0] in ("cpu", "mps") else device
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -114,6 +124,10 @@ class MemberSpec:
     offload: bool = False
     max_context: int | None = None
     fixed: bool = False
+
+    def is_default(self, device: Device) -> bool:
+        """Whether it may be put on an accelerator that nobody named: not on MPS, where nobody has run the engine."""
+        return device.kind not in ("cpu", "mps")
 
     def need(self, device: Device, quantization: str | None, workload: Workload) -> MemoryNeed:
         """What this member needs on a device."""

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
-from specfuse_shared.runtime.kernels import eager_kernel, grouped_kernel
+from specfuse_shared.runtime.kernels import eager_kernel, grouped_kernel, masks_lower_right
 from specfuse_shared.runtime.masks import MaskPlan, additive
 from specfuse_shared.runtime.transfer import upload
 
@@ -31,8 +31,6 @@ _LONG = {"cpu": 4}
 _DEFAULT_LONG = 64
 """From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
 cost little on a CPU, and padding little on a GPU."""
-_WITHOUT_LOWER_RIGHT = {"cpu"}
-"""Devices without a kernel for queries at the end of their keys that takes no mask."""
 _MOST_INDEXED = 16
 """Longer segments are written to their row by themselves."""
 _SHORT, _OWN_CALL, _COPIED = range(3)
@@ -104,7 +102,7 @@ class Batch(Cache):
         self._device = device
         self._dtype = dtype
         long = _LONG.get(device.type, _DEFAULT_LONG)
-        self._knows_lower_right = device.type not in _WITHOUT_LOWER_RIGHT
+        self._knows_lower_right = masks_lower_right(device)
         self._written: list[tuple[CacheBlock, Any, slice]] = []
         self._copies: dict[tuple[int, torch.device], torch.Tensor] = {}
         blocks = list(dict.fromkeys(id(s.row.block) for s in segments))

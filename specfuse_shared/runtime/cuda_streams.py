@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from specfuse_shared.runtime.mps import is_mps
+
 _WORKSPACE_BYTES = 32 << 20
 _IN_TURN = 32
 """Streams of one priority that torch has for a device."""
@@ -39,13 +41,14 @@ def own_stream(device: torch.device, owner: object) -> Any:
 class Stopwatch:
     """The seconds of what is queued in `stream` between its making and `stop`: those of the device, not of the queuing.
 
-    Without a stream, those of the clock.
+    Without a stream, those of the clock. `on_mps`: of its only stream.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, on_mps: bool = False) -> None:
         self._began = time.monotonic()
         self._seconds = 0.0
         self._stream = stream
+        self._on_mps = on_mps
         self._events = list[Any]()
         self._note()
 
@@ -56,15 +59,19 @@ class Stopwatch:
     @property
     def seconds(self) -> float | None:
         """None while the device is not through; waits for nothing."""
-        if self._stream is None:
+        if not self._events:
             return self._seconds
         start, end = self._events
         return float(start.elapsed_time(end)) / 1000 if end.query() else None
 
     def _note(self) -> None:
         if self._stream is not None:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
+            self._events.append(event)
+        elif self._on_mps:
+            event = torch.mps.Event(enable_timing=True)
+            event.record()
             self._events.append(event)
 
 
@@ -75,8 +82,11 @@ class ModelStream:
     next user is queued behind the last one.
     """
 
+    _on_mps = False
+
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
+        self._on_mps = is_mps(device)
         if device.type == "cuda":
             self._stream = own_stream(device, self)
         if self._stream is not None:
@@ -88,7 +98,7 @@ class ModelStream:
 
     def timed(self) -> Stopwatch:
         """Takes the time of what is queued from now on."""
-        return Stopwatch(self._stream)
+        return Stopwatch(self._stream, self._on_mps)
 
     def wait(self) -> None:
         """Until all that was queued is done."""

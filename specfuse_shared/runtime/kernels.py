@@ -29,6 +29,15 @@ def choose_kernels(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def masks_lower_right(device: torch.device) -> bool:
+    """Whether a device is known to have a kernel for queries at the end of their keys that takes no mask.
+
+    On a CPU there is none. On ROCm such kernels have masked from the upper left corner, and MPS was wrong or crashed
+    with some lengths (pytorch #149132, #174861): these and all others get masks.
+    """
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def grouped_kernel(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -17,6 +17,7 @@ from specfuse_shared.runtime.cache.prefix_cache import PrefixCache
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan
+from specfuse_shared.runtime.mps import is_mps, piece_on_mps
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.static.runner import StaticRunner
 from specfuse_shared.runtime.transfer import upload
@@ -180,6 +181,13 @@ class ModelRunner:
         inputs = torch.tensor([list(ids)], device=self.device)
         out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
         return out.logits[0, -1], out[self._forward.cache_argument]
+
+    def piece(self, wanted: int, used: int) -> int:
+        """How many tokens of a prompt it takes in one forward, behind `used` slots, of so many that are wanted."""
+        if not is_mps(self.device):
+            return wanted
+        heads = getattr(self.model.config.get_text_config(decoder=True), "num_attention_heads", 1)
+        return piece_on_mps(wanted, used, heads)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -27,6 +27,7 @@ from specfuse_shared.runtime.transfer import upload
 from specfuse_shared.settings.sampling_params import SamplingParams
 
 _PIECE = 512
+_LEAST_NOISE = torch.finfo(torch.float32).tiny
 NOT_FINITE = -1
 """Chosen in place of a token where the logits are not numbers."""
 
@@ -86,8 +87,11 @@ class Sampler:
             best = scores.max(-1)
             return best.indices.masked_fill(~best.values.isfinite(), NOT_FINITE)
         shares = scores.softmax(-1)
-        # who of many exponential clocks with these rates rings first is a draw from these shares
-        chosen = torch.div(shares, noise, out=noise).argmax(-1)
+        # who of many exponential clocks with these rates rings first is a draw from these shares; MPS draws -0.0, too
+        chosen = torch.div(shares, noise.clamp_(min=_LEAST_NOISE), out=noise).argmax(-1)
+        # whatever the noise was, a token without a share is none that may be taken
+        has_share = shares.gather(-1, chosen[:, None])[:, 0] > 0
+        chosen = torch.where(has_share, chosen, shares.argmax(-1))
         # one score that is no number leaves no share that is one
         return chosen.masked_fill(~shares[:, 0].isfinite(), NOT_FINITE)
 

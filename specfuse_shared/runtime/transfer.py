@@ -9,11 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specfuse_shared.runtime.mps import forget_read, is_mps, keep_until_read
+
 
 def upload(values: Sequence[int] | NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor, an array, or numbers as int64, on `device`.
 
     Page-locked memory on the way to a CUDA device: from pageable memory the driver may wait for all that is queued.
+    MPS reads the source after this has returned: what it reads is a copy, which is kept until the next `Download`.
     """
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values)
@@ -22,6 +25,9 @@ def upload(values: Sequence[int] | NDArray[Any] | torch.Tensor, device: torch.de
         return tensor.to(device)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
+    elif is_mps(device):
+        tensor = tensor if isinstance(values, Sequence) else tensor.clone()  # a caller may change what it gave
+        keep_until_read(tensor)
     return tensor.to(device, non_blocking=True)
 
 
@@ -40,4 +46,7 @@ class Download:
         """The numbers as nested lists, once they are there."""
         if self._sent is not None:
             self._sent.synchronize()
-        return list(self._tensor.tolist())
+        numbers = list(self._tensor.tolist())
+        if is_mps(self._tensor.device):
+            forget_read()
+        return numbers

@@ -19,6 +19,7 @@ from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_prompts
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
+from specfuse_shared.placement.devices import shared_out
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of
@@ -109,7 +110,7 @@ class EnsembleEngine:
                     loading_bar.close()
                 infos = [member.info for member in assembly.members]
                 free = {device: size for lane in assembly.lanes for device, size in lane.memory().items()}
-                budget = Budget(self.config, infos, free)
+                budget = Budget(self.config, infos, shared_out(free))
                 for lane in assembly.lanes:
                     lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
                 scheduler = Scheduler(assembly, budget, Places(self.config), self._metrics)

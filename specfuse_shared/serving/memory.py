@@ -10,6 +10,9 @@ import threading
 
 import torch
 
+from specfuse_shared.placement.devices import only_cpu
+from specfuse_shared.runtime.mps import empty_cache
+
 KERNELS_ENV, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128
 """oneDNN compiles a kernel for each shape of a product and keeps 1,024 of them: memory in use grew by some 20 MiB with
 each demo engine that was loaded, answered and was closed. With so many it stays, and answers take as long."""
@@ -27,8 +30,8 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    if torch.backends.mps.is_available() and not only_cpu():
+        empty_cache()
     trim()
 
 

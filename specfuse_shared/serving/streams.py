@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.results import EnsembleResult
+
+_SECONDS_OF_A_WAIT = 0.2 if sys.platform == "win32" and sys.version_info < (3, 14) else None
+"""There Ctrl-C is seen between two waits, but not within one (cpython #74157)."""
 
 
 class EventStream(Iterator[Event]):
@@ -27,7 +32,7 @@ class EventStream(Iterator[Event]):
         if self._over:
             raise StopIteration
         try:
-            item = self._items.get()
+            item = self._next_item()
         except BaseException:  # Ctrl-C while waiting
             self.close()
             raise
@@ -37,6 +42,12 @@ class EventStream(Iterator[Event]):
         if isinstance(item, FinishEvent):
             self._over, self._engine = True, None
         return item
+
+    def _next_item(self) -> Event | Exception:
+        while _SECONDS_OF_A_WAIT is not None:
+            with suppress(Empty):
+                return self._items.get(timeout=_SECONDS_OF_A_WAIT)
+        return self._items.get()
 
     def close(self) -> None:
         """Stop the answer and free its caches."""

@@ -28,6 +28,9 @@ _SERVERS_OWN = (
     *_OF_LLAMA_CPP,
 )
 """What a server decides of the model that it runs."""
+BACKSLASHES = (
+    r"write a path of Windows in single quotes in TOML ('C:\models\new'), as r'C:\models\new' in Python, or with /"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class MemberConfig(Settings):
     dtype: str = "auto"
     """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it; float32 stays on a CPU."""
     device: str = "auto"
-    """"auto" (wherever there is room), a kind ("cuda") or one device ("cuda:1", "cpu")."""
+    """"auto" (wherever there is room, but not on MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
     quantization: str | None = None
     """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto": the widest precision that
     fits (extra "quant")."""
@@ -114,6 +117,12 @@ class MemberConfig(Settings):
         for name in ("model", "adapter", "tokenizer"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _at_home(str(given)))
+        for name in ("model", "adapter", "tokenizer", "gguf_file"):
+            given = getattr(self, name)
+            check(
+                given is None or given.isprintable(),
+                f"MemberConfig.{name} is {given!r}, which has a control character in it: {BACKSLASHES}",
+            )
         model = self.model.strip().removeprefix(OLLAMA)
         check(bool(model), "MemberConfig.model is empty: give a hub id, a folder, a GGUF file or ollama:NAME")
         if self.adapter is not None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from sheet import Sheet, read
@@ -76,15 +77,8 @@ def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> No
 
 
 def processes_with(text: str) -> list[str]:
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in line and file.parent.name != str(os.getpid()):
-            found.append(line)
-    return found
+    lines = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
+    return [line for pid, line in lines.items() if text in line and pid != os.getpid()]
 
 
 @pytest.mark.slow

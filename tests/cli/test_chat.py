@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import select
 import signal
 import subprocess
@@ -81,6 +80,7 @@ def test_what_cannot_be_saved_is_said(
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str]) -> None:
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
     master, slave = pty.openpty()
     endless = recite("talker", "Plain words spoken here", endless=True)
     process = subprocess.Popen(

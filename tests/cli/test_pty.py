@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import select
 import shlex
@@ -18,6 +17,7 @@ import pytest
 
 from tests.support.terminals import COMMAND, hear_interrupts
 
+pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 pytestmark = pytest.mark.slow
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 HOSTILE = "Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok"

@@ -120,7 +120,8 @@ def test_stop_strings_of_another_type_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_home_folder_is_found_for_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(tmp_path))
     member = MemberConfig("~/chat", adapter="~/adapter", tokenizer="~/tokens")
     assert (member.model, member.adapter, member.tokenizer) == tuple(
         str(tmp_path / name) for name in ("chat", "adapter", "tokens")

@@ -141,16 +141,22 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
     assert not driver.freed
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("injected: CUDA out of memory"), RuntimeError("CUDA error: out of memory")]
+)
 @torch.inference_mode()
-def test_one_lack_of_memory_in_a_capture_does_not_end_capturing(driver: Driver, runner: ModelRunner) -> None:
+def test_lacks_of_memory_in_captures_do_not_end_capturing(
+    driver: Driver, runner: ModelRunner, error: Exception
+) -> None:
+    """The driver's own error has no class of its own."""
     assert runner.static is not None
-    driver.failing.append(torch.OutOfMemoryError("injected: CUDA out of memory"))
+    driver.failing += [error] * 3
     sequences = [opened(runner, 0)]
-    for _ in range(12):
+    for _ in range(16):
         drafted(sequences)
     assert not driver.failing, "the capture was tried"
     assert runner.static.graphs.report == "captured"
-    assert driver.replays > 10
+    assert driver.replays > 5
     assert not driver.allocating
 
 

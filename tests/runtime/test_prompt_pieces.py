@@ -26,7 +26,7 @@ def test_pieces_without_a_mask_equal_the_plain_forward(
     """Each call of the attention: whether it has a mask, queries and slots."""
     save_model(kind, byte_level_tokenizer(), tmp_path)
     runner = LocalMember(MemberConfig(str(tmp_path))).runner
-    monkeypatch.setattr(attention, "_WITHOUT_LOWER_RIGHT", set())
+    monkeypatch.setattr(attention, "masks_lower_right", lambda device: True)
     masked: list[bool] = []
     attend = attention.Batch.attend
 

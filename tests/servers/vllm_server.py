@@ -51,7 +51,7 @@ def start(folder: Path | str, port: int, dtype: str = "float32", *more: str) -> 
     return process
 
 
-def stop(process: subprocess.Popen[bytes], how: int = signal.SIGKILL) -> None:
+def stop(process: subprocess.Popen[bytes], how: int = getattr(signal, "SIGKILL", signal.SIGTERM)) -> None:
     """End the server and the processes that it started."""
     if process.poll() is None:
         os.killpg(process.pid, how)

@@ -110,7 +110,7 @@ def voting_page(comparison: Comparison, against: str | None = None, votes: Mappi
 def votes_on(path: str | Path) -> dict[str, str]:
     """The votes in a saved page: key of a pair → "left", "right" or "equal". Raises `ConfigError`."""
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): name a saved voting page") from error
     found = _VOTES.search(text)

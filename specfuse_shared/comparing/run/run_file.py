@@ -6,15 +6,18 @@ known by who was asked, with which settings, and what: other members, settings o
 
 from __future__ import annotations
 
-import fcntl
+import codecs
 import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
+
+from filelock import FileLock, Timeout
 
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.errors import ConfigError, SpecFuseError
@@ -22,6 +25,8 @@ from specfuse_shared.loading.config_files import plain_config
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.settings.config import EnsembleConfig
 
+_BINARY = getattr(os, "O_BINARY", 0)
+"""Windows would write line ends of its own."""
 MARK = {"specfuse": "compare", "version": 1}
 _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "reuse_prefixes", "cache_dir")
 """Settings that change when an answer comes, not what it is."""
@@ -87,19 +92,24 @@ class RunFile:
     """The records of a run, in a file or (path None) in memory alone. Use as a context manager.
 
     One process writes it at a time; any thread may `add`. Raises `ConfigError` for a file that is none of a run.
+    Meanwhile FILE.lock stands beside it: on Windows nothing else could read a file that is itself locked.
     """
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
         self._file: int | None = None
+        # any thread may close it
+        self._claim = None if path is None else FileLock(f"{self.path}.lock", timeout=0, thread_local=False)
         self._lock = threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Self:
         if self.path is not None:
             try:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o644)
+                self._keep_others_out()
             except OSError as error:
+                self.close()
                 hint = "name a file in a folder that exists and that you may write to"
                 raise ConfigError(f"the run cannot be kept in {self.path} ({error.strerror}): {hint}") from error
             try:
@@ -116,6 +126,10 @@ class RunFile:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+        if self._claim is not None and self._claim.is_locked:
+            with suppress(OSError):  # on Windows it goes when it is released
+                os.unlink(self._claim.lock_file)
+            self._claim.release()
 
     def __contains__(self, key: str) -> bool:
         return key in self._found
@@ -146,14 +160,18 @@ class RunFile:
     def add_answer(self, key: str, answer: Answer, asker: str, question: str) -> None:
         self.add(key, {"asker": asker, "question": question, **asdict(answer)})
 
-    def _begin(self, file: int) -> None:
-        """Read what is there, cut off a line that was left half, and keep others from writing."""
+    def _keep_others_out(self) -> None:
+        assert self._claim is not None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._claim.acquire()
+        except Timeout as error:
+            self.close()
             raise ConfigError(
                 f"{self.path} is being written by another run: wait for it, or name another file"
             ) from error
+
+    def _begin(self, file: int) -> None:
+        """Read what is there, and cut off a line that was left half."""
         with open(file, "rb", closefd=False) as stream:
             data = stream.read()
         whole, _, rest = data.rpartition(b"\n")
@@ -185,5 +203,6 @@ class RunFile:
 
 def _is_mark(line: bytes, torn: bool) -> bool:
     """Whether a file begins as one of a run; `torn`: as far as its first line was written."""
+    line = line.removeprefix(codecs.BOM_UTF8).removesuffix(b"\r")  # as editors of Windows write them
     whole = json.dumps(MARK).encode()
     return whole.startswith(line) if torn else line == whole

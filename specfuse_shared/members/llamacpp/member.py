@@ -22,7 +22,7 @@ from specfuse_shared.members.llamacpp.rows import new_sequence
 from specfuse_shared.members.llamacpp.runner import LlamaRunner
 from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence
 from specfuse_shared.members.local.base import InProcessMember
-from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.placement.devices import free_memory, only_cpu
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
@@ -86,7 +86,7 @@ class LlamaMember(InProcessMember):
         config = self._config
         file = gguf_file(config)
         assert isinstance(file, Path)
-        if config.device != "cpu":
+        if config.device != "cpu" and not only_cpu():
             self._layers = ALL_LAYERS if config.gpu_layers is None else config.gpu_layers
         device = place.place.partition(":")
         card = int(device[2] or 0) if device[0] != "cpu" and device[0] else None

@@ -37,6 +37,7 @@ from specfuse_shared.members.stages import (
 from specfuse_shared.placement.devices import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_room
+from specfuse_shared.runtime.mps import mps_turn
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ _MOST_HELD = 2
 """So many forwards may go before the drafts that wait."""
 _LINE_UP_SECONDS = 0.002
 """So long drafts wait for those of answers that are between two stages."""
-_SHARE_OF_FREE = {"cpu": 0.5}
+_SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
+"""Less of what other programs take from, too: an Apple GPU has no memory of its own."""
 _DEFAULT_SHARE = 0.9
 
 
@@ -126,6 +128,7 @@ class LocalLane:
         self.local = {member.name: member for member in members}
         share_room([member.runner for member in members])
         self._cores = cores
+        self._turn = mps_turn([device for member in members for device in member.devices])
         self._on_forward = on_forward
         self._reply: Reply = nobody_waits
         self._asked: deque[Sequence[StageRequest]] = deque()
@@ -176,6 +179,10 @@ class LocalLane:
         return None
 
     def close(self) -> None:
+        with self._turn:
+            self._close()
+
+    def _close(self) -> None:
         for tasks in self._waiting.values():
             tasks.clear()
         for name, sessions in self._sessions.items():
@@ -213,6 +220,11 @@ class LocalLane:
 
         A device goes on computing while the host reads: what each forward gave is read once all were started.
         """
+        with self._turn:
+            self._step()
+        self._give()
+
+    def _step(self) -> None:
         if self._cores is not None:
             use_cores(self._cores)
             for member in self.local.values():
@@ -234,7 +246,6 @@ class LocalLane:
             self._step_seconds = time.monotonic() - began
             self._tell_times()
         self._stepped = time.monotonic()
-        self._give()
 
     def _start(self, request: StageRequest) -> None:
         sessions, op = self._sessions[request.member], request.op

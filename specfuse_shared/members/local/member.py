@@ -21,6 +21,7 @@ from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.cache.sizes import smallest_row
 from specfuse_shared.runtime.kernels import choose_kernels
 from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
 from specfuse_shared.runtime.packed_weights import pack_weights
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
@@ -43,13 +44,29 @@ class LocalMember(InProcessMember):
         execution: str = "auto",
         loaded: tuple[Any, Any] | None = None,
     ) -> None:
-        start = time.monotonic()
         self.why = ""
         if loaded is not None:
             place = _place_of(loaded[0], config.label)
-            model, tokenizer = prepared(loaded[0], config), loaded[1]
         else:
             place = place or plan_ensemble(EnsembleConfig([config], cache_dir=cache_dir)).of(config.label)
+        if any(map(is_mps, place.memory)):
+            warn_untested()
+        with mps_turn(place.memory):
+            self._load(config, cache_dir, on_stage, place, execution, loaded)
+
+    def _load(
+        self,
+        config: MemberConfig,
+        cache_dir: str | None,
+        on_stage: OnStage,
+        place: Assignment,
+        execution: str,
+        loaded: tuple[Any, Any] | None,
+    ) -> None:
+        start = time.monotonic()
+        if loaded is not None:
+            model, tokenizer = prepared(loaded[0], config), loaded[1]
+        else:
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         parameters, weights = model.num_parameters(), weight_bytes(model)
         if loaded is None:  # a model that somebody else has stays as it is

@@ -3,6 +3,8 @@
 At load, a few short random branches are scored through each path that the architecture may allow and compared
 with the model's plain forward. Windows are shrunk for the probe, so that a handful of tokens reaches beyond them.
 Static execution is probed in the same way, a draft included, and on a GPU its first steps are captured by that.
+What passes also reads a prompt in several pieces, with windows as they are, and drafts behind it: other kernels read
+those, and some have masked from the wrong corner.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from specfuse_shared.errors import UnsupportedModelError
+from specfuse_shared.errors import MemberLoadError, UnsupportedModelError
 from specfuse_shared.loading.versions import untested_versions
-from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
+from specfuse_shared.members.local.forwards import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest
 from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.local.tree_sequence import feed_together
@@ -27,6 +29,7 @@ from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner, model_home
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -40,6 +43,9 @@ the same sequences, so each sequence takes one plain forward."""
 _WINDOW = 8
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _PROMPT, _FIRST, _SECOND = 21, 4, 5
+_PIECE = {"cpu": 16}
+"""Tokens of the first piece of a long prompt; elsewhere as many as a piece has, for kernels differ with the length."""
+_MORE_PIECES = (11, 5)
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
 """Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
 _COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
@@ -81,28 +87,40 @@ class Attempt:
 
 
 def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
-    """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works.
+    """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works, and
+    `MemberLoadError` where there is no memory for it.
 
-    `execution`: "auto" (static where there is a CUDA device), "static" or "dynamic"; static only where it is exact.
+    `execution`: "auto" (static on a CUDA device and on MPS), "static" or "dynamic"; static only where it is exact.
     """
+    try:
+        return _best_way(model, member, execution)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemberLoadError(
+            f"member {member!r}: memory ran out when it was checked ({str(error).splitlines()[0][:120]}): name a "
+            "smaller model or a quantised GGUF file, or look at `specfuse-llm doctor --plan`"
+        ) from error
+
+
+def _best_way(model: Any, member: str, execution: str) -> Attempt:
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
     problems, known = list[str](), Known()
     start = Attempt(None, stream=ModelStream(model_home(model)))
     ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
     tried: list[Attempt] = []
-    with _small_windows(config) as shrunk:
-        for group in (ways, [start], [replace(start, one_by_one=True)]):
-            tried += [_attempt(model, way, shrunk, problems, known) for way in group]
-            best = min(tried, key=lambda way: way.error, default=None)
-            if best is not None and best.error <= tolerance:
-                logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
-                return _executed(model, best, shrunk, member, execution, known)
-        best = min(tried, key=lambda way: way.error)
-        if best.error <= _COARSE.get(model.dtype, tolerance):
-            dtype = str(model.dtype).removeprefix("torch.")
-            logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
-            return _executed(model, best, shrunk, member, execution, known)
+    for group in (ways, [start], [replace(start, one_by_one=True)]):
+        tried += [_attempt(model, way, problems, known) for way in group]
+        best = min(tried, key=lambda way: way.error, default=None)
+        if best is not None and best.error <= tolerance:
+            logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
+            return _executed(model, best, member, execution, known)
+    best = min(tried, key=lambda way: way.error)
+    if best.error <= _COARSE.get(model.dtype, tolerance):
+        dtype = str(model.dtype).removeprefix("torch.")
+        logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
+        return _executed(model, best, member, execution, known)
     raise UnsupportedModelError(_refusal(model, member, best.error, tolerance, problems))
 
 
@@ -132,13 +150,13 @@ def _is_packable(model: Any) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def _executed(model: Any, way: Attempt, shrunk: dict[str, int], member: str, execution: str, known: Known) -> Attempt:
+def _executed(model: Any, way: Attempt, member: str, execution: str, known: Known) -> Attempt:
     """The way with what it takes for static execution, or why it runs dynamically."""
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
     if reason := _unfit(model, way, execution):
         return replace(way, dynamic=reason)
     static = replace(way, error=float("inf"), graphs=Graphs(model.device, member))
-    fixed = _attempt(model, static, shrunk, problems, known)
+    fixed = _attempt(model, static, problems, known)
     assert fixed.graphs is not None
     fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
     if fixed.error <= tolerance:
@@ -158,20 +176,29 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
         return "its rotary frequencies depend on the length of the text"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model lies on several devices"
-    return "no CUDA device" if execution == "auto" and model.device.type != "cuda" else None
+    # MPS compiles and keeps a kernel for each shape that it meets
+    is_default = model.device.type in ("cuda", "mps")
+    return "no CUDA device" if execution == "auto" and not is_default else None
 
 
-def _attempt(model: Any, way: Attempt, shrunk: dict[str, int], problems: list[str], known: Known) -> Attempt:
-    """The way with its error measured while windows are shrunk, infinite where it does not run."""
-    plan = way.plan and replace(
-        way.plan,
-        window=way.plan.window and shrunk["sliding_window"],
-        chunk=way.plan.chunk and shrunk["attention_chunk_size"],
-    )
+def _attempt(model: Any, way: Attempt, problems: list[str], known: Known) -> Attempt:
+    """The way with its error measured while windows are shrunk, then behind a longer prompt; infinite where it does
+    not run."""
     try:
-        runner = replace(way, plan=plan).runner(model)
-        return replace(way, error=_measure(runner, known), slots=runner.pool.slots)
+        with _small_windows(model.config.get_text_config(decoder=True)) as shrunk:
+            plan = way.plan and replace(
+                way.plan,
+                window=way.plan.window and shrunk["sliding_window"],
+                chunk=way.plan.chunk and shrunk["attention_chunk_size"],
+            )
+            runner = replace(way, plan=plan).runner(model)
+            error = _measure(runner, known)
+        if error <= _COARSE.get(model.dtype, _TOLERANCE.get(model.dtype, 2e-3)):
+            error = max(error, _measure_pieces(way.runner(model), known))
+        return replace(way, error=error, slots=runner.pool.slots)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        if is_out_of_memory(error) and way.graphs is None:
+            raise  # which says nothing of the way
         problems.append(f"{way.verification}: {type(error).__name__}: {error}"[:200])
         return way
 
@@ -202,6 +229,32 @@ def _measure(runner: ModelRunner, known: Known) -> float:
         deltas += _draft_deltas(runner, [sequence, neighbour], known)
     sequence.release()
     neighbour.release()
+    return float(torch.cat(deltas).mean())
+
+
+@torch.inference_mode()
+def _measure_pieces(runner: ModelRunner, known: Known) -> float:
+    """Mean |Δ log p| behind a prompt that was read in pieces: of a branch, and of a draft, where the runner drafts
+    ahead."""
+    text = runner.model.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or PREFILL_CHUNK * 2
+    first = min(_PIECE.get(runner.device.type, PREFILL_CHUNK), limit - sum(_MORE_PIECES) - 4 * _SECOND)
+    if first < 1:
+        return 0.0
+    pieces = (first, *_MORE_PIECES)
+    ids = _random_ids(runner.model, sum(pieces) + _SECOND)
+    sequence = new_sequence(runner)
+    sequence.begin(ids[: sum(pieces)])
+    for piece in pieces:
+        if sequence.prompt_remaining:
+            sequence.run(ForwardRequest(sequence, prompt=piece))
+    branch = Branch(0, tuple(ids[sum(pieces) :]))
+    sequence.extend([branch])
+    deltas = [_deltas(runner, sequence, branch, known)]
+    if sequence.drafts_ahead:
+        sequence.commit(branch)
+        deltas += _draft_deltas(runner, [sequence], known)
+    sequence.release()
     return float(torch.cat(deltas).mean())
 
 

@@ -82,7 +82,7 @@ class TreeSequence(SequenceState):
         if request.prompt:
             self._catch_up(row)
             start = len(self.prompt) - self.prompt_remaining
-            ids = self.prompt[start : start + request.prompt]
+            ids = self.prompt[start : start + self.runner.piece(request.prompt, start)]
             return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
         if not self.needs(request):
             return None

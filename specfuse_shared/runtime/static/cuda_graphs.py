@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specfuse_shared.runtime.cuda_streams import own_stream
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +81,14 @@ class Graphs:
             self._compare(graph, step, output, ids)
             self._failures, self._has_captured = 0, True
             return partial(_replay, weakref.ref(graph))
-        except torch.OutOfMemoryError as error:
-            self._pool = None
-            logger.warning("member %s: no memory to capture a step (%s)", self._member, _line(error))
         except (ReplayError, UncapturableError) as error:
             self.give_up(_line(error))
         except Exception as error:  # a driver's errors have no common class
-            self._failures += 1
-            if self._failures >= _MOST_FAILURES:
+            self._failures += not is_out_of_memory(error)
+            if is_out_of_memory(error):
+                self._pool = None
+                logger.warning("member %s: no memory to capture a step (%s)", self._member, _line(error))
+            elif self._failures >= _MOST_FAILURES:
                 self.give_up(_line(error))
             else:
                 logger.warning("member %s: a capture failed and will be tried again (%s)", self._member, _line(error))

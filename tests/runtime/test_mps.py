@@ -1,0 +1,309 @@
+"""What MPS does otherwise than other devices, on a processor that is taken for one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torchgen
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, mps_lock
+from specfuse_shared.loading import pretrained
+from specfuse_shared.members.local import lane
+from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.placement.plan import Assignment, MemoryNeed
+from specfuse_shared.runtime import mps, transfer
+from specfuse_shared.runtime.cuda_streams import ModelStream
+from specfuse_shared.runtime.model_runner import ModelForward
+from specfuse_shared.runtime.sampler import NOT_FINITE, Sampler
+from tests.support.against_naive import open_session
+from tests.support.tiny import MESSAGES, byte_level_tokenizer, save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", byte_level_tokenizer(), tmp_path_factory.mktemp("tiny"))
+
+
+# ── noise ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bad", [-0.0, 0.0, float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("where", ["filtered and blocked", "everywhere"])
+def test_no_noise_makes_a_filtered_or_blocked_token_win(bad: float, where: str) -> None:
+    """MPS draws -0.0 once in 3e7 numbers: 0 / -0.0 is no number, which some maxima take for the largest."""
+    sampler = Sampler(SamplingParams(temperature=0.7, top_k=2), 1, "tiny", torch.device("cpu"))
+    logits = torch.tensor([[5.0, 4.0, 3.0, 1.0, 9.0, float("-inf")]])
+    noise = torch.ones(1, 6)
+    noise[:, [2, 3, 4, 5]] = bad
+    if where == "everywhere":
+        noise[:] = bad
+    chosen = sampler.choose(logits, torch.empty(1, 0, dtype=torch.long), torch.tensor([4]), noise)
+    assert int(chosen) in (0, 1)
+
+
+def test_noise_as_it_usually_is_chooses_as_ever() -> None:
+    sampler = Sampler(SamplingParams(temperature=1.0), 1, "tiny", torch.device("cpu"))
+    logits, history = torch.randn(64, 500), torch.empty(64, 0, dtype=torch.long)
+    noise = torch.empty(64, 500).exponential_()
+    expected = (logits.softmax(-1) / noise).argmax(-1)
+    assert torch.equal(sampler.choose(logits, history, None, noise), expected)
+    logits[3] = float("nan")
+    assert int(sampler.choose(logits, history, None, torch.ones(64, 500))[3]) == NOT_FINITE
+
+
+# ── uploads ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Gpu:
+    """A copy to MPS that is queued: it reads its source when the device gets there."""
+
+    type = "mps"
+
+    def __str__(self) -> str:
+        return "mps"
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    sources: list[weakref.ref[torch.Tensor]] = []
+    own = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, device: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(device, _Gpu):
+            sources.append(weakref.ref(tensor))
+            return torch.empty(tensor.shape)
+        return own(tensor, device, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return sources
+
+
+def test_sources_of_copies_live_until_the_device_was_waited_for(
+    queued: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer.upload([1, 2, 3], _Gpu())  # type: ignore[arg-type]
+    transfer.upload(np.arange(4), _Gpu())  # type: ignore[arg-type]
+    gc.collect()
+    assert all(source() is not None for source in queued)
+    monkeypatch.setattr(transfer, "is_mps", lambda device: True)
+    assert transfer.Download(torch.tensor([1.0])).read() == [1.0]
+    gc.collect()
+    assert [source() for source in queued] == [None, None]
+
+
+def test_what_a_caller_changes_after_an_upload_is_not_what_is_copied(queued: list[weakref.ref[torch.Tensor]]) -> None:
+    given = np.arange(4)
+    transfer.upload(given, _Gpu())  # type: ignore[arg-type]
+    given[:] = 7
+    source = queued[0]()
+    assert source is not None
+    assert source.tolist() == [0, 1, 2, 3]
+    mps.forget_read()
+
+
+def test_sources_are_not_kept_without_end(
+    queued: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[None] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(None))
+    for _ in range(20):
+        transfer.upload(torch.zeros(2**20), _Gpu())  # type: ignore[arg-type]
+    gc.collect()
+    assert len(waited) == 1
+    assert sum(source() is not None for source in queued) <= 18
+    mps.forget_read()
+
+
+# ── pieces, seconds, operations ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("used", "heads", "piece"), [(0, 32, 1024), (7 * 1024, 32, 1024), (8 * 1024, 32, 512), (32 * 1024, 32, 128)]
+)
+def test_scores_of_a_piece_stay_below_what_metal_takes(used: int, heads: int, piece: int) -> None:
+    assert mps.piece_on_mps(1024, used, heads) == piece
+    assert 4 * heads * piece * (used + piece) <= 2**30
+
+
+@torch.inference_mode()
+def test_a_prompt_in_smaller_pieces_is_read_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = LocalMember(MemberConfig(str(folder))).runner
+    prompt = torch.randint(10, 250, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    pieces: list[int] = []
+
+    def piece(wanted: int, used: int) -> int:
+        pieces.append(used)
+        return min(wanted, 40)
+
+    monkeypatch.setattr(runner, "piece", piece)
+    sequence = new_sequence(runner)
+    sequence.prefill(prompt)
+    assert pieces == [0, 40, 80, 120]
+    assert torch.allclose(sequence._logits_row(-1), runner.plain(prompt)[-1], atol=2e-3)
+
+
+def test_seconds_on_mps_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        recorded: ClassVar[list[object]] = []
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.recorded.append(self)
+
+        def query(self) -> bool:
+            return len(self.recorded) > 2
+
+        def elapsed_time(self, end: object) -> float:
+            assert [self, end] == self.recorded[:2]
+            return 250.0
+
+    monkeypatch.setattr(torch.mps, "Event", Event)
+    watch = ModelStream(torch.device("mps")).timed()
+    watch.stop()
+    assert watch.seconds is None
+    Event.recorded.append(None)
+    assert watch.seconds == 0.25
+
+
+class Census(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.wide: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.names.add(func.name().removeprefix("aten::"))
+        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves((args, kwargs, found))):
+            self.wide.add(func.name())
+        return found
+
+
+def kernels_of_mps() -> set[str]:
+    """Operations that torch's own table gives a kernel for MPS, or composes of others."""
+    file = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    table = yaml.safe_load(file.read_text("utf-8"))
+    by_name = {entry["func"].partition("(")[0]: entry for entry in table}
+
+    def has(entry: dict[str, Any]) -> bool:
+        if "structured_delegate" in entry:
+            return has(by_name[entry["structured_delegate"]])
+        dispatch = entry.get("dispatch")
+        keys = {key.strip() for name in dispatch for key in name.split(",")} if dispatch else set()
+        return not keys or any(key == "MPS" or key.startswith("Composite") for key in keys)
+
+    return {name for name, entry in by_name.items() if has(entry)}
+
+
+@pytest.mark.parametrize("execution", ["dynamic", "static"])
+def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder: Path) -> None:
+    """Also those of a GPU alone: a processor is taken for another device where that makes a difference."""
+    member = LocalMember(MemberConfig(str(folder)), execution=execution)
+    params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    with Census() as census:
+        session = open_session(EnsembleConfig([MemberConfig(str(folder))]), [member], MESSAGES, params)
+        for _ in session.events():
+            pass
+        session.release()
+    own = {"_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_attention_math_for_mps"}
+    names = {own.get(name, name) for name in census.names}
+    assert len(names) > 40
+    assert names - kernels_of_mps() == set()
+    assert not census.wide, "MPS has no float64"
+
+
+# ── one thread at a time ─────────────────────────────────────────────────────────────────────────
+
+
+def test_forwards_of_two_engines_never_meet_on_mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that use MPS at once end the process."""
+    monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
+    inside, most = 0, 0
+    call = ModelForward.__call__
+
+    def counted(self: ModelForward, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.002)
+        found = call(self, *args, **kwargs)
+        inside -= 1
+        return found
+
+    monkeypatch.setattr(ModelForward, "__call__", counted)
+
+    def answer() -> None:
+        with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:
+            engine.generate("Where is the moon?", SamplingParams(max_tokens=12))
+
+    threads = [threading.Thread(target=answer) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_an_engine_waits_for_who_holds_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users hold it for the work of their own embeddings."""
+    monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
+    with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:
+        engine.load()
+        found: list[str] = []
+        thread = threading.Thread(
+            target=lambda: found.append(engine.generate("Where?", SamplingParams(max_tokens=3)).text)
+        )
+        with mps_lock:
+            thread.start()
+            thread.join(0.5)
+            assert thread.is_alive()
+        thread.join(60)
+        assert len(found) == 1
+
+
+def test_other_devices_wait_for_no_lock(folder: Path) -> None:
+    with mps_lock, EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))] * 1)) as engine:
+        assert engine.generate("Where is it?", SamplingParams(max_tokens=3)).usage.completion_tokens
+    assert isinstance(lane.mps_turn(["cuda:0", "cpu"]), type(lane.mps_turn(["xpu:0"])))
+
+
+# ── loading ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_numbers_are_converted_by_one_thread_on_the_way_to_mps(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(pretrained._ONE_THREAD_ENV, raising=False)
+    if before is not None:
+        monkeypatch.setenv(pretrained._ONE_THREAD_ENV, before)
+    seen: list[str | None] = []
+
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        seen.append(os.environ.get(pretrained._ONE_THREAD_ENV))
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    mps.warn_untested.cache_clear()
+    for device in ("mps", "mps", "cpu"):
+        place = Assignment("tiny", "float32", None, MemoryNeed(1, 0, 0), {"": device}, {device: 1}, {device: 1.0})
+        with pytest.raises(pretrained.MemberLoadError, match="stop here"):
+            LocalMember(MemberConfig(str(folder)), place=place)
+    assert seen == ["1", "1", before]
+    assert os.environ.get(pretrained._ONE_THREAD_ENV) == before
+    assert [r.message for r in caplog.records if "MPS is untested" in r.message] == [caplog.records[0].message]
