@@ -11,6 +11,7 @@ from torch.nn.attention.bias import CausalBias
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import MemberLoadError
+from specfuse_shared.members.local import probe as probing
 from specfuse_shared.members.local.probe import _attempt, probe
 from specfuse_shared.runtime import attention, kernels
 from specfuse_shared.runtime.attention import GROUPED
@@ -35,7 +36,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_the_probe_refuses_kernels_that_mask_from_the_wrong_corner(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with a window of 4,096 uses them as well, though its windows are shrunk for the rest of the probe."""
-    monkeypatch.setattr(attention, "masks_lower_right", lambda device: True)
+    for module in (attention, probing):
+        monkeypatch.setattr(module, "masks_lower_right", lambda device: True)
     right = probe(model, "tiny")
     assert right.verification == "packed"
     assert right.error < 1e-4

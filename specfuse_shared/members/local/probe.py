@@ -26,6 +26,7 @@ from specfuse_shared.members.local.tree_sequence import feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache.blocks import Layer, slot_bytes
 from specfuse_shared.runtime.cuda_streams import ModelStream
+from specfuse_shared.runtime.kernels import masks_lower_right
 from specfuse_shared.runtime.longrope import LongRope
 from specfuse_shared.runtime.masks import MaskPlan, plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner, model_home
@@ -235,7 +236,9 @@ def _measure(runner: ModelRunner, known: Known) -> float:
 @torch.inference_mode()
 def _measure_pieces(runner: ModelRunner, known: Known) -> float:
     """Mean |Δ log p| behind a prompt that was read in pieces: of a branch, and of a draft, where the runner drafts
-    ahead."""
+    ahead. Nothing on a processor, where pieces get the masks that branches got."""
+    if runner.device.type == "cpu" and not masks_lower_right(runner.device):
+        return 0.0
     text = runner.model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or PREFILL_CHUNK * 2
     first = min(_PIECE.get(runner.device.type, PREFILL_CHUNK), limit - sum(_MORE_PIECES) - 4 * _SECOND)
