@@ -157,13 +157,17 @@ def test_texts_do_not_depend_on_who_shares_waits_or_stops(tiny_engine: EnsembleE
 def test_a_piece_takes_as_long_as_those_who_have_begun_may_wait() -> None:
     pace = Pace()
     assert pace.piece(False) == pace.piece(True) == 64, "nothing was timed yet"
-    pace.learn(0.05, 0, 3)
-    pace.learn(0.05 + 0.2, 100, 3)
-    assert pace.token == pytest.approx(0.002)
-    assert pace.piece(True) == 16, "0.05 s are 25 tokens"
-    assert pace.piece(False) == 144, f"{PIECE_SECONDS} s are 150 tokens"
-    pace.learn(0.001, 1000, 0)
-    assert pace.piece(False) <= 1024
+    pace.learn(0.05, 0)
+    pace.learn(0.05 + 0.2, 100)
+    assert (pace.step, pace.token) == (pytest.approx(0.05), pytest.approx(0.002))
+    assert pace.piece(True) == 16, "0.05 s beside 0.05 s of reading the weights are 25 tokens"
+    assert pace.piece(False) == 112, f"{PIECE_SECONDS} s are 125 tokens"
+    pace.learn(0.06, 100)
+    assert pace.piece(False) <= 200, "it grows by a factor of two at most"
+    slow = Pace()
+    slow.learn(1.0, 0)
+    slow.learn(1.1, 64)
+    assert slow.piece(False) == 128, "where the weights take long to read, a piece is worth it"
 
 
 def test_the_shortest_prompt_goes_first_and_the_oldest_is_not_starved() -> None:

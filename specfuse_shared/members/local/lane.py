@@ -45,6 +45,8 @@ PIECE_SECONDS = 0.3
 """The longest forward for pieces of prompts: a timeout or a cancellation is seen after it."""
 _SHARE = 1.0
 """Seconds for pieces of prompts beside a second for answers that have begun: these keep half of the time."""
+_WORTH = 5.0
+"""Where reading the weights takes long, a piece takes this many times as long: smaller ones would be dear."""
 _FIRST_PIECE, _GRAIN = 64, 16
 """Tokens of a piece before any was timed, and the smallest; kernels are chosen by shape, so few sizes occur."""
 _NEWS = 0.3
@@ -60,24 +62,31 @@ _DEFAULT_SHARE = 0.9
 
 @dataclass(slots=True)
 class Pace:
-    """How fast a member is: `step` seconds of a forward without prompts, `token` more for each token of a prompt."""
+    """How fast a member is: a forward takes `step` seconds, mostly to read the weights, and `token` more for each token
+    of a prompt. `last`: prompt tokens of the last forward with any."""
 
     step: float = 0.0
     token: float = 0.0
+    last: int = _FIRST_PIECE // 2
 
-    def learn(self, seconds: float, prompt_tokens: int, answers: int) -> None:
-        """A forward took so long, for pieces of prompts and `answers` that have begun."""
+    def learn(self, seconds: float, prompt_tokens: int) -> None:
+        """A forward took so long, so many tokens of prompts among it."""
         if not prompt_tokens:
             self.step = _mean(self.step, seconds)
-        elif (more := seconds - self.step * bool(answers)) > 0:
-            self.token = _mean(self.token, more / prompt_tokens)
+        else:
+            self.token = _mean(self.token, max(0.1 * seconds, seconds - self.step) / prompt_tokens)
+            self.last = prompt_tokens
 
     def piece(self, beside: bool) -> int:
-        """Tokens of the next forward's pieces of prompts; `beside`: answers that have begun wait for it."""
+        """Tokens of the next forward's pieces of prompts; `beside`: answers that have begun wait for it.
+
+        It grows by a factor of two at most, for what was measured may be off.
+        """
+        most = min(PREFILL_CHUNK, 2 * max(self.last, _GRAIN))
         if not self.token:
-            return _FIRST_PIECE
-        seconds = min(PIECE_SECONDS, _SHARE * self.step) if beside and self.step else PIECE_SECONDS
-        return min(PREFILL_CHUNK, max(_GRAIN, int(seconds / self.token) // _GRAIN * _GRAIN))
+            return most
+        seconds = _SHARE * self.step if beside and self.step else max(PIECE_SECONDS, _WORTH * self.step) - self.step
+        return min(most, max(_GRAIN, int(seconds / self.token) // _GRAIN * _GRAIN))
 
 
 def _mean(before: float, new: float) -> float:
@@ -103,12 +112,11 @@ class _Task:
 
 @dataclass(slots=True)
 class _Timed:
-    """A forward of `answers`, `begun` of which read no prompt, and the watch that timed it."""
+    """A forward of `answers`, with so many tokens of prompts, and the watch that timed it."""
 
     member: str
     answers: int
     prompt_tokens: int
-    begun: int
     watch: Stopwatch
 
 
@@ -309,7 +317,7 @@ class LocalLane:
             feed_all(jobs)
             watch.stop()
         pieces = [job.request.prompt for job in jobs if job.request is not None and job.request.prompt]
-        self._timed.append(_Timed(name, len(jobs), sum(pieces), len(jobs) - len(pieces), watch))
+        self._timed.append(_Timed(name, len(jobs), sum(pieces), watch))
         return [task for task in waiting if task.job in jobs]
 
     def _tell_times(self) -> None:
@@ -319,7 +327,7 @@ class LocalLane:
             if (seconds := timed.watch.seconds) is None:
                 waiting.append(timed)
             else:
-                self._paces[timed.member].learn(seconds, timed.prompt_tokens, timed.begun)
+                self._paces[timed.member].learn(seconds, timed.prompt_tokens)
                 self._on_forward(timed.member, timed.answers, seconds)
         self._timed = waiting
 
