@@ -6,7 +6,6 @@ import logging
 import math
 import random
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,8 +104,6 @@ class Models:
             for name, engine in self.engines.items():
                 self._stage = f"{name}: planning"
                 engine.load(lambda progress, ensemble=name: self._observe(ensemble, progress))  # type: ignore[misc]
-                with suppress(ConfigError):  # without the extra or a fast tokenizer, requests with a grammar are told
-                    engine.prepare_grammars()
         except BaseException as error:
             self._status, self._stage = "failed", str(error) if isinstance(error, SpecFuseError) else "internal error"
             raise
