@@ -83,6 +83,8 @@ def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, c
         (lambda: Grammar.json_schema({"not": {"type": "string"}}), "not"),
         (lambda: Grammar.regex("a("), "unclosed group"),
         (lambda: Grammar.lark("begin: /a/"), "start"),
+        (lambda: Grammar.lark(""), "no start rule"),
+        (lambda: Grammar.lark("# nothing\n"), "no start rule"),
         (lambda: Grammar.choice([]), "choice"),
         (lambda: Grammar.choice("yes"), "choice"),
     ],

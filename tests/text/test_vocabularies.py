@@ -60,6 +60,14 @@ def check(tokenizer: Any) -> None:
         assert [matcher.consume_token(token) for matcher in matchers] == [True, True]
 
 
+def test_a_member_that_never_ends_a_turn_has_a_vocabulary() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.eos_token = None
+    tokens = token_vocabulary(tokenizer, Codec(tokenizer, ()).bytes_of, len(tokenizer), []).tokens
+    assert tokens.is_special_token(tokens.eos_token)
+    assert tokens.greedy_tokenize(TEXT) == tokenizer.encode(TEXT, add_special_tokens=False)
+
+
 def test_a_tokenizer_without_a_fast_version_is_named() -> None:
     class Slow:
         is_fast = False

@@ -112,7 +112,8 @@ def token_vocabulary(
     library = guidance()
     wrapped = library.TokenizerWrapper(_Tokens(tokenizer, token_bytes, max(size, len(tokenizer))))
     # in two pieces, between which other threads run: a trie of all tokens, and slices of it that make masks fast
-    plain = library.LLTokenizer(wrapped, eos_token=list(stop_ids), slices=[])
+    # (a member without an end of turn has no stop ids: the library then takes `eos_token_id`)
+    plain = library.LLTokenizer(wrapped, eos_token=list(stop_ids) or None, slices=[])
     return Vocabulary(plain.with_slices(library.LLTokenizer.general_slices()))
 
 

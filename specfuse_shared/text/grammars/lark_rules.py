@@ -56,8 +56,8 @@ def _without_literals(source: str) -> str:
 def _rules(source: str) -> Iterator[tuple[str, list[str]]]:
     """Each rule and the tokens behind its colon; terminals are text."""
     found = list(_RULE.finditer(source))
-    ends = [each.start() for each in found[1:]] + [len(source)]
-    for rule, end in zip(found, ends, strict=True):
+    for rule, after in itertools.zip_longest(found, found[1:]):
+        end = after.start() if after else len(source)
         if rule[1].lstrip("_")[:1].islower():
             yield rule[1], _TOKEN.findall(source, rule.end(), end)
 
