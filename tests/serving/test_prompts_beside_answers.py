@@ -16,7 +16,7 @@ from specfuse_shared import EnsembleEngine, GenerationError, Message, SamplingPa
 from specfuse_shared.errors import RequestTimeoutError
 from specfuse_shared.members.local.batching import Job, share_prompt_tokens
 from specfuse_shared.members.local.forwards import ForwardRequest
-from specfuse_shared.members.local.lane import PIECE_SECONDS, Pace
+from specfuse_shared.members.local.pace import PIECE_SECONDS, Pace, ReadingTime
 from tests.support.against_naive import local_members
 
 SYSTEM = "You know the sea and its tides. " * 6
@@ -100,7 +100,7 @@ def test_what_was_read_stays_when_an_answer_stops(engine: EnsembleEngine, way: s
 
 
 def test_half_a_prompt_stays_too(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "piece", lambda pace, beside: 16)
+    monkeypatch.setattr(Pace, "alone", 16)
     counts, text = fed_tokens(engine), "moon " * 60
     stream = engine.stream(prompt(text), PARAMS)
     while len(counts) < 3:
@@ -154,32 +154,76 @@ def test_texts_do_not_depend_on_who_shares_waits_or_stops(tiny_engine: EnsembleE
                     list(stream)
 
 
-def test_a_piece_takes_as_long_as_those_who_have_begun_may_wait() -> None:
+def test_a_piece_takes_as_long_as_it_may() -> None:
     pace = Pace()
-    assert pace.piece(False) == pace.piece(True) == 64, "nothing was timed yet"
+    assert pace.alone == pace.tokens(0.0) == 128, "nothing was timed yet"
     pace.learn(0.05, 0)
     pace.learn(0.05 + 0.2, 100)
     assert (pace.step, pace.token) == (pytest.approx(0.05), pytest.approx(0.002))
-    assert pace.piece(True) == 16, "0.05 s beside 0.05 s of reading the weights are 25 tokens"
-    assert pace.piece(False) == 112, f"{PIECE_SECONDS} s are 125 tokens"
+    assert pace.tokens(0.05) == 16, "25, in grains of 16"
+    assert pace.tokens(-0.1) == 0
+    assert pace.alone == 112, f"{PIECE_SECONDS} s are 125 tokens"
     pace.learn(0.06, 100)
-    assert pace.piece(False) <= 200, "it grows by a factor of two at most"
+    assert pace.alone <= 200, "it grows by a factor of two at most"
     slow = Pace()
     slow.learn(1.0, 0)
     slow.learn(1.1, 64)
-    assert slow.piece(False) == 128, "where the weights take long to read, a piece is worth it"
+    assert slow.alone == 128, "where the weights take long to read, a piece is worth it"
+    dear = Pace(step=0.1, token=0.1, last=16)
+    assert dear.alone == 64, "a smaller one would read the weights for little"
 
 
-def test_the_shortest_prompt_goes_first_and_the_oldest_is_not_starved() -> None:
+def test_a_long_answer_does_not_make_the_weights_slower_to_read() -> None:
+    pace = Pace()
+    for seconds in (0.1, *[0.4] * 10):  # behind thousands of tokens
+        pace.learn(seconds, 0)
+    assert pace.step < 0.25
+    pace.learn(0.15, 40)
+    assert pace.step <= 0.15
+
+
+def test_answers_that_have_begun_keep_half_of_the_time() -> None:
+    pace, reading = Pace(step=0.1, token=0.001, last=500), ReadingTime()
+    answers, prompts = 0.0, 0.0
+    for rides in (True, False) * 50:
+        tokens, planned = reading.pieces(pace, rides, left=1000)
+        reading.saved -= planned
+        work, read = 0.1 if rides else 0.0, 0.0015 * tokens + (0.1 if tokens and not rides else 0.0)
+        reading.learn(pace, planned, work, read)
+        answers, prompts = answers + work, prompts + read
+    assert prompts == pytest.approx(answers, rel=0.1), "also where a token takes longer than was measured"
+
+
+def test_a_piece_waits_until_it_is_worth_its_forward() -> None:
+    pace, reading = Pace(step=0.1, token=0.001, last=500), ReadingTime()
+    assert reading.pieces(pace, False, 1000) == (0, 0.0), "the weights would be read for prompts alone"
+    reading.learn(pace, 0.0, answers=0.2, prompts=0.0)
+    assert reading.pieces(pace, False, 1000) == (96, 0.2)
+    assert reading.pieces(pace, True, 1000)[0] == 288
+    behind = ReadingTime(saved=-0.08)
+    assert behind.pieces(pace, True, 1000) == (0, 0.0)
+    assert behind.pieces(pace, True, 12)[0] == 16, "a short prompt needs no more"
+    dear = Pace(step=0.1, token=0.1, last=16)
+    assert reading.pieces(dear, True, 1000) == (0, 0.0)
+    reading.learn(dear, 0.0, answers=1.0, prompts=0.0)
+    assert reading.pieces(dear, True, 1000)[0] == 64, "however dear, it goes on"
+
+
+def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
     long, short, shortest = (_reading(size) for size in (900, 300, 40))
     answering = Job(iter(()), ForwardRequest(_Sequence(0)))  # type: ignore[arg-type]
-    fed = share_prompt_tokens([long, answering, short, shortest], 100)
-    pieces = {id(job): job.request.prompt for job in fed if job.request is not None}
-    assert pieces[id(shortest)] == 40
-    assert pieces[id(long)] == 25, "a quarter"
-    assert pieces[id(short)] == 35
-    assert answering in fed
-    assert share_prompt_tokens([long, short], 25) == [long, short]
+
+    def pieces(budget: int, beside: int) -> list[int]:
+        fed = share_prompt_tokens([long, answering, short, shortest], budget, beside)
+        assert answering in fed
+        sizes = {id(job): job.request.prompt for job in fed if job.request is not None}
+        return [sizes.get(id(job), 0) for job in (long, short, shortest)]
+
+    assert pieces(100, 100) == [15, 45, 40], "the oldest gets a quarter of what the shortest leaves"
+    assert pieces(100, 20) == [5, 15, 40], "who is read to the end waits for little else"
+    assert pieces(20, 20) == [5, 0, 15]
+    assert pieces(2000, 20) == [900, 300, 40]
+    assert pieces(0, 20) == [0, 0, 0]
 
 
 class _Sequence:

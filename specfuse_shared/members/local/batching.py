@@ -57,11 +57,12 @@ class Job:
         self.error, self.done = error, True
 
 
-def share_prompt_tokens(jobs: Sequence[Job], budget: int) -> list[Job]:
+def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int) -> list[Job]:
     """The jobs of a forward, their pieces of prompts trimmed to `budget` tokens together; others wait for the next one.
 
-    The shortest prompts go first, and the oldest gets a quarter, so that it is not starved. One that begins like a
-    prompt that goes first waits until that has read what both have in common.
+    The shortest prompts go first. Where some are read to their end, the others get `beside` tokens at most, for those
+    answers wait no longer. The oldest one gets a quarter of what is left, so that it is not starved. One that begins
+    like a prompt that goes first waits until that has read what both have in common.
     """
     reading = [job for job in jobs if job.request is not None and job.request.prompt]
     readers: list[Job] = []
@@ -69,13 +70,20 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int) -> list[Job]:
         if not any(_sequence(job).waits_for(_sequence(other)) for other in readers):
             readers.append(job)
     pieces: dict[int, int] = {}
-    oldest = next((job for job in reading if job in readers), None)
-    if oldest is not None:
-        pieces[id(oldest)] = min(_prompt_left(oldest), max(1, budget // 4))
-    left = budget - sum(pieces.values())
+    left = budget
     for job in readers:
-        more = min(_prompt_left(job) - pieces.get(id(job), 0), left)
-        if more > 0:
+        if _prompt_left(job) <= left:
+            pieces[id(job)] = _prompt_left(job)
+            left -= _prompt_left(job)
+    if pieces:
+        left = min(left, beside)
+    rest = [job for job in readers if id(job) not in pieces]
+    oldest = next((job for job in reading if job in rest), None)
+    if oldest is not None and left:
+        pieces[id(oldest)] = max(1, left // 4)
+        left -= pieces[id(oldest)]
+    for job in rest:
+        if more := min(_prompt_left(job) - pieces.get(id(job), 0), left):
             pieces[id(job)] = pieces.get(id(job), 0) + more
             left -= more
     for job in readers:

@@ -21,7 +21,7 @@ from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody
 from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.batching import Job, feed_all, share_prompt_tokens
 from specfuse_shared.members.local.cores import use_cores
-from specfuse_shared.members.local.forwards import PREFILL_CHUNK
+from specfuse_shared.members.local.pace import Pace, ReadingTime
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import (
     Close,
@@ -41,56 +41,15 @@ from specfuse_shared.runtime.mps import mps_turn
 
 logger = logging.getLogger(__name__)
 
-PIECE_SECONDS = 0.3
-"""The longest forward for pieces of prompts: a timeout or a cancellation is seen after it."""
-_SHARE = 1.0
-"""Seconds for pieces of prompts beside a second for answers that have begun: these keep half of the time."""
-_WORTH = 5.0
-"""Where reading the weights takes long, a piece takes this many times as long: smaller ones would be dear."""
-_FIRST_PIECE, _GRAIN = 64, 16
-"""Tokens of a piece before any was timed, and the smallest; kernels are chosen by shape, so few sizes occur."""
-_NEWS = 0.3
-"""Weight of the newest forward in a mean."""
 _MOST_HELD = 2
 """So many forwards may go before the drafts that wait."""
 _LINE_UP_SECONDS = 0.002
 """So long drafts wait for those of answers that are between two stages."""
+_BETWEEN_SECONDS = 0.02
+"""So long a piece of a prompt waits for answers that are between two stages."""
 _SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
 """Less of what other programs take from, too: an Apple GPU has no memory of its own."""
 _DEFAULT_SHARE = 0.9
-
-
-@dataclass(slots=True)
-class Pace:
-    """How fast a member is: a forward takes `step` seconds, mostly to read the weights, and `token` more for each token
-    of a prompt. `last`: prompt tokens of the last forward with any."""
-
-    step: float = 0.0
-    token: float = 0.0
-    last: int = _FIRST_PIECE // 2
-
-    def learn(self, seconds: float, prompt_tokens: int) -> None:
-        """A forward took so long, so many tokens of prompts among it."""
-        if not prompt_tokens:
-            self.step = _mean(self.step, seconds)
-        else:
-            self.token = _mean(self.token, max(0.1 * seconds, seconds - self.step) / prompt_tokens)
-            self.last = prompt_tokens
-
-    def piece(self, beside: bool) -> int:
-        """Tokens of the next forward's pieces of prompts; `beside`: answers that have begun wait for it.
-
-        It grows by a factor of two at most, for what was measured may be off.
-        """
-        most = min(PREFILL_CHUNK, 2 * max(self.last, _GRAIN))
-        if not self.token:
-            return most
-        seconds = _SHARE * self.step if beside and self.step else max(PIECE_SECONDS, _WORTH * self.step) - self.step
-        return min(most, max(_GRAIN, int(seconds / self.token) // _GRAIN * _GRAIN))
-
-
-def _mean(before: float, new: float) -> float:
-    return new if not before else before + _NEWS * (new - before)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,14 +68,23 @@ class _Task:
     def is_branch(self) -> bool:
         return self.job.request is not None and bool(self.job.request.branches)
 
+    @property
+    def is_reading(self) -> bool:
+        return self.job.request is not None and bool(self.job.request.prompt)
+
 
 @dataclass(slots=True)
 class _Timed:
-    """A forward of `answers`, with so many tokens of prompts, and the watch that timed it."""
+    """A forward of so many answers, with so many tokens of prompts, and the watch that timed it.
+
+    `planned`: seconds for the prompts that were taken from the answers' time; None: no answer waited.
+    """
 
     member: str
     answers: int
+    answering: bool
     prompt_tokens: int
+    planned: float | None
     watch: Stopwatch
 
 
@@ -148,6 +116,7 @@ class LocalLane:
         self._step_seconds = 0.0
         self._timed: list[_Timed] = []
         self._paces = {name: Pace() for name in self.local}
+        self._reading = ReadingTime()
 
     # ── the lane ─────────────────────────────────────────────────────────────────────────────────
 
@@ -208,7 +177,8 @@ class LocalLane:
         """Seconds that the next step had better wait, for a forward of many costs little more than one of few.
 
         Answers between two stages, which other lanes may still have, are waited for where fewer than half are here, at
-        most as long as the last step took; by drafts of whole segments a moment. None: there is nothing to do.
+        most as long as the last step took; by prompts and by drafts of whole segments a moment. None: there is nothing
+        to do.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting]
         here = {task.request.answer for task in tasks} | {r.answer for asked in self._asked for r in asked}
@@ -220,6 +190,8 @@ class LocalLane:
             most = self._step_seconds
         elif away and not self._asked and all(task.is_draft for task in tasks):
             most = _LINE_UP_SECONDS
+        if away and not self._asked and all(task.is_reading for task in tasks):
+            most = max(most, _BETWEEN_SECONDS)
         return max(0.0, self._stepped + most - time.monotonic())
 
     @torch.inference_mode()
@@ -308,17 +280,33 @@ class LocalLane:
     def _feed(self, name: str, drafts: bool) -> list[_Task]:
         """One forward of a member for what waits for it, drafts or all else; whose it was."""
         waiting = [task for task in self._waiting[name] if task.is_draft == drafts]
-        jobs = share_prompt_tokens([task.job for task in waiting], self._prompt_tokens(name))
+        answering, pace = any(not task.is_reading for task in waiting), self._paces[name]
+        most, planned = pace.alone, None
+        if self._is_beside(drafts):
+            left = min((task.session.sequence.prompt_remaining for task in waiting if task.is_reading), default=0)
+            most, planned = self._reading.pieces(pace, answering, left)
+        jobs = share_prompt_tokens([task.job for task in waiting], most, pace.tokens(pace.step))
         if not jobs:
             return []
+        pieces = sum(job.request.prompt for job in jobs if job.request is not None)
+        if planned is not None:
+            planned = planned if pieces else 0.0
+            self._reading.saved -= planned
         with self._stream(name):
             watch = self.local[name].runner.stream.timed()
             self.local[name].sharing = len(jobs)
             feed_all(jobs)
             watch.stop()
-        pieces = [job.request.prompt for job in jobs if job.request is not None and job.request.prompt]
-        self._timed.append(_Timed(name, len(jobs), sum(pieces), watch))
+        self._timed.append(_Timed(name, len(jobs), answering, pieces, planned, watch))
         return [task for task in waiting if task.job in jobs]
+
+    def _is_beside(self, drafts: bool) -> bool:
+        """Whether answers that have begun wait for the forwards of this step.
+
+        Drafts of whole segments do not: they take forwards of their own.
+        """
+        tasks = [task for waiting in self._waiting.values() for task in waiting if task.is_draft == drafts]
+        return any(not task.is_reading for task in tasks)
 
     def _tell_times(self) -> None:
         """Tell of the forwards that the devices are through with, in their order."""
@@ -327,16 +315,13 @@ class LocalLane:
             if (seconds := timed.watch.seconds) is None:
                 waiting.append(timed)
             else:
-                self._paces[timed.member].learn(seconds, timed.prompt_tokens)
+                pace = self._paces[timed.member]
+                if timed.planned is not None:
+                    work = pace.without_prompts(seconds, timed.prompt_tokens) if timed.answering else 0.0
+                    self._reading.learn(pace, timed.planned, work, seconds - work)
+                pace.learn(seconds, timed.prompt_tokens)
                 self._on_forward(timed.member, timed.answers, seconds)
         self._timed = waiting
-
-    def _prompt_tokens(self, name: str) -> int:
-        """Prompt tokens of the next forward: few where answers that have begun would wait for them."""
-        sessions = self._sessions[name].values()
-        begun = any(session.counts.computed for session in sessions) and len(sessions) > 1
-        ahead = any(session.sequence.drafts_ahead for session in sessions)  # drafts take a forward of their own
-        return self._paces[name].piece(begun and not ahead)
 
     def _stream(self, name: str) -> AbstractContextManager[Any]:
         """Where the work of a member is queued."""
