@@ -60,6 +60,7 @@ from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,
     FinishReason,
+    MemberAbsence,
     MemberExit,
     MemberFault,
     MemberReport,
@@ -112,6 +113,7 @@ __all__ = [
     "LoadProgress",
     "MeanLogprob",
     "MeanProb",
+    "MemberAbsence",
     "MemberConfig",
     "MemberExit",
     "MemberFailedWarning",
