@@ -10,6 +10,7 @@ answers, and in which share of the rounds the third member was late. Questions a
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -42,37 +43,39 @@ class Slowness:
     nth: int = 1
 
 
-WAYS = (Slowness("steady"), Slowness("1 s more a request", 1.0), Slowness("hangs at every tenth", 30.0, 10))
+STEADY, *_ = WAYS = (
+    Slowness("steady"),
+    Slowness("1 s more a request", 1.0),
+    Slowness("hangs at every tenth", 30.0, 10),
+)
 
 
-def serve(folder: str, slowness: Slowness, connection: Connection) -> None:
-    """Serve the model until something is sent; slow once something was sent before."""
+def serve(folder: str, connection: Connection) -> None:
+    """Serve the model; each `Slowness` that is sent holds from then on."""
     from tests.servers.model_server import Ways, model_server
 
     class Slow(Ways):
-        asked_so_far = 0
-        begun = False
+        numbers = itertools.count(1)
+        slowness = STEADY
 
         def __getattribute__(self, name: str) -> object:
-            if name != "delay" or not self.begun:
+            if name != "delay":
                 return super().__getattribute__(name)
-            self.asked_so_far += 1
-            return 0.0 if self.asked_so_far % slowness.nth else slowness.seconds
+            return 0.0 if next(self.numbers) % self.slowness.nth else self.slowness.seconds
 
     ways = Slow(context=2048)
     with model_server(folder, ways) as (url, _):
         connection.send(url)
-        connection.recv()
-        ways.begun = True
-        connection.recv()
+        while True:
+            ways.slowness = connection.recv()
 
 
 @contextmanager
-def server(folder: str, slowness: Slowness) -> Iterator[tuple[str, Connection]]:
-    """The address of the server in a process of its own; it is slow once something is sent to it."""
+def server(folder: str) -> Iterator[tuple[str, Connection]]:
+    """The address of the server in a process of its own, and the way to tell it how slow to be."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(folder, slowness, theirs), daemon=True)
+    process = context.Process(target=serve, args=(folder, theirs), daemon=True)
     process.start()
     try:
         yield ours.recv(), ours
@@ -90,27 +93,20 @@ def main(
     console = Console(width=110)
     lines = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8").splitlines()
     questions = [json.loads(line)["question"] for line in lines[:: max(1, len(lines) // rows)]][:rows]
+    params = SamplingParams(max_tokens=tokens)
     table = Table(title=f"{rows} answers of up to {tokens} tokens, one at a time", title_justify="left")
     for head in ("server", "preset", "round_seconds", "first words", "tokens a second", "late rounds", "left"):
         table.add_column(head)
-    for slowness in WAYS:
-        with server(folder, slowness) as (url, connection):
-            steady = True
-            for preset in ("default", "fast"):
-                for limit in (None, seconds):
-                    members = [*demo_members(), MemberConfig(folder, name=SERVED, server=url)]
-                    config = EnsembleConfig.preset(preset, members, round_seconds=limit)
-                    with EnsembleEngine(config) as engine:
-                        engine.generate(questions[-1], SamplingParams(max_tokens=8))
-                        if steady:
-                            connection.send("begin")
-                            steady = False
-                        results = [
-                            engine.generate(question, SamplingParams(max_tokens=tokens)) for question in questions
-                        ]
-                    told = figures(results)
-                    table.add_row(slowness.title, preset, str(limit), *told.values())
-                    console.print(slowness.title, preset, limit, dict(told))
+    with server(folder) as (url, connection):
+        members = [*demo_members(), MemberConfig(folder, name=SERVED, server=url)]
+        with EnsembleEngine(EnsembleConfig(members)) as engine:
+            engine.generate(questions[-1], SamplingParams(max_tokens=8))
+            for slowness, preset, limit in itertools.product(WAYS, ("default", "fast"), (None, seconds)):
+                connection.send(slowness)
+                engine.config = EnsembleConfig.preset(preset, members, round_seconds=limit)  # for the same members
+                told = figures([engine.generate(question, params) for question in questions])
+                table.add_row(slowness.title, preset, str(limit), *told.values())
+                console.print(slowness.title, preset, limit, dict(told))
     console.print(table)
 
 

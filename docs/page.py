@@ -28,26 +28,26 @@ GROWN = 5
 def grow(page: Page, address: str) -> None:
     """Two answers, the second one while it grows."""
     page.goto(address)
-    expect(page.locator("#status")).to_have_text("Ready", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Ready", timeout=600_000)
     page.fill("#tokens", "12")
     page.fill("#question", "Name three rivers of Africa.")
     page.click("#send")
-    expect(page.locator("#status")).to_have_text("Finished", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Finished", timeout=600_000)
     page.fill("#tokens", "120")
     page.fill("#question", QUESTION)
     page.click("#send")
-    expect(page.locator(f".s{GROWN}")).to_be_attached(timeout=120_000)
+    expect(page.locator(f".s{GROWN}")).to_be_attached(timeout=600_000)
 
 
 def ask_each(page: Page, address: str) -> None:
     """One answer, with each member's own beside it."""
     page.goto(address)
-    expect(page.locator("#status")).to_have_text("Ready", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Ready", timeout=600_000)
     page.fill("#tokens", "60")
     page.get_by_label("Each member by itself, too").check()
     page.fill("#question", FACTS)
     page.click("#send")
-    expect(page.locator("#status")).to_have_text("Finished", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Finished", timeout=600_000)
 
 
 def save(page: Page, target: Path) -> None:

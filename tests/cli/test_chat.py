@@ -112,6 +112,36 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
         os.close(master)
 
 
+def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Callable[..., str]) -> None:
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
+    master, slave = pty.openpty()
+    endless = [recite(name, "Plain words spoken here", endless=True) for name in ("talker", "speaker2")]
+    arguments = [part for folder in endless for part in ("--member", folder)]
+    process = subprocess.Popen(
+        [*COMMAND, "chat", *arguments, "--max-tokens", "3000"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        start_new_session=True,
+        preexec_fn=hear_interrupts,
+    )
+    os.close(slave)
+    try:
+        rest = _until(master, b"> ")
+        os.write(master, b"/each Go on\n")
+        rest = _until(master, b"spoken here", rest)
+        process.send_signal(signal.SIGINT)
+        rest = _until(master, b"together", _until(master, b"stopped", rest))
+        rest = _until(master, b"> ", rest)
+        os.write(master, b"\x04")
+        assert process.wait(30) == 0, rest[-500:]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
 def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
     """Read until this is shown; what came behind it."""
     limit = time.monotonic() + 120
