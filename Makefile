@@ -51,8 +51,9 @@ $(DOCS): $(STAMP)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
-picture: $(STAMP) ## Draw the pictures of a report (needs Chromium)
+picture: $(STAMP) ## Draw the pictures of a report and of the page (needs Chromium)
 	$(BIN)/python docs/picture.py
+	$(BIN)/python docs/page.py
 
 rooms: $(STAMP) ## Draw the rooms of the code into docs/architecture.md
 	$(BIN)/python docs/rooms.py

@@ -1,48 +1,92 @@
-"""Draws the page of `specfuse-llm serve` while the demo members answer: docs/page.png, in a real browser.
+"""Draws the page of `specfuse-llm serve` in a real browser: docs/page.png while the demo members answer, docs/each.png
+with each member's own answer beside the joint one.
 
-python docs/page.py [ADDRESS]    of a server that runs; http://127.0.0.1:8000 unless said otherwise. Needs Chromium.
+python docs/page.py [ADDRESS]    of a server of the demo that runs; without it, one is started. Needs Chromium.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
-QUESTION = "How do bees make honey?"
+QUESTION, FACTS = "How do bees make honey?", "Who was the first person on the Moon, and in which year?"
 WIDTH, HEIGHT, SCALE, COLOURS = 1280, 880, 2, 96
-TARGET = Path(__file__).with_name("page.png")
-GROWN = 9
+WHILE, EACH = (Path(__file__).with_name(name) for name in ("page.png", "each.png"))
+GROWN = 5
 """Segments to wait for: by then the answer has a few lines, and is still being written."""
 
 
 def grow(page: Page, address: str) -> None:
     """Two answers, the second one while it grows."""
     page.goto(address)
-    expect(page.locator("#status")).to_have_text("Ready", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Ready", timeout=600_000)
     page.fill("#tokens", "12")
     page.fill("#question", "Name three rivers of Africa.")
     page.click("#send")
-    expect(page.locator("#status")).to_have_text("Finished", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Finished", timeout=600_000)
     page.fill("#tokens", "120")
     page.fill("#question", QUESTION)
     page.click("#send")
-    expect(page.locator(f".s{GROWN}")).to_be_attached(timeout=120_000)
+    expect(page.locator(f".s{GROWN}")).to_be_attached(timeout=600_000)
 
 
-def main(address: str = "http://127.0.0.1:8000") -> None:
-    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+def ask_each(page: Page, address: str) -> None:
+    """One answer, with each member's own beside it."""
+    page.goto(address)
+    expect(page.locator("#status")).to_have_text("Ready", timeout=600_000)
+    page.fill("#tokens", "60")
+    page.get_by_label("Each member by itself, too").check()
+    page.fill("#question", FACTS)
+    page.click("#send")
+    expect(page.locator("#status")).to_have_text("Finished", timeout=600_000)
+
+
+def save(page: Page, target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page.screenshot(path=Path(folder, target.name))
+        Image.open(Path(folder, target.name)).convert("RGB").quantize(COLOURS).save(target, optimize=True)
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The address of a server of the demo, which ends with the block."""
+    asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0"]
+    with subprocess.Popen(asked, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            found = next(found for line in process.stderr if (found := re.search(r"listening at (http://\S+)", line)))
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def draw(address: str) -> None:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
+        ask_each(page, address)
+        save(page, EACH)
         grow(page, address)
-        page.screenshot(path=Path(folder, TARGET.name))
-        Image.open(Path(folder, TARGET.name)).convert("RGB").quantize(COLOURS).save(TARGET, optimize=True)
+        save(page, WHILE)
         page.keyboard.press("Escape")
         browser.close()
+
+
+def main(address: str | None = None) -> None:
+    if address is not None:
+        draw(address)
+        return
+    with served() as own:
+        draw(own)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.agreement import Agreement, Disagreement
+from specfuse_shared.differences import Difference
 from specfuse_shared.errors import (
     AuthenticationError,
     ClosedValueWarning,
@@ -52,7 +53,7 @@ from specfuse_shared.policies import (
     ScorePolicy,
     Stretch,
 )
-from specfuse_shared.results import EnsembleResult
+from specfuse_shared.results import EnsembleResult, SideBySide
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,
     FinishReason,
+    MemberAbsence,
     MemberExit,
     MemberFault,
     MemberReport,
@@ -91,6 +93,7 @@ __all__ = [
     "CandidateLogprobs",
     "ClosedValueWarning",
     "ConfigError",
+    "Difference",
     "Disagreement",
     "EngineBusyError",
     "EngineClosedError",
@@ -112,6 +115,7 @@ __all__ = [
     "LoadProgress",
     "MeanLogprob",
     "MeanProb",
+    "MemberAbsence",
     "MemberConfig",
     "MemberExit",
     "MemberFailedWarning",
@@ -140,6 +144,7 @@ __all__ = [
     "ServerModelError",
     "ServerSettingsError",
     "ServerUnreachableError",
+    "SideBySide",
     "SlowVerificationWarning",
     "SpecFuseError",
     "StartEvent",

@@ -76,13 +76,17 @@ class Candidate:
     repeats: bool = False
 
 
+ExitReason = Literal["retention", "context", "fault", "late"]
+
+
 @dataclass(frozen=True, slots=True)
 class MemberExit:
-    """A member left the answer: by "retention" (exit policy), its full "context", or a "fault" of its own."""
+    """A member left the answer: by "retention" (exit policy), its full "context", a "fault" of its own, or because it
+    was "late" for too many rounds in a row (`EnsembleConfig.late_rounds`)."""
 
     member: str
     round: int
-    reason: Literal["retention", "context", "fault"]
+    reason: ExitReason
     retention: float | None = None
 
 
@@ -140,13 +144,27 @@ class RoundTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberAbsence:
+    """A member sat a round out, which was decided as if it had left (`EnsembleConfig.round_seconds`).
+
+    `stage`: in which it was late, of candidates of at most so many `tokens`; None: it had not finished what an earlier
+    round had asked for.
+    """
+
+    member: str
+    stage: Literal["draft", "verify"] | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RoundRecord:
     """The record of one round.
 
     `text`: the winner's segment as it became context. `start`, `end`: its character offsets in the generated text
     (before a stop string or `max_tokens` cut it). `weights`: the verifiers' weights in this round. `retention`: the
     exit policy's probabilities after it; empty if it did not run. `verified`: False if all members agreed or only one
-    was left. `leader`: the member that drafted first, if one did (`EnsembleConfig.speculation`).
+    was left. `leader`: the member that drafted first, if one did (`EnsembleConfig.speculation`). `active`: the members
+    that had not left when it began; `absent`: those of them that were late, and sat it out.
     """
 
     index: int
@@ -162,6 +180,13 @@ class RoundRecord:
     exits: tuple[MemberExit, ...]
     timing: RoundTiming
     leader: str | None = None
+    absent: tuple[MemberAbsence, ...] = ()
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The members that took part."""
+        late = {absence.member for absence in self.absent}
+        return tuple(name for name in self.active if name not in late)
 
     @property
     def agreement(self) -> float | None:
@@ -180,6 +205,7 @@ class MemberSummary:
     weight: float | None
     exit_round: int | None
     exit_reason: str | None
+    late_rounds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +262,7 @@ def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
         weight=weights[-1] if weights else None,
         exit_round=leave.round if leave else None,
         exit_reason=leave.reason if leave else None,
+        late_rounds=sum(absence.member == name for r in rounds for absence in r.absent),
     )
 
 

@@ -1,4 +1,4 @@
-"""The page at "/": three files of this package, under a policy that lets nothing else in."""
+"""The page at "/": four files of this package, under a policy that lets nothing else in."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/each.js": ("each.js", "text/javascript"),
 }
 
 

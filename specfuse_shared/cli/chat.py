@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specfuse_shared.cli import machine_tables, terminal
+from specfuse_shared.cli import machine_tables, side_by_side, terminal
 from specfuse_shared.cli.complaints import in_options
 from specfuse_shared.cli.loading import consoles, loaded
 from specfuse_shared.cli.options import (
@@ -80,6 +80,7 @@ class ChatSession:
         self.messages: list[Message] = list(self._system)
         self._last: EnsembleResult | None = None
         self._commands: Mapping[str, tuple[Callable[[str], None], str]] = {
+            "/each": (self._answer_each, "QUESTION: each member's own answer beside the joint one"),
             "/members": (self._show_members, "who answers, and on what"),
             "/why": (self._show_rounds, "every round of the last answer"),
             "/save": (self._save, "FILE: write the conversation as JSON"),
@@ -138,6 +139,25 @@ class ChatSession:
             self._say(in_options(str(error)))
         if said:
             self.messages = [*asked, Message("assistant", "".join(said))]
+
+    def _answer_each(self, question: str) -> None:
+        """The joint answer is part of the conversation, even if Ctrl-C stopped it; those beside it are not."""
+        if not question:
+            self._say("/each QUESTION: ask something")
+            return
+        asked, self._last = self.messages, None
+        columns = side_by_side.Columns(self._engine.config.names)
+        try:
+            asked = [*self.messages, Message("user", question)]
+            columns.run(self._engine, asked, self._params, self._out)
+        except KeyboardInterrupt:
+            self._say("stopped")
+        except SpecFuseError as error:
+            self._say(in_options(str(error)))
+        columns.show_differences(self._out, self._notes)
+        self._last = columns.joint.result
+        if said := columns.joint.text:
+            self.messages = [*asked, Message("assistant", said)]
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.report.formats import UNKNOWN, lead_of, number, unverified, work_of
+from specfuse_shared.report.formats import UNKNOWN, absences_of, lead_of, number, unverified, work_of
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit, RoundRecord
 
@@ -139,7 +139,7 @@ def _legend(colours: Palette) -> Text:
 
 
 def _exit_line(leaving: MemberExit) -> str:
-    whys = {"context": "its context is full", "fault": "it failed"}
+    whys = {"context": "its context is full", "fault": "it failed", "late": "it stayed late"}
     why = whys.get(leaving.reason, f"retention {number(leaving.retention)}")
     return visible(f"{leaving.member} left after round {leaving.round} ({why})")
 
@@ -147,13 +147,15 @@ def _exit_line(leaving: MemberExit) -> str:
 def show_summary(result: EnsembleResult, notes: Console) -> None:
     """Who contributed what, how fast, and why it ended."""
     table = Table("member", box=None, pad_edge=False, header_style="dim")
-    for heading in ("segments won", "mean score", "weight", "exit round"):
+    rows, colours = result.summary(), palette(result.members)
+    late = any(row.late_rounds for row in rows)
+    for heading in ("segments won", "mean score", "weight", "exit round", *(["late rounds"] if late else [])):
         table.add_column(heading, justify="right")
-    colours = palette(result.members)
-    for row in result.summary():
+    for row in rows:
         exit_round = UNKNOWN if row.exit_round is None else str(row.exit_round)
-        won, score, weight = str(row.segments_won), number(row.mean_score), number(row.weight)
-        table.add_row(Text(visible(row.member), style=colours[row.member]), won, score, weight, exit_round)
+        cells = [str(row.segments_won), number(row.mean_score), number(row.weight), exit_round]
+        cells += [str(row.late_rounds)] if late else []
+        table.add_row(Text(visible(row.member), style=colours[row.member]), *cells)
     notes.print()
     notes.print(table)
     notes.print("mean score: the probability that the members gave this member's drafts, from 0 to 1", style="dim")
@@ -223,6 +225,7 @@ def _round_notes(record: RoundRecord) -> Iterator[str]:
         yield "weights: " + _pairs(record.weights)
     if record.retention:
         yield "retention: " + _pairs(record.retention)
+    yield from map(visible, absences_of(record))
     yield from map(_exit_line, record.exits)
 
 

@@ -7,10 +7,11 @@ finds it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 
 from specfuse_shared.fusion.answer_text import AnswerText
+from specfuse_shared.fusion.lateness import Wanted
 from specfuse_shared.fusion.leading import Lead, Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.members.stages import (
@@ -31,8 +32,9 @@ Ops = Mapping[str, Op]
 """Stages to run, by member."""
 Results = Mapping[str, StageResult]
 """What came of them, by member."""
-Ask = Callable[[Ops], Generator[Ops, Results, dict[str, Value]]]
-"""Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then."""
+Ask = Callable[[Ops], Generator[Wanted, Results, dict[str, Value]]]
+"""Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then, and
+those that were late are absent."""
 
 
 @dataclass(slots=True)
@@ -111,17 +113,17 @@ class RoundState:
     ask: Ask
 
     @property
-    def active(self) -> list[str]:
-        return self.participants.active
+    def present(self) -> list[str]:
+        return self.participants.present
 
     @property
     def alone(self) -> bool:
         """Whether one member is left, which decodes plainly; a grammar binds it as it binds several."""
-        return len(self.active) == 1 and self.policies.constraint is None
+        return len(self.participants.active) == 1 and self.policies.constraint is None
 
 
 class Drafting:
-    """The drafts of a round. `leader`: who drafted first. `agreed`: all that drafted said the same.
+    """The drafts of a round. `leader`: who drafted first. `agreed`: all that drafted, and are present, said the same.
 
     Drafts that are asked for again, with a higher limit, begin as before. Members know what they drafted; only a server
     that samples drafts it anew.
@@ -133,24 +135,42 @@ class Drafting:
         self._constraint = state.policies.constraint
         self.alone = state.alone
         self.leader: str | None = None
-        self.agreed = False
         self.judged: Drafted | None = None
         """The draft of a member that is alone, where it says what it thinks of it."""
         self._limit = 0
+        self._choices: list[DistinctCandidate] = []
+        self._who_drafted = list[str]()
         self._drafted = dict[str, int]()
 
-    def run(self, limit: int) -> Generator[Ops, Results, list[DistinctCandidate]]:
-        """Every active member's candidate of at most `limit` tokens; equal ones count once.
+    def run(self, limit: int) -> Generator[Wanted, Results, list[DistinctCandidate]]:
+        """Every present member's candidate of at most `limit` tokens; equal ones count once.
 
         What the grammar dictates is every member's draft, and no model has to run for it.
         """
-        self._limit, self.agreed = limit, True
+        self._limit = limit
         if self._constraint is not None and (forced := self._constraint.forced()):
             over = self._constraint.admit(forced, False).reason
-            return [DistinctCandidate(forced, False, list(self._state.active), 0, over=over)]
+            self._who_drafted = list(self._state.present)
+            self._choices = [DistinctCandidate(forced, False, list(self._who_drafted), 0, over=over)]
+            return self._choices
         self.leader = leader = self._chosen_leader()
         drafts = (yield from self._led(leader)) if leader else (yield from self._state.ask(self._draft_ops()))
-        return self._distinct({name: drafts[name] for name in self._state.active if name in drafts})
+        drafts = {name: drafts[name] for name in self._state.present if name in drafts}
+        self._who_drafted, self._choices = list(drafts), self._distinct(drafts)
+        return self._choices
+
+    @property
+    def agreed(self) -> bool:
+        return len(self._choices) == 1 and len(self._choices[0].drafters) == len(self._who_drafted)
+
+    def without(self, names: Collection[str]) -> list[DistinctCandidate]:
+        """The candidates, as if these members had not drafted."""
+        self._who_drafted = [name for name in self._who_drafted if name not in names]
+        for choice in self._choices:
+            choice.drafters = [name for name in choice.drafters if name not in names]
+        left = [choice for choice in self._choices if choice.drafters]
+        self._choices = sorted(left, key=lambda choice: self._who_drafted.index(choice.drafters[0]))
+        return self._choices
 
     def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
         choices: list[DistinctCandidate] = []
@@ -164,13 +184,12 @@ class Drafting:
                 same.drafters.append(name)
             elif choice.text or choice.finishes or self.alone:
                 choices.append(choice)
-        self.agreed = len(choices) == 1 and len(choices[0].drafters) == len(drafts)
         return choices
 
     def _draft_ops(self) -> dict[str, Op]:
         if not self.alone:
             return {name: self._op() for name in self._drafters}
-        limit, side = self._limit, self._state.participants[self._state.active[0]]
+        limit, side = self._limit, self._state.participants[self._state.present[0]]
         if side is self._state.participants.reference:
             limit = min(limit, self._state.policies.params.max_tokens - side.counts.answer)
         side.alone = side.counts.answer
@@ -182,9 +201,9 @@ class Drafting:
     def _drafters(self) -> list[str]:
         """Who drafts: under a grammar those that shall, or everybody where nobody shall."""
         if self._constraint is None:
-            return self._state.active
-        willing = [n for n in self._state.active if self._state.participants[n].member.info.drafts_under_grammar]
-        return willing or self._state.active
+            return self._state.present
+        willing = [n for n in self._state.present if self._state.participants[n].member.info.drafts_under_grammar]
+        return willing or self._state.present
 
     def _op(self, guess: str = "") -> Draft:
         return Draft(self._limit, self._state.index, self.min_tokens_left, guess)
@@ -196,12 +215,12 @@ class Drafting:
             return None
         return self._state.policies.lead.leader(self._state.participants, self._drafters, self._limit)
 
-    def _led(self, leader: str) -> Generator[Ops, Results, dict[str, Value]]:
+    def _led(self, leader: str) -> Generator[Wanted, Results, dict[str, Value]]:
         """The leader's draft, then the others', to whom it is a guess."""
         drafts = yield from self._state.ask({leader: self._op()})
         first = drafts.get(leader)
         guess = first.text + first.overrun if isinstance(first, Drafted) else ""
-        others = [name for name in self._drafters if name in self._state.active and name != leader]
+        others = [name for name in self._drafters if name in self._state.present and name != leader]
         drafts.update((yield from self._state.ask({name: self._op(guess) for name in others})) if others else {})
         return drafts
 

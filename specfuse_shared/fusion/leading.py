@@ -33,6 +33,10 @@ class Traffic:
     accelerated: frozenset[int] = frozenset()
     elsewhere: frozenset[str] = frozenset()
 
+    def clock_of(self, name: str) -> object:
+        """What a member shares its time with: its lane, or nothing behind a server."""
+        return name if name in self.elsewhere else self.lane_of[name]
+
 
 @dataclass(slots=True)
 class Lead:
@@ -46,7 +50,7 @@ class Lead:
     def leader(self, participants: Participants, drafters: Sequence[str], tokens: int) -> str | None:
         """Who of these should draft so many tokens first; None: nobody, as it does not pay, or not all active members
         can make use of them."""
-        active = participants.active
+        active = participants.present
         if len(active) < 2 or not all(participants[name].member.info.may_guess for name in active):
             return None
         leader = self._choose(participants, drafters)

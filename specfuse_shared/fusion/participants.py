@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from specfuse_shared.errors import PromptTooLongError, RequestError
 from specfuse_shared.members.base import Member
@@ -15,7 +14,7 @@ from specfuse_shared.members.stages import NOTHING_YET, Close, TokenCounts
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
 from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.types import MemberExit, MemberUsage, Usage
+from specfuse_shared.types import ExitReason, MemberExit, MemberUsage, Usage
 
 _ROOM_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
@@ -39,7 +38,8 @@ class Participant:
 
 
 class Participants:
-    """The sides of all `members`, by name; the names of those that are `active`, in the members' order.
+    """The sides of all `members`, by name; the names of those that are `active`, in the members' order, and of those
+    among them that sit this round out (`absent`).
 
     Raises `RequestError` on construction, before any model runs, if the request cannot be served.
     """
@@ -64,6 +64,7 @@ class Participants:
         weights = _first_weights(members, config.first_weights == "size")
         self.sides = {m.name: Participant(m, p, w, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
+        self.absent = set[str]()
         self.reference = self.sides[config.reference_name]
         self._exits: list[MemberExit] = []
         self._leaving: dict[str, Close] = {}
@@ -72,12 +73,26 @@ class Participants:
         return self.sides[name]
 
     @property
+    def present(self) -> list[str]:
+        """The active members that take part in this round."""
+        return [name for name in self.active if name not in self.absent]
+
+    @property
     def weights(self) -> dict[str, float]:
-        """Of the active members; they sum to 1."""
-        return {name: self.sides[name].weight for name in self.active}
+        """Of the present members; they sum to 1."""
+        present = self.present
+        weights = [self.sides[name].weight for name in present]
+        return dict(zip(present, weights if len(present) == len(self.active) else normalised(weights), strict=True))
 
     def weigh(self, weights: Sequence[float], limit: float | None) -> None:
-        """New weights of the active members; the ratio of two is at most `limit` times that of their first ones."""
+        """New weights of the present members; the ratio of two is at most `limit` times that of their first ones.
+
+        Those of the absent ones stay, but for that limit.
+        """
+        if len(present := self.present) < len(self.active):
+            mass = sum(self.sides[name].weight for name in present)
+            new = {name: mass * weight for name, weight in zip(present, weights, strict=True)}
+            weights = [new.get(name, self.sides[name].weight) for name in self.active]
         if limit is not None:
             first = [self.sides[name].first for name in self.active]
             most = max(w / f for w, f in zip(weights, first, strict=True))
@@ -94,7 +109,7 @@ class Participants:
         self,
         names: Sequence[str],
         round_index: int,
-        reason: Literal["retention", "context", "fault"],
+        reason: ExitReason,
         retention: Mapping[str, float] | None = None,
     ) -> None:
         """Members leave in round `round_index`; those who stay share their weight."""
@@ -104,17 +119,22 @@ class Participants:
             kept = retention[name] if retention else None
             self._exits.append(MemberExit(name, round_index, reason, kept))
         if self.active:
-            for name, weight in zip(self.active, normalised(list(self.weights.values())), strict=True):
+            for name, weight in zip(self.active, normalised([self.sides[n].weight for n in self.active]), strict=True):
                 self.sides[name].weight = weight
 
     def drop_full(self, round_index: int) -> None:
-        """Members without room for another round leave, so that the others can go on."""
-        self.drop([name for name in self.active if self._is_full(self.sides[name])], round_index, "context")
+        """Present members without room for another round leave, so that the others can go on."""
+        self.drop([name for name in self.present if self._is_full(self.sides[name])], round_index, "context")
 
-    def may_be_full(self, uncommitted: str) -> bool:
-        """Whether a member may lack room for another round once it has committed this text."""
-        most = len(uncommitted.encode()) + _REENCODED
-        return any(self._is_full(self.sides[name], most) for name in self.active)
+    def may_be_full(self, owed: Mapping[str, str]) -> bool:
+        """Whether a present member may lack room for another round once it has committed the text that it owes."""
+        most = {name: len(owed.get(name, "").encode()) + _REENCODED for name in self.present}
+        return any(self._is_full(self.sides[name], more) for name, more in most.items())
+
+    def holds(self, name: str, text: str) -> bool:
+        """Whether a member that committed only a part of the answer `text` has room for all of it."""
+        side = self.sides[name]
+        return not self._is_full(side, len(side.member.codec.encode(text)) - side.counts.answer)
 
     @property
     def exits(self) -> tuple[MemberExit, ...]:

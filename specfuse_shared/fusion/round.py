@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from specfuse_shared.fusion.answer_text import TrimmedSegment
-from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Ops, Results, RoundState
+from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Results, RoundState
+from specfuse_shared.fusion.lateness import Wanted
 from specfuse_shared.fusion.repetition import is_stuck, repeats
 from specfuse_shared.fusion.value_loops import ValueLoop, loop_of
 from specfuse_shared.members.stages import CandidateVerdict, Drafted, ScoringQuery, Value, Verdicts, Verify
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
-from specfuse_shared.types import FinishReason, RoundRecord, RoundTiming
+from specfuse_shared.types import FinishReason, MemberAbsence, RoundRecord, RoundTiming
 
 T = TypeVar("T")
+
+Judged = Mapping[str, Sequence[CandidateVerdict]]
+"""Each verifier's verdicts on the candidates, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,13 @@ class Round:
     def __init__(self, state: RoundState) -> None:
         self._state = state
         self._constraint = state.policies.constraint
-        self._before = tuple(state.active)
+        self._before = tuple(state.participants.active)
+        self._absent = {n: MemberAbsence(n) for n in self._before if n in state.participants.absent}
         self._exits = state.participants.take_exits()
         self._drafting = Drafting(state)
         self._seconds = {"draft": 0.0, "verify": 0.0}
 
-    def run(self) -> Generator[Ops, Results, RoundEnd]:
+    def run(self) -> Generator[Wanted, Results, RoundEnd]:
         """Draft, verify, select, learn. The last member alone decodes plainly: there is nothing to verify.
 
         Members commit the segment with their next drafts, so that nobody who reads it waits for that.
@@ -79,22 +84,30 @@ class Round:
         return RoundEnd(record, segment, uncommitted, settled.closing, settled.loop, self._drafting.judged)
 
     def _silent(self) -> RoundEnd:
-        """Nobody had anything to say: others are asked where somebody left, else a value is closed."""
-        if self._state.active and len(self._state.active) < len(self._before):
+        """No member had anything to say: others are asked where one left or was late, else a value is closed."""
+        began = len(self._before) - sum(absence.stage is None for absence in self._absent.values())
+        if self._state.participants.active and len(self._state.present) < began:
             return RoundEnd(None, TrimmedSegment("", None))
         if self._constraint is not None and not self._constraint.accepts(""):
             return RoundEnd(None, TrimmedSegment(self._constraint.finish(), FinishReason.LENGTH))
         return RoundEnd(None, TrimmedSegment("", FinishReason.STOP))
 
-    def _decide(self) -> Generator[Ops, Results, tuple[list[DistinctCandidate], DistinctCandidate | None]]:
+    def _decide(self) -> Generator[Wanted, Results, tuple[list[DistinctCandidate], DistinctCandidate | None]]:
         """Candidates and the one that wins, as soon as that is clear; None: nobody had anything to say."""
         policies = self._state.policies
         config, limit = policies.config, policies.segment_limit(self._state.answer.tokens)
         for tokens in config.looks(limit):
             choices = yield from self._timed("draft", self._drafting.run(tokens))
+            self._note_absent("draft", tokens)
+            verdicts: Judged = {}
+            if len(choices) > 1:
+                verdicts = yield from self._timed("verify", self._judged(choices))
+                choices, verdicts = self._without_late(choices, verdicts, tokens)
+                if not verdicts:  # all that were on time have failed
+                    return [], None
             is_last = tokens == limit or (bool(choices) and all(choice.finishes for choice in choices))
             if len(choices) > 1:
-                election = yield from self._timed("verify", self._verify(choices))
+                election = self._elected(choices, verdicts)
                 if is_last or election.is_clear(config.margin(tokens, whole=self._are_short(choices))):
                     policies.opened = is_last
                     return choices, choices[election.winner]
@@ -102,6 +115,23 @@ class Round:
                 policies.opened = is_last
                 return choices, choices[0] if choices else None
         raise AssertionError("the last look decides")
+
+    def _note_absent(self, stage: Literal["draft", "verify"], tokens: int) -> list[str]:
+        """Who was late in this stage."""
+        absent = self._state.participants.absent
+        late = [name for name in self._before if name in absent and name not in self._absent]
+        self._absent |= {name: MemberAbsence(name, stage, tokens) for name in late}
+        return late
+
+    def _without_late(
+        self, choices: list[DistinctCandidate], verdicts: Judged, tokens: int
+    ) -> tuple[list[DistinctCandidate], Judged]:
+        """Who was late to judge is as if it had not drafted: the candidates without its own, and their verdicts."""
+        if not (late := self._note_absent("verify", tokens)):
+            return choices, verdicts
+        left = self._drafting.without(late)
+        places = [choices.index(choice) for choice in left]
+        return left, {name: [each[place] for place in places] for name, each in verdicts.items()}
 
     def _are_short(self, choices: list[DistinctCandidate]) -> bool:
         """Whether candidates are better compared as wholes: one is over, or they are values of a grammar or calls."""
@@ -113,7 +143,7 @@ class Round:
         """Whether a grammar leaves no free text."""
         return self._constraint is not None and not self._state.policies.tools.leaves_text
 
-    def _timed(self, what: str, work: Generator[Ops, Results, T]) -> Generator[Ops, Results, T]:
+    def _timed(self, what: str, work: Generator[Wanted, Results, T]) -> Generator[Wanted, Results, T]:
         began = time.monotonic()
         done = yield from work
         self._seconds[what] += time.monotonic() - began
@@ -142,18 +172,22 @@ class Round:
             exits=(*self._exits, *self._state.participants.exits),
             timing=RoundTiming(self._seconds["draft"], self._seconds["verify"]),
             leader=self._drafting.leader,
+            absent=tuple(self._absent.values()),
         )
 
     # ── verify and select ────────────────────────────────────────────────────────────────────────
 
-    def _verify(self, choices: list[DistinctCandidate]) -> Generator[Ops, Results, Election]:
-        """Score every candidate, and compare them."""
+    def _judged(self, choices: list[DistinctCandidate]) -> Generator[Wanted, Results, Judged]:
+        """The verdicts of every present member on these candidates."""
         questions = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in choices)
-        judged = yield from self._state.ask({name: Verify(questions) for name in self._state.active})
-        table = [[self._seen(*pair) for pair in zip(choices, _each(own), strict=True)] for own in judged.values()]
-        drafters = [
-            [self._state.active.index(name) for name in c.drafters if name in self._state.active] for c in choices
-        ]
+        judged = yield from self._state.ask({name: Verify(questions) for name in self._state.present})
+        return {name: _each(verdicts) for name, verdicts in judged.items()}
+
+    def _elected(self, choices: list[DistinctCandidate], judged: Judged) -> Election:
+        """Score every candidate, and compare them."""
+        present = self._state.present
+        table = [[self._seen(*pair) for pair in zip(choices, each, strict=True)] for each in judged.values()]
+        drafters = [[present.index(name) for name in c.drafters if name in present] for c in choices]
         for choice in choices:
             choice.repeats = self._state.policies.config.repetition_guard and self._repeats(choice)
         weights = list(self._state.participants.weights.values())
@@ -225,7 +259,7 @@ class Round:
     def _own_count(self) -> int | None:
         """Tokens of the answer with this round, where the reference member decodes alone and knows."""
         side = self._state.participants.reference
-        return side.alone if self._drafting.alone and side.member.name in self._state.active else None
+        return side.alone if self._drafting.alone and side.member.name in self._state.present else None
 
     # ── learn ────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,18 +267,19 @@ class Round:
         """Update the verifiers' weights, then let members go; everyone's retention."""
         policies, participants = self._state.policies, self._state.participants
         policies.verified_rounds += 1
-        drafted: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in self._state.active}
-        matrix = [[c.scores[j] if (c := drafted[i]) else 0.0 for i in self._state.active] for j in self._state.active]
+        present = self._state.present
+        drafted: dict[str, Any] = {n: next((c for c in choices if n in c.drafters), None) for n in present}
+        matrix = [[c.scores[j] if (c := drafted[i]) else 0.0 for i in present] for j in present]
         weights = policies.feedback(list(participants.weights.values()), matrix, policies.verified_rounds)
         participants.weigh(weights, policies.feedback_limit)
-        for name in self._state.active:
-            choice = drafted[name]
-            participants[name].total += (choice.score or 0.0) if choice else 0.0
-        decision = policies.exit([participants[name].total for name in self._state.active], policies.verified_rounds)
-        retention = dict(zip(self._state.active, decision.retention, strict=True)) if decision.retention else {}
-        leavers = [self._state.active[i] for i in decision.leavers]
-        if len(leavers) >= len(self._state.active):
-            leavers.remove(max(self._state.active, key=lambda name: retention.get(name, participants[name].total)))
+        gained = {name: (choice.score or 0.0) if (choice := drafted[name]) else 0.0 for name in present}
+        for name in participants.active:  # for who was late, the round counts as for the others on average
+            participants[name].total += gained[name] if name in gained else sum(gained.values()) / len(gained)
+        decision = policies.exit([participants[name].total for name in present], policies.verified_rounds)
+        retention = dict(zip(present, decision.retention, strict=True)) if decision.retention else {}
+        leavers = [present[i] for i in decision.leavers]
+        if len(leavers) >= len(present):
+            leavers.remove(max(present, key=lambda name: retention.get(name, participants[name].total)))
         participants.drop(leavers, self._state.index, "retention", retention)
         return retention
 

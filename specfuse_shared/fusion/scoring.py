@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from specfuse_shared.errors import GenerationError
 from specfuse_shared.events import Event, FinishEvent
-from specfuse_shared.fusion.drafting import Ops, Results
+from specfuse_shared.fusion.drafting import Results
+from specfuse_shared.fusion.lateness import Wanted
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import Close, Fault, Open, ScoringQuery, Verdicts, Verify
@@ -49,20 +50,20 @@ class ScoringSession:
         self.events: deque[Event] = deque()
         self.finished = False
 
-    def run(self) -> Generator[Ops, Results, None]:
+    def run(self) -> Generator[Wanted, Results, None]:
         """Yields stages by member, is sent their results."""
         began, sides = time.monotonic(), self.participants.sides
         params = SamplingParams(max_tokens=max(1, self.max_tokens))
-        opened = yield {name: Open(prompt, params, 0) for name, prompt in self._prompts.items()}
+        opened = yield Wanted({name: Open(prompt, params, 0) for name, prompt in self._prompts.items()})
         faults = {name: result.error for name, result in opened.items() if result.error is not None}
         ready = [name for name in sides if name not in faults]
-        judged = (yield {name: Verify(self._questions) for name in ready}) if ready else {}
+        judged = (yield Wanted({name: Verify(self._questions) for name in ready})) if ready else {}
         for name in ready:
             if (fault := judged[name].error) is not None:
                 faults[name] = fault
             elif isinstance(verdicts := judged[name].value, Verdicts):
                 self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in verdicts.each)
-        yield {name: Close(remember=name in self.scores) for name in sides}
+        yield Wanted({name: Close(remember=name in self.scores) for name in sides})
         self._finish(faults, time.monotonic() - began)
 
     def _finish(self, faults: Mapping[str, Fault], seconds: float) -> None:

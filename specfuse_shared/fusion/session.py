@@ -17,6 +17,7 @@ from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValu
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.drafting import AnswerPolicies, Ops, Results, RoundState
+from specfuse_shared.fusion.lateness import Deadline, Late, Wanted
 from specfuse_shared.fusion.leading import Traffic
 from specfuse_shared.fusion.participants import Participants
 from specfuse_shared.fusion.round import Round, RoundEnd
@@ -25,6 +26,7 @@ from specfuse_shared.fusion.value_loops import loop_of
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,
+    Closed,
     Commit,
     Draft,
     Fault,
@@ -45,7 +47,7 @@ from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage
 
-Work = Generator[Ops, Results, None]
+Work = Generator[Wanted, Results, None]
 
 _THINKING_PIECE = 16
 """Tokens of thoughts between two events."""
@@ -86,7 +88,11 @@ class AnswerSession:
         self._rounds: list[RoundRecord] = []
         self._thoughts: dict[str, str] = {}
         self._warnings: list[MemberFault] = []
-        self._closing = self._uncommitted = ""
+        self._owed: dict[str, str] = {}
+        """Text of the answer that members have to commit before they draft again."""
+        self._late = Late()
+        self._round_ends: float | None = None
+        self._closing = ""
         self._loops: list[str] = []
         self._logprobs = SegmentLogprobs(codec) if params.logprobs else None
         self._began = time.monotonic()
@@ -117,20 +123,22 @@ class AnswerSession:
         A result is told of once every member has let the answer go.
         """
         self._began = time.monotonic()
+        self._round_ends = self._end_of_round()
         yield from self._ask(self._opening())
+        self._round_ends = None  # thoughts take their time
         self._prefilled = time.monotonic() - self._began
         self.events.append(StartEvent(tuple(self._active), len(self.participants.reference.prompt)))
         yield from self._think()
         end = RoundEnd(None, TrimmedSegment("", None))
         while end.segment.reason is None:
             state = RoundState(self._policies, self.participants, self._answer, self._next, self._ask)
-            self._uncommitted += end.uncommitted
-            if state.alone or self.participants.may_be_full(self._uncommitted):  # how many tokens there are matters now
-                yield from self._ask({})
-            self.participants.drop_full(self._next)
+            if end.uncommitted:
+                self._owed |= {name: self._owed.get(name, "") + end.uncommitted for name in self._active}
+            yield from self._gather(state)
             self.events.extend(map(ExitEvent, self.participants.exits))
             if self._active:
                 end = yield from Round(state).run()
+                self._late.count(self._active, self.participants.absent)
                 self._loops += [end.loop] if end.loop else []
                 if self._logprobs is not None and end.segment.reason is None:
                     yield from self._judge(end, self._logprobs)
@@ -142,7 +150,7 @@ class AnswerSession:
         held = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
-            yield closes
+            yield Wanted(closes, unwaited=self._let_go(closes))
         logprobs = (yield from self._score()) if self._params.logprobs else None
         self.events.extend(self._with_the_rest(event, logprobs) for event in held)
         self.events.append(FinishEvent(self._result(end.segment, usage, logprobs)))
@@ -155,6 +163,27 @@ class AnswerSession:
     def _next(self) -> int:
         """Number of the round that runs now, or would run next."""
         return len(self._rounds) + 1
+
+    def _end_of_round(self) -> float | None:
+        seconds = self._policies.config.round_seconds
+        return None if seconds is None else time.monotonic() + seconds
+
+    def _gather(self, state: RoundState) -> Work:
+        """Begin a round: members that are late sit it out. Where all are, the answer waits for one of them."""
+        config, late = self._policies.config, self._late.running
+        for name in self._late.lost(config.late_rounds, config.late_rounds * (config.round_seconds or 0.0)):
+            if set(self._active) - late.keys():
+                self._leave_late(name)
+        while True:
+            self.participants.absent, self._round_ends = set(late), self._end_of_round()
+            # how many tokens there are matters now
+            if self.participants.present and (state.alone or self.participants.may_be_full(self._owed)):
+                yield from self._ask({})
+            self.participants.drop_full(self._next)
+            if self.participants.present or not self._active:
+                return
+            closes = self.participants.take_closes()
+            self._take_late((yield Wanted(closes, unwaited=self._let_go(closes))))
 
     def _opening(self) -> dict[str, Op]:
         seed, speculates = self.seed or 0, self._policies.config.speculation == "auto"
@@ -175,32 +204,78 @@ class AnswerSession:
                     del thinking[name]
             thinking = {n: most for n, most in thinking.items() if n in thoughts}
 
-    def _ask(self, ops: Ops) -> Generator[Ops, Results, dict[str, Value]]:
+    def _ask(self, ops: Ops) -> Generator[Wanted, Results, dict[str, Value]]:
         """Values of stages, in the members' order; members that failed have left. Those who left before are closed.
 
         Text that is not committed yet goes along: drafts carry it, and members that are asked for nothing commit it.
+        Members that are late are absent from then on.
         """
         asked = self._with_commits(ops)
         if not asked:
             return {}
-        results = yield {**self.participants.take_closes(), **asked}
+        closes = self.participants.take_closes()
+        results = yield Wanted({**closes, **asked}, self._deadline(asked), self._let_go(closes))
         values: dict[str, Value] = {}
-        for name, result in results.items():
-            self.participants[name].counts = result.counts
+        self._take_late(results)
         for name, op in asked.items():
-            if (fault := results[name].error) is not None:
+            if name not in results:
+                self._late.add(name, op)
+                self.participants.absent.add(name)
+            elif (fault := results[name].error) is not None:
                 self._lose(name, op.stage, fault)
             elif name in ops:
                 values[name] = results[name].value
         return values
 
     def _with_commits(self, ops: Ops) -> Ops:
-        text, self._uncommitted = self._uncommitted, ""
-        if not text:
-            return ops
-        drafts = {name: replace(op, commit=text) for name, op in ops.items() if isinstance(op, Draft)}
-        assert drafts.keys() == ops.keys(), "text has to be committed before anything else"
-        return {name: drafts.get(name, Commit(text)) for name in self._active}
+        owed = {name: text for name in self.participants.present if (text := self._owed.pop(name, ""))}
+        drafts = {n: replace(op, commit=owed[n]) for n, op in ops.items() if n in owed and isinstance(op, Draft)}
+        assert drafts.keys() == owed.keys() & ops.keys(), "text has to be committed before anything else"
+        asked: dict[str, Op] = {**ops, **{name: Commit(text) for name, text in owed.items()}, **drafts}
+        return {name: asked[name] for name in self._active if name in asked}
+
+    def _deadline(self, asked: Ops) -> Deadline | None:
+        """When members are late for these stages; None where all are waited for."""
+        traffic = self._policies.lead.traffic
+        if self._round_ends is None or traffic is None or len(self._active) == 1:
+            return None
+        present = self.participants.present
+        return Deadline(
+            self._round_ends,
+            self._policies.config.round_grace,
+            {name: traffic.clock_of(name) for name in present},
+            frozenset(present) - asked.keys(),
+            frozenset(n for n, op in asked.items() if isinstance(op, Open) and self.participants[n].member.info.thinks),
+        )
+
+    def _take_late(self, results: Results) -> None:
+        """What members came to, among them those that were late: these are back, or have failed meanwhile."""
+        for name, result in results.items():
+            self.participants[name].counts = result.counts
+            op = self._late.running.pop(name, None)
+            if op is None or isinstance(result.value, Closed):
+                continue
+            if result.error is not None:
+                self._lose(name, op.stage, result.error)
+            elif not self.participants.holds(name, self.text):
+                self.participants.drop([name], self._next, "context")
+
+    def _let_go(self, closes: Ops) -> frozenset[str]:
+        """Members among these that are late, and let go in their own time: their stages give no result any more.
+
+        One that shall judge the answer next is waited for.
+        """
+        judge = self.participants.reference.member.name if self._params.logprobs else None
+        late = frozenset(name for name in closes if name in self._late.running and name != judge)
+        for name in late:
+            del self._late.running[name]
+        return late
+
+    def _leave_late(self, name: str) -> None:
+        rounds, stage = self._late.missed[name], self._late.running[name].stage
+        self.participants.drop([name], self._next, "late")
+        message = f"member {name!r} was late for {rounds} rounds in a row and left the answer"
+        self._warn(name, stage, message, TimeoutError.__name__)
 
     def _lose(self, name: str, stage: StageName, fault: Fault) -> None:
         if self._active == [name]:
@@ -229,11 +304,11 @@ class AnswerSession:
             return
         if end.judged is not None:
             logprobs.drafted(end.judged)
-        elif text and name in self._active:
-            if self._uncommitted:  # what a grammar dictated is committed with the next draft
+        elif text and name in self.participants.present:
+            if name in self._owed:  # what a grammar dictated is committed with the next draft
                 yield from self._ask({})
             asked = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
-            verdicts = (yield from self._ask({name: asked})).get(name) if name in self._active else None
+            verdicts = (yield from self._ask({name: asked})).get(name) if name in self.participants.present else None
             if isinstance(verdicts, Verdicts):
                 logprobs.judged(text, verdicts.each[0])
             else:
@@ -291,7 +366,7 @@ class AnswerSession:
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
 
-    def _score(self) -> Generator[Ops, Results, tuple[TokenLogprob, ...] | None]:
+    def _score(self) -> Generator[Wanted, Results, tuple[TokenLogprob, ...] | None]:
         """Log p of the answer's tokens by the reference member, which reads the answer once more, behind its thoughts.
 
         So they are those of the final text, whoever wrote it, wherever it was cut and whether or not that member
@@ -306,13 +381,13 @@ class AnswerSession:
             self._warn(name, "score", f"member {name!r} could not score the answer: {error}", type(error).__name__)
             return None
         for op in (Open(prompt, replace(self._params, grammar=None), 0), asked):
-            result = (yield {name: op})[name]
+            result = (yield Wanted({name: op}))[name]
             if result.error is not None:
                 message = f"member {name!r} could not score the answer: {result.error.message}"
                 self._warn(name, "score", message, result.error.kind)
                 break
             verdicts = result.value
-        yield {name: Close()}
+        yield Wanted({name: Close()})
         if not isinstance(verdicts, Verdicts):
             return None
         return token_logprobs(side.member.codec, self.text, verdicts.each[0])

@@ -31,4 +31,18 @@ def unverified(record: RoundRecord) -> str:
     """Why a round has no scores; empty if it has."""
     if record.verified:
         return ""
-    return " · all members agreed" if len(record.active) > 1 else " · one member left, nothing to verify"
+    if len(record.present) > 1:
+        return " · all members agreed"
+    return " · one member on time" if record.absent else " · one member left, nothing to verify"
+
+
+def absences_of(record: RoundRecord) -> list[str]:
+    """Who sat a round out, and why."""
+    return [
+        f"{absence.member} sat this round out: "
+        + (f"late with its {_LATE_WITH[absence.stage]}" if absence.stage else "still at work for an earlier round")
+        for absence in record.absent
+    ]
+
+
+_LATE_WITH = {"draft": "draft", "verify": "verdicts"}

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from specfuse_shared.report.formats import UNKNOWN, number, work_of
+from specfuse_shared.report.formats import UNKNOWN, absences_of, number, work_of
 from specfuse_shared.types import AnswerRecord, Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord
 
 COLOURS, LINES = 6, 5
@@ -89,6 +89,8 @@ class MemberStyle:
     weight: float | None = None
     usage: MemberUsage | None = None
     left: str | None = None
+    late: int = 0
+    """Rounds that it sat out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class Card:
     verifiers: Sequence[str]
     cut: str
     exits: Sequence[str]
+    absences: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ def _members(result: AnswerRecord) -> dict[str, MemberStyle]:
             weight=row.weight,
             usage=result.usage.members.get(row.member),
             left=next((_left(e) for r in result.rounds for e in r.exits if e.member == row.member), None),
+            late=row.late_rounds,
         )
     return members
 
@@ -186,7 +190,7 @@ def _members(result: AnswerRecord) -> dict[str, MemberStyle]:
 def _left(leaving: MemberExit) -> str:
     if leaving.reason == "retention":
         return f"left after round {leaving.round}: retention {number(leaving.retention)}"
-    why = {"context": "its context was full", "fault": "it failed"}[leaving.reason]
+    why = {"context": "its context was full", "fault": "it failed", "late": "it stayed late"}[leaving.reason]
     return f"left in round {leaving.round}: {why}"
 
 
@@ -206,19 +210,22 @@ def _card(piece: TextSpan, record: RoundRecord) -> Card:
         verifiers=list(dict.fromkeys(name for c in record.candidates for name in c.scores)),
         cut=record.text[len(piece.text) :],
         exits=[f"{e.member} {_left(e)}" for e in record.exits],
+        absences=absences_of(record),
     )
 
 
 def _verdict(record: RoundRecord) -> str:
     """Who judged the candidates, or why nobody had to."""
     if record.verified:
-        return f"{len(record.candidates)} candidates, judged by {len(record.active)} members"
+        return f"{len(record.candidates)} candidates, judged by {len(record.present)} members"
     if len(record.active) == 1:
         return "written alone, nothing to judge"
+    if len(record.present) == 1:
+        return "written by the only member that was on time, nothing to judge"
     drafters = {name for c in record.candidates for name in c.drafters}
-    if len(record.candidates) == 1 and drafters == set(record.active):
+    if len(record.candidates) == 1 and drafters == set(record.present):
         dictated = record.candidates[0].tokens == 0
-        return "dictated by the grammar" if dictated else f"all {len(record.active)} members agreed, nothing to judge"
+        return "dictated by the grammar" if dictated else f"all {len(record.present)} members agreed, nothing to judge"
     return "the only candidate, nothing to judge"
 
 

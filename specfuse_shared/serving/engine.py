@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
-from specfuse_shared.errors import EngineClosedError
+from specfuse_shared.errors import EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.loading.context_limits import stated_context
@@ -20,7 +20,7 @@ from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_p
 from specfuse_shared.members.base import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.placement.devices import shared_out
-from specfuse_shared.results import EnsembleResult
+from specfuse_shared.results import EnsembleResult, SideBySide
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of
 from specfuse_shared.serving.forks import FORKED, limit_threads_after_fork
@@ -197,6 +197,27 @@ class EnsembleEngine:
         """
         asked = zip(conversations, one_each(conversations, params), strict=True)
         return results_of([partial(self.stream, each, own, **options) for each, own in asked], return_exceptions)
+
+    def generate_each(
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+    ) -> SideBySide:
+        """The joint answer, and what each member says alone, all at the same time.
+
+        Raises what `generate` raises for the joint answer; a member that fails alone is named in `SideBySide.failed`.
+        """
+        names = list(self.config.only(options.get("members")).names)
+        calls: list[CallOptions] = [{**options, "members": each} for each in (names, *([name] for name in names))]
+        starts = [partial(self.stream, messages, params, **call) for call in calls]
+        joint, *alone = results_of(starts, return_exceptions=True)
+        for found in (joint, *alone):
+            if isinstance(found, Exception) and (found is joint or not isinstance(found, SpecFuseError)):
+                raise found
+        of = dict(zip(names, alone, strict=True))
+        return SideBySide(
+            joint,
+            {name: found for name, found in of.items() if isinstance(found, EnsembleResult)},
+            {name: found for name, found in of.items() if isinstance(found, SpecFuseError)},
+        )
 
     def log_probabilities(
         self, messages: Conversation, texts: Sequence[str], **options: Unpack[CallOptions]

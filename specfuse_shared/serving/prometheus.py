@@ -65,7 +65,7 @@ def _buckets(found: Histogram) -> list[tuple[str, float]]:
 
 
 _LABELLED = (
-    *("requests", "wins", "exits", "faults", "forwards", "forward_seconds"),
+    *("requests", "wins", "exits", "faults", "late_rounds", "forwards", "forward_seconds"),
     *("accepted_guesses", "rejected_guesses", "answer_forwards", "answer_tokens"),
 )
 _COUNTERS = (
@@ -78,6 +78,7 @@ _HELP: dict[str, str] = {
     "wins": "Rounds that a member's candidate won",
     "exits": "Answers that a member left",
     "faults": "Answers that a member left because it failed",
+    "late_rounds": "Rounds that a member sat out because it was late",
     "forwards": "Forward passes",
     "forward_seconds": "Seconds in forward passes",
     "accepted_guesses": "Guessed tokens that a member said itself",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specfuse_shared.events import Event
+from specfuse_shared.fusion.lateness import Deadline
 from specfuse_shared.fusion.scoring import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.stages import StageResult
@@ -27,7 +29,13 @@ class Request:
     submitted: float = field(default_factory=time.monotonic)
     work: Work | None = None
     asked: set[str] = field(default_factory=set)
-    """Members that run a stage for it now."""
+    """Members that run a stage for it now, and that it waits for."""
+    late: set[str] = field(default_factory=set)
+    """Members that run a stage for it still, and that it does not wait for."""
+    round_deadline: Deadline | None = None
+    """When those that it waits for are late."""
+    answered: dict[str, float] = field(default_factory=dict)
+    """When the others came to something."""
     results: dict[str, StageResult] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     """Members that hold a cache for it."""
@@ -36,5 +44,14 @@ class Request:
     closing: set[str] = field(default_factory=set)
     """Members that were asked to let it go."""
     cancelled: bool = False
+    begun: bool = False
     over: bool = False
     """Nothing is told of it any more; it goes once no member holds a cache for it."""
+
+    def next_late(self) -> tuple[frozenset[str], float]:
+        """Which of its members will be late next, and when."""
+        if self.over or self.round_deadline is None:
+            return frozenset(), math.inf
+        asked = self.asked & self.round_deadline.clocks.keys()
+        late, at = self.round_deadline.late(asked, self.answered)
+        return late, at if late else math.inf

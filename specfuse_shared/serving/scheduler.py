@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from specfuse_shared.errors import (
     EngineClosedError,
@@ -24,8 +25,9 @@ from specfuse_shared.errors import (
     UnfinishedValueError,
 )
 from specfuse_shared.events import Event
+from specfuse_shared.fusion.lateness import Wanted
 from specfuse_shared.members.assembly import Assembly
-from specfuse_shared.members.stages import Close, Closed, Op, Open, StageRequest, StageResult
+from specfuse_shared.members.stages import Close, Closed, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.memory import IdleTrim
 from specfuse_shared.serving.places import Places
@@ -145,7 +147,7 @@ class Scheduler:
                 self._remove_stopped()
                 admitted = self._admit()
                 patience = None if self._own is None else self._own.patience
-                if admitted or self._arrived or self._wanted or patience == 0:
+                if admitted or self._arrived or self._wanted or patience == 0 or self._next_lateness() <= 0:
                     break
                 self._changed.wait(min(self._next_deadline(), patience or threading.TIMEOUT_MAX))
             else:
@@ -174,9 +176,15 @@ class Scheduler:
         return admitted
 
     def _next_deadline(self) -> float:
-        """Seconds to the first deadline; without one, as long as a lock may wait."""
+        """Seconds to the first deadline, of an answer or of a round; without one, as long as a lock may wait."""
         ends = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
-        return max(0.0, min(ends) - time.monotonic()) if ends else threading.TIMEOUT_MAX
+        left = min(ends) - time.monotonic() if ends else threading.TIMEOUT_MAX
+        return max(0.0, min(left, self._next_lateness()))
+
+    def _next_lateness(self) -> float:
+        """Seconds to when the next member is late; without one, as long as a lock may wait."""
+        first = min((request.next_late()[1] for request in self._running.values()), default=math.inf)
+        return min(first - time.monotonic(), threading.TIMEOUT_MAX)
 
     # ── between answers and lanes ────────────────────────────────────────────────────────────────
 
@@ -190,6 +198,7 @@ class Scheduler:
         """Give answers what arrived; then every lane what they want next."""
         while self._arrived:
             self._receive(self._arrived.popleft())
+        self._go_on_without_late()
         wanted, self._wanted = self._wanted, []
         by_lane: dict[int, list[StageRequest]] = defaultdict(list)
         for request in wanted:
@@ -210,9 +219,28 @@ class Scheduler:
             return
         if result.error is not None:
             request.faulty.add(result.member)
+        if result.member in request.closing and not isinstance(result.value, Closed):
+            return  # it was late, and is not wanted any more
         if result.member in request.asked:
             request.asked.remove(result.member)
-            request.results[result.member] = result
+            if result.error is None:
+                request.answered[result.member] = time.monotonic()
+        elif result.member in request.late:
+            request.late.remove(result.member)
+        else:
+            return
+        request.results[result.member] = result
+        if not request.asked:
+            self._advance(request)
+
+    def _go_on_without_late(self) -> None:
+        """Answers whose members are late go on with what the others came to."""
+        for request in list(self._running.values()):
+            late, at = request.next_late()
+            if at > time.monotonic():
+                continue
+            request.late |= late
+            request.asked -= late
             if not request.asked:
                 self._advance(request)
 
@@ -222,7 +250,8 @@ class Scheduler:
         results, request.results = request.results, {}
         try:
             # a generator takes nothing before its first stages
-            ops = request.work.send(results) if results else next(request.work)
+            wanted = request.work.send(results) if request.begun else next(request.work)
+            request.begun = True
         except StopIteration:
             self._finish(request)
         except SpecFuseError as error:
@@ -233,11 +262,16 @@ class Scheduler:
             cause.__cause__ = error
             self._fail(request, cause)
         else:
-            self._want(request, ops)
+            self._want(request, wanted)
             self._deliver(request)
+            if not request.asked and not request.late:
+                self._advance(request)
 
-    def _want(self, request: Request, ops: Mapping[str, Op]) -> None:
-        request.asked = set(ops)
+    def _want(self, request: Request, wanted: Wanted) -> None:
+        ops = wanted.ops
+        request.asked, request.answered = set(ops) - wanted.unwaited, {}
+        request.late -= ops.keys()
+        request.round_deadline = wanted.deadline
         opening = {name for name, op in ops.items() if isinstance(op, Open)}
         request.held |= opening
         request.closing = (request.closing - opening) | {n for n, op in ops.items() if isinstance(op, Close)}
@@ -264,7 +298,7 @@ class Scheduler:
         self._wanted = [w for w in self._wanted if w.answer != request.number or isinstance(w.op, Close)]
         kept = error is None or isinstance(error, (RequestTimeoutError, UnfinishedValueError))
         still = request.held - request.closing
-        self._want(request, {name: Close(remember=kept and name not in request.faulty) for name in still})
+        self._want(request, Wanted({name: Close(remember=kept and name not in request.faulty) for name in still}))
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)

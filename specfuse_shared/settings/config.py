@@ -127,6 +127,15 @@ class EnsembleConfig(Settings):
     repetition_guard: bool = True
     """A candidate that repeats the answer loses against one that does not. If all candidates repeat it a third time, an
     answer of several members ends (`FinishReason.REPETITION`)."""
+    round_seconds: float | None = None
+    """Seconds of a round, after which it goes on without members that are late: they sit it out, and come back once
+    they have answered. Members that share a lane (a device of this machine) are late together or not at all; those
+    behind servers, on Ray or on another device each by themselves. None: all members are waited for."""
+    round_grace: float = 0.25
+    """With `round_seconds`: seconds behind the first answer in which no member is late, however long that took."""
+    late_rounds: int = 8
+    """With `round_seconds`: a member that has been late for so many rounds in a row, and for as many times
+    `round_seconds`, leaves the answer like one that failed."""
     reference: str | None = None
     """Name of the member whose tokenizer counts `max_tokens` and usage; the first member if unset."""
     cache_dir: str | None = None
@@ -184,6 +193,16 @@ class EnsembleConfig(Settings):
             f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
         )
         check(self.min_active >= 1, f"EnsembleConfig.min_active must be ≥ 1, not {self.min_active!r}")
+        seconds = self.round_seconds
+        check(
+            seconds is None or 0 < seconds < math.inf,
+            f"EnsembleConfig.round_seconds must be a number of seconds above 0, or None (no deadline), not {seconds!r}",
+        )
+        check(
+            0 <= self.round_grace < math.inf,
+            f"EnsembleConfig.round_grace must be a number of seconds, 0 or more, not {self.round_grace!r}",
+        )
+        check(self.late_rounds >= 1, f"EnsembleConfig.late_rounds must be ≥ 1, not {self.late_rounds!r}")
         check_choice("EnsembleConfig.first_weights", self.first_weights, FIRST_WEIGHTS)
         check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
         check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)

@@ -38,6 +38,7 @@ def test_a_key_is_needed_where_there_is_one(tiny: EnsembleEngine) -> None:
             "/health": 200,
             "/live": 200,
             "/page.js": 200,
+            "/each.js": 200,
             "/metrics": 401,
             "/v1/models": 401,
             "/nothing": 401,

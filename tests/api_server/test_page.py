@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
+from specfuse_shared.differences import differences_of
 from specfuse_shared.loading.progress import LoadProgress
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
 from tests.support.serving import reciting, serving, until
@@ -21,6 +22,16 @@ from tests.support.serving import reciting, serving, until
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 
+DIFFERENT = [
+    [
+        "In July 1969 Neil Armstrong walked there.",
+        "In July 1969 Armstrong walked there. It was Neil",
+        "In July 1968 Buzz walked",
+    ],
+    ["- Ships: 1,969 of NASA's\n2. I'm sure, McDonald", "1969 ships; im Hafen", ""],
+    ["東京タワー 333 m 🎉", "Город Киев стоит", "naïve café_au 3.5-fold"],
+    ["a.b.c x’y", "A.B.C", "٣ ships"],
+]
 COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked))")]
   .map(s => [s.className.match(/m\\d/)[0], getComputedStyle(s).backgroundColor])"""
 
@@ -264,6 +275,120 @@ def test_a_key_is_asked_for_where_one_is_needed(opened: Callable[..., Page], tin
         expect(page.locator("#status")).to_have_text("Ready")
         ask(page, tokens=8)
         expect(page.locator("#status")).to_have_text("Finished")
+
+
+# ── each member by itself ────────────────────────────────────────────────────────────────────────
+
+
+def ask_each(page: Page, question: str = "Why is the sea salty?", tokens: int = 24) -> None:
+    page.get_by_label("Each member by itself, too").check()
+    ask(page, question, tokens)
+
+
+def columns(page: Page) -> list[str]:
+    return page.locator("#beside article p:not(.problem)").all_text_contents()
+
+
+def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    ask_each(page)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert page.locator("#beside h3").all_text_contents() == ["together", "chat", "base"]
+    told = columns(page)
+    assert told[0] == page.locator("#spoken").text_content()
+    for name, text in zip(("chat", "base"), told[1:], strict=True):
+        asked = {"model": f"tiny/{name}", "messages": [{"role": "user", "content": "Why is the sea salty?"}]}
+        answer = client.post("/v1/chat/completions", json={**asked, "max_tokens": 24}).json()
+        assert text == answer["choices"][0]["message"]["content"]
+    tops = [page.locator("#beside article").nth(n).bounding_box()["y"] for n in range(3)]  # type: ignore[index]
+    assert len(set(tops)) == 1, "side by side"
+    ask(page, "And without?", 8)
+    page.get_by_label("Each member by itself, too").uncheck()
+    expect(page.locator("#status")).to_have_text("Finished")
+    ask(page, "And now?", 8)
+    expect(page.locator("#status")).to_have_text("Finished")
+    expect(page.locator("#beside")).to_be_hidden()
+    page.get_by_role("button", name="Why is the sea salty?").click()
+    assert columns(page) == told, "the history has them, too"
+
+
+def test_what_answers_say_otherwise_is_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    for texts in DIFFERENT:
+        found = page.evaluate("texts => import('/each.js').then(each => each.differences(texts))", texts)
+        expected = [[[d.start, d.end, d.kind] for d in own] for own in differences_of(texts)]
+        assert found == expected, texts
+    names = ["together", "chat", "base"]
+    page.evaluate(
+        "columns => import('/each.js').then(each => each.drawColumns(document.getElementById('beside'), columns))",
+        [{"name": n, "text": t, "problem": "", "over": True} for n, t in zip(names, DIFFERENT[0], strict=True)],
+    )
+    marks = [page.locator("#beside article").nth(n).locator("mark").all_text_contents() for n in range(3)]
+    assert marks == [
+        ["1969", "Neil", "Armstrong", "there"],
+        ["1969", "Armstrong", "there", "Neil"],
+        ["1968", "Buzz"],
+    ]
+    assert page.locator("#beside mark.name").first.evaluate("e => getComputedStyle(e).fontWeight") == "600"
+
+
+def test_stopping_stops_every_member(opened: Callable[..., Page], endless: tuple[httpx.Client, EnsembleEngine]) -> None:
+    client, engine = endless
+    until(lambda: engine.metrics().running == 0)
+    page = opened(client)
+    ask_each(page, tokens=3000)
+    until(lambda: all(columns(page)) and len(columns(page)) == 3)
+    assert engine.metrics().running == 3
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped: the members compute no more")
+    until(lambda: engine.metrics().running == 0, 5)
+    assert page.locator("#beside .problem:visible").all_text_contents() == ["Stopped", "Stopped"]
+
+
+def test_a_member_that_fails_alone_says_so_in_its_column(opened: Callable[..., Page], client: httpx.Client) -> None:
+    page = opened(client)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: (
+            route.fulfill(status=500, json={"error": {"message": "<b>out of order</b>"}})
+            if route.request.post_data_json["model"] == "tiny/base"
+            else route.continue_()
+        ),
+    )
+    ask_each(page)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert page.locator("#beside .problem:visible").all_text_contents() == ["It failed: <b>out of order</b>"]
+    assert all(columns(page)[:2])
+
+
+def test_the_switch_is_reached_by_keyboard_and_hidden_for_one_member(
+    opened: Callable[..., Page], client: httpx.Client
+) -> None:
+    page = opened(client)
+    page.focus("#temperature")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "each"
+    page.keyboard.press("Space")
+    assert page.get_by_label("Each member by itself, too").is_checked()
+    page.select_option("#model", "tiny/chat")
+    expect(page.locator("#each-field")).to_be_hidden()
+    ask(page, tokens=8)
+    expect(page.locator("#status")).to_have_text("Finished")
+    expect(page.locator("#beside")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_answers_side_by_side_can_be_read_on_a_phone(
+    opened: Callable[..., Page], client: httpx.Client, scheme: str
+) -> None:
+    page = opened(client, color_scheme=scheme, viewport=PHONE)
+    ask_each(page, tokens=16)
+    expect(page.locator("#status")).to_have_text("Finished")
+    ratios = page.evaluate(CONTRASTS)
+    assert ratios[0][0] >= 4.5, ratios[:5]
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    lefts = {page.locator("#beside article").nth(n).bounding_box()["x"] for n in range(3)}  # type: ignore[index]
+    assert len(lefts) == 1, "below each other"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

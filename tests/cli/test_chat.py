@@ -13,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from specfuse_shared.cli.commands import main
+from specfuse_shared.cli.side_by_side import Columns
 from tests.support.terminals import COMMAND, hear_interrupts
 
 
@@ -110,6 +112,36 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
         os.close(master)
 
 
+def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Callable[..., str]) -> None:
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
+    master, slave = pty.openpty()
+    endless = [recite(name, "Plain words spoken here", endless=True) for name in ("talker", "speaker2")]
+    arguments = [part for folder in endless for part in ("--member", folder)]
+    process = subprocess.Popen(
+        [*COMMAND, "chat", *arguments, "--max-tokens", "3000"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        start_new_session=True,
+        preexec_fn=hear_interrupts,
+    )
+    os.close(slave)
+    try:
+        rest = _until(master, b"> ")
+        os.write(master, b"/each Go on\n")
+        rest = _until(master, b"spoken here", rest)
+        process.send_signal(signal.SIGINT)
+        rest = _until(master, b"together", _until(master, b"stopped", rest))
+        rest = _until(master, b"> ", rest)
+        os.write(master, b"\x04")
+        assert process.wait(30) == 0, rest[-500:]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
 def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
     """Read until this is shown; what came behind it."""
     limit = time.monotonic() + 120
@@ -118,3 +150,52 @@ def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
         if select.select([master], [], [], 0.2)[0]:
             seen += os.read(master, 65536)
     return seen.partition(wanted)[2]
+
+
+def two_speakers(recite: Callable[..., str]) -> list[str]:
+    return [
+        *("--member", recite("left", "The harbour opened in 1887 near Lisbon."), "--member"),
+        recite("right", "The harbour opened in 1892 near Porto.", certainty=8.0),
+    ]
+
+
+def test_each_shows_every_members_own_answer_and_what_differs(
+    recite: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.json"
+    assert said(f"/each\n/each When?\n/why\n/save {file}\n", two_speakers(recite), monkeypatch) == 0
+    shown = capsys.readouterr()
+    together, left, right = shown.out.splitlines()
+    assert left == "left: The harbour opened in 1887 near Lisbon."
+    assert right == "right: The harbour opened in 1892 near Porto."
+    assert together.startswith("together: The harbour")
+    assert "/each QUESTION: ask something" in shown.err
+    assert "left, unlike another one: 1887, Lisbon" in shown.err
+    assert "right, unlike another one: 1892, Porto" in shown.err
+    assert "round 1" in shown.err, "/why explains the joint answer"
+    turns = json.loads(file.read_text("utf-8"))
+    assert turns[0] == {"role": "user", "content": "When?"}
+    assert together == f"together: {turns[1]['content']}"
+
+
+def test_each_says_why_an_answer_failed_and_shows_the_others(
+    recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(f"/each {'long ' * 5000}\n/each When?\n", two_speakers(recite), monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert "shorten the prompt" in shown.err
+    assert "left: The harbour opened in 1887" in shown.out
+
+
+@pytest.mark.parametrize("width", [100, 40])
+def test_each_has_columns_on_a_terminal_and_marks_in_them(width: int) -> None:
+    out = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    columns = Columns(["le\x1bft", "right"])
+    for column, text in zip(columns._columns, ("It is 5.", "It is 5.", "It is Six."), strict=True):
+        column.text = text
+    columns.show_differences(out, Console(file=io.StringIO()))
+    lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    beside = any("together" in line and "right" in line for line in lines)
+    assert beside is (width == 100)
+    assert any("le\\x1bft" in line for line in lines)
+    assert columns.joint.shown.spans[0].style == "bold reverse"

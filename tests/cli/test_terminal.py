@@ -13,7 +13,16 @@ from rich.console import Console
 from specfuse_shared.cli import terminal
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.types import Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord, RoundTiming, Usage
+from specfuse_shared.types import (
+    Candidate,
+    FinishReason,
+    MemberAbsence,
+    MemberExit,
+    MemberUsage,
+    RoundRecord,
+    RoundTiming,
+    Usage,
+)
 
 MEMBERS = ("[red]a", "b")
 LEAVING = MemberExit("b", 1, "retention", 0.125)
@@ -208,3 +217,16 @@ def test_thoughts_are_notes_in_front_of_the_answer() -> None:
     terminal.show_answer([start, *thoughts, *rest], out, notes)
     assert shown(out) == "One two.\n"
     assert f"{one} thinks:\nHm, yes.\n{other} thinks:\n\\x1b[2JNo.\n" in shown(notes)
+
+
+def test_members_that_were_late_are_named_with_their_rounds() -> None:
+    out, notes, result = console(), console(), finished("One ", "two")
+    late = MemberAbsence("\x1b[31mb", "verify", 5)
+    told = replace(result, rounds=(result.rounds[0], replace(result.rounds[1], absent=(late,))))
+    terminal.show_rounds(told, out)
+    assert "\\x1b[31mb sat this round out: late with its verdicts" in shown(out)
+    terminal.show_summary(result, notes)
+    assert "late rounds" not in shown(notes)
+    told = replace(told, rounds=(*result.rounds[:1], replace(result.rounds[1], absent=(MemberAbsence("b"),))))
+    terminal.show_summary(told, notes)
+    assert "late rounds" in shown(notes)

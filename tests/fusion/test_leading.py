@@ -25,7 +25,7 @@ class Side(SimpleNamespace):
 
 class Sides(dict[str, Side]):
     @property
-    def active(self) -> list[str]:
+    def present(self) -> list[str]:
         return list(self)
 
 
@@ -50,7 +50,7 @@ PAIR = sides(small=100, large=100)
 
 
 def is_worth(found: Lead, tokens: int = 5) -> bool:
-    return found.leader(PAIR, PAIR.active, tokens) is not None
+    return found.leader(PAIR, PAIR.present, tokens) is not None
 
 
 def test_members_that_take_turns_have_a_leader() -> None:
@@ -106,7 +106,7 @@ def test_many_answers_have_one_where_it_saves_a_fifth_of_the_work() -> None:
 def test_nobody_leads_members_that_make_no_guesses() -> None:
     other = sides(small=100, large=100)
     other["large"].member.info = info(100, may_guess=False)
-    assert lead(EVEN, 1, lanes=(0, 0)).leader(other, other.active, 5) is None
+    assert lead(EVEN, 1, lanes=(0, 0)).leader(other, other.present, 5) is None
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_nobody_leads_members_that_make_no_guesses() -> None:
 )
 def test_the_leader_is_who_is_quick(seconds: Mapping[str, float], leader: str) -> None:
     uneven = sides(small=100, large=900)
-    assert lead(seconds, 1, lanes=(0, 0)).leader(uneven, uneven.active, 5) == leader
+    assert lead(seconds, 1, lanes=(0, 0)).leader(uneven, uneven.present, 5) == leader
 
 
 def test_who_wins_leads_among_equals() -> None:
     found = lead(EVEN, 1, lanes=(0, 0))
     for _ in range(5):
         found.learn(["large"], settled=False)
-    assert found.leader(PAIR, PAIR.active, 5) == "large"
+    assert found.leader(PAIR, PAIR.present, 5) == "large"
 
 
 def test_seconds_of_a_forward_are_those_of_the_metrics() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -117,3 +119,30 @@ def test_a_member_whose_process_dies_leaves_and_those_here_go_on(tiny_engine: En
         assert rest[-1].result.rounds[-1].active == ("chat",)
         again = engine.generate("Still there?", SamplingParams(max_tokens=10))
         assert [fault.member for fault in again.warnings] == ["base"]
+
+
+def test_a_member_whose_process_stops_in_the_middle_of_a_draft_is_late_and_one_that_dies_then_has_failed(
+    tiny_engine: EnsembleEngine,
+) -> None:
+    deadline = replace(tiny_engine.config, round_seconds=0.2, round_grace=0.1, late_rounds=2000)
+    with elsewhere(deadline, ("base",)) as engine:
+        for how in (signal.SIGCONT, signal.SIGKILL):
+            events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=300, min_tokens=300))
+            seen = [next(event for event in events if isinstance(event, SegmentEvent))]
+            os.kill(engine.processes[0].pid or 0, signal.SIGSTOP)
+            late = next(event for event in events if isinstance(event, SegmentEvent) and _late(event) == ["base"])
+            os.kill(engine.processes[0].pid or 0, how)
+            rest = [late, *events]
+            last = rest[-1]
+            assert isinstance(last, FinishEvent)
+            assert last.result.text.startswith(seen[0].text)
+            if how is signal.SIGCONT:
+                assert not last.result.warnings
+            else:
+                assert [(fault.member, fault.stage) for fault in last.result.warnings] in ([("base", "draft")], [])
+        again = engine.generate("Still there?", SamplingParams(max_tokens=10))
+        assert [fault.member for fault in again.warnings] == ["base"]
+
+
+def _late(event: SegmentEvent) -> list[str]:
+    return [absence.member for absence in event.record.absent] if event.record is not None else []

@@ -16,7 +16,7 @@ from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.report.formats import number
 from specfuse_shared.report.html import fragment, pieces_of
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.types import FinishReason, MemberExit
+from specfuse_shared.types import FinishReason, MemberAbsence, MemberExit
 from tests.support.explained import explained, rival_text, round_of, unverified
 
 TIDES = [("alpha", "The tides"), ("beta", " follow the Moon,"), ("alpha", " and the Sun.")]
@@ -364,3 +364,22 @@ def test_thoughts_are_shown_as_text_behind_the_answer() -> None:
     assert "thought before it answered" in html
     assert "Is it &lt;b&gt;so&lt;/b&gt;?" in html
     assert "thought before" not in explained([("alpha", "Yes.")]).to_html()
+
+
+def test_it_says_who_was_late_in_which_rounds_and_who_left_for_it() -> None:
+    result = explained(TIDES, leaving={3: [MemberExit("beta", 3, "late")]})
+    first, second, third = result.rounds
+    rounds = (
+        replace(unverified(first, ["alpha"]), absent=(MemberAbsence("beta", "draft", 5),)),
+        replace(second, active=("alpha", "beta", "gamma"), absent=(MemberAbsence("gamma", "verify", 5),)),
+        replace(unverified(third, ["alpha"]), absent=(MemberAbsence("beta"),)),
+    )
+    page = Page(replace(result, rounds=rounds).to_html())
+    cards = [" ".join(text.split()) for text in page.texts("card")]
+    assert "written by the only member that was on time, nothing to judge" in cards[0]
+    assert "beta sat this round out: late with its draft" in cards[0]
+    assert "gamma sat this round out: late with its verdicts" in cards[1]
+    assert "2 candidates, judged by 2 members" in cards[1]
+    assert "beta sat this round out: still at work for an earlier round" in cards[2]
+    [row] = [" ".join(text.split()) for text in page.texts("tr") if "late in" in text]
+    assert "left in round 3: it stayed late; late in 2 rounds" in row

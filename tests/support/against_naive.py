@@ -22,7 +22,7 @@ from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.types import RoundRecord
+from specfuse_shared.types import FinishReason, RoundRecord
 from tests.support.naive import NaiveMember, NaiveRound, naive_rounds
 
 SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte"})
@@ -109,11 +109,11 @@ class OpenAnswer:
 
     def events(self) -> Iterator[Event]:
         """Its events as they come; stages run when the next one is asked for."""
-        ops = next(self._work)
+        wanted = next(self._work)
         while True:
             yield from self._taken()
             try:
-                ops = self._work.send(self._results(ops))
+                wanted = self._work.send(self._results(wanted.ops))
             except StopIteration:
                 break
         yield from self._taken()
@@ -187,13 +187,29 @@ def _assert_round(record: RoundRecord, reference: NaiveRound, tolerance: float) 
     drafted = {name: (c.text, c.ends) for c in record.candidates for name in c.drafters}
     spoken = {n: d for n, d in reference.candidates.items() if d[0] or d[1]}
     assert drafted == spoken, f"round {record.index}"
-    assert list(record.active) == reference.active
+    assert list(record.present) == reference.active
     assert (record.winner, record.text) == (reference.winner, reference.segment), f"round {record.index}"
     assert record.verified == bool(reference.scores)
     for candidate in record.candidates:
         for name, score in candidate.scores.items():
             expected = reference.scores[name][f"{candidate.text}|{candidate.ends}"]
             assert abs(score - expected) <= tolerance, f"round {record.index}: {name} on {candidate.text!r}"
+
+
+def assert_equals_naive_with_absences(
+    config: EnsembleConfig,
+    members: Sequence[InProcessMember],
+    question: str,
+    params: SamplingParams,
+    found: EnsembleResult,
+) -> None:
+    """The rounds of a result are those of the naive method without the members that were late, as recorded."""
+    records = found.rounds[:-1] if found.finish_reason is FinishReason.LENGTH else found.rounds  # cut at max_tokens
+    absences = [record.absent for record in records]
+    with eager([member for member in members if isinstance(member, LocalMember)]):
+        naive = naive_rounds(config, members, [Message("user", question)], params, absences=absences)
+        for record, reference in zip(records, naive, strict=False):
+            _assert_round(record, reference, 1e-3)
 
 
 async def stalls_of_the_loop(stalls: list[float]) -> None:

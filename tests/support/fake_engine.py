@@ -6,6 +6,7 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
 from tests.support.fake_lane import FakeLane, scripted
+from tests.support.slow_lane import SlowLane
 
 TALE, OTHER = "the sea follows the moon and the moon follows the sun .", "the sea is wide and blue ."
 
@@ -13,7 +14,7 @@ TALE, OTHER = "the sea follows the moon and the moon follows the sun .", "the se
 class FakeEngine(EnsembleEngine):
     """An engine over fake lanes: one for each group of members."""
 
-    def __init__(self, *lanes: FakeLane, **settings: object) -> None:
+    def __init__(self, *lanes: FakeLane | SlowLane, **settings: object) -> None:
         names = [info.name for lane in lanes for info in lane.members]
         super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))  # type: ignore[arg-type]
         self.lanes = lanes

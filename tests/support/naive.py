@@ -20,6 +20,7 @@ from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
 from specfuse_shared.text.codec import cut_candidate, whole_characters
 from specfuse_shared.text.stops import partial_stop
+from specfuse_shared.types import MemberAbsence
 
 
 @dataclass
@@ -117,7 +118,9 @@ def naive_rounds(
     messages: list[Message],
     params: SamplingParams,
     kind: type[NaiveMember] = NaiveMember,
+    absences: Sequence[Sequence[MemberAbsence]] = (),
 ) -> Iterator[NaiveRound]:
+    """`absences`: of each round, who was late in it, and since when."""
     active = [kind(m, messages, params) for m in members]
     power = 1.5 if config.first_weights == "size" else 0
     first = {m.name: m.info.weight * m.info.report.parameters**power for m in members}
@@ -129,10 +132,14 @@ def naive_rounds(
         left = (config.first_segment_tokens or 0) - len(members[0].codec.encode(answer)) if opening else 0
         limit = max(left, config.segment_tokens)
         count = config.segment_tokens if config.early_margin else limit
+        late = {a.member: a for a in (absences[index - 1] if index <= len(absences) else ())}
         while True:
-            drafts = {m.name: m.draft(answer, min(count, limit), index) for m in active}
+            here = [m for m in active if m.name not in late or late[m.name].tokens > min(count, limit)]
+            drafts = {m.name: m.draft(answer, min(count, limit), index) for m in here}
             distinct = list(dict.fromkeys(d for d in drafts.values() if d[0] or d[1]))
-            judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in active if len(distinct) > 1}
+            judged = {m.name: {d: m.judge(answer, *d) for d in distinct} for m in here if len(distinct) > 1}
+            mass = sum(weight[m.name] for m in here)
+            own_weight = {m.name: weight[m.name] / mass for m in here}
             authors = {d: [name for name, own in drafts.items() if own == d] for d in distinct}
             circling = {d for d in distinct if config.repetition_guard and judged and repeats(answer, d[0])}
             is_last = count >= limit or (bool(distinct) and all(ends for _, ends in distinct))
@@ -140,7 +147,7 @@ def naive_rounds(
                 opening = opening and not is_last
                 break
             if judged:
-                best, _, votes = _elect(judged, weight, authors, circling, config)
+                best, _, votes = _elect(judged, own_weight, authors, circling, config)
                 over = any(ends for _, ends in distinct)
                 margin = (
                     4 * config.early_margin if over else max(1, config.early_margin * config.segment_tokens / count)
@@ -148,27 +155,29 @@ def naive_rounds(
                 if votes[best] > 0 and all(votes[best] >= margin * vote for d, vote in votes.items() if d != best):
                     break
             count *= 2
-        (text, ended), table, total = _elect(judged, weight, authors, circling, config)
+        (text, ended), table, total = _elect(judged, own_weight, authors, circling, config)
         scores = {name: {f"{t}|{e}": s for (t, e), s in row.items()} for name, row in table.items()}
         winner = next(name for name, d in drafts.items() if d == (text, ended))
         text, ended = ("", True) if config.repetition_guard and is_stuck(answer, text) else (text, ended)
-        yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in active])
+        yield NaiveRound(drafts, scores, winner, text, ended, [m.name for m in here])
         answer += text
         if ended:
             return
         if not scores:
             continue
         verified += 1
-        names = [m.name for m in active]
+        names = [m.name for m in here]
         own = {i: f"{drafts[i][0]}|{drafts[i][1]}" for i in names}
         if config.feedback == "constant":
-            weight = _feedback(config.feedback_rate, weight, names, scores, own)
+            grown = _feedback(config.feedback_rate, own_weight, names, scores, own)
+            weight = weight | {i: mass * w for i, w in grown.items()}
         if config.feedback_limit:
-            gain = {i: weight[i] / first[i] for i in names}
-            weight = {i: max(weight[i], first[i] * max(gain.values()) / config.feedback_limit) for i in names}
+            gain = {m.name: weight[m.name] / first[m.name] for m in active}
+            weight = {i: max(weight[i], first[i] * max(gain.values()) / config.feedback_limit) for i in gain}
             weight = {i: w / sum(weight.values()) for i, w in weight.items()}
-        for i in names:
-            quality[i] += total.get(drafts[i], 0.0)
+        gained = {i: total.get(drafts[i], 0.0) for i in names}
+        for m in active:
+            quality[m.name] += gained.get(m.name, sum(gained.values()) / len(gained))
         if config.exit == "entropy":
             gone = _leavers({i: quality[i] for i in names}, verified, config)
             active = [m for m in active if m.name not in gone]

@@ -23,11 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specfuse_shared.api_server.access.clients import Client, Clients
 from specfuse_shared.api_server.failures import HttpError, error_body, error_headers
+from specfuse_shared.api_server.page import FILES
 
 logger = logging.getLogger(__name__)
 
 GONE, BROKEN = 499, 500
-OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/health", "/live"})
+OPEN_PATHS = frozenset({*FILES, "/health", "/live"})
 """What is answered without a key: the page and whether the server is up; neither tells of any answer."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.ASCII)

@@ -1,6 +1,8 @@
 // Asks the server that it came from, and shows the report of the answer while it grows.
 // Text of people and models goes through textContent; the report is markup of the server, whose templates escape it.
 
+import { drawColumns } from "/each.js";
+
 const at = id => document.getElementById(id);
 const [status, problem, form, stop, send, report, spoken, asked, save, history] =
   ["status", "problem", "ask", "stop", "send", "report", "spoken", "asked", "save", "history"].map(at);
@@ -8,10 +10,11 @@ const sheet = new CSSStyleSheet();
 document.adoptedStyleSheets = [sheet];
 const templates = window.trustedTypes?.createPolicy("report", { createHTML: html => html });
 const answers = [];
+const membersOf = new Map();
 let running = null, ready = false;
 
 function say(text, kind = "") {
-  status.textContent = text;
+  if (status.textContent !== text) status.textContent = text;
   status.className = kind;
 }
 
@@ -71,6 +74,7 @@ function clear(answer) {
   at("before").replaceChildren(...before.map(turn =>
     Object.assign(document.createElement("li"), { textContent: turn.content, className: turn.role, dir: "auto" })));
   report.replaceChildren();
+  drawColumns(at("beside"), answer.columns);
   spoken.replaceChildren();
   delete report.dataset.chosen;
   asked.textContent = answer.question;
@@ -99,11 +103,40 @@ async function refusal(response) {
   return new Error(told?.error?.message ?? `the server answers ${response.status}`);
 }
 
+// The answer of one model; each chunk goes to `take`.
+async function stream(model, turns, specfuse, signal, take) {
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST", headers: headers(), signal,
+    body: JSON.stringify({
+      model, messages: turns, max_tokens: at("tokens").valueAsNumber || null,
+      temperature: at("temperature").valueAsNumber || 0, stream: true, specfuse,
+    }),
+  });
+  if (!response.ok) throw await refusal(response);
+  for await (const chunk of chunks(response)) take(chunk);
+}
+
+// A member's own answer, into its column; its failure is told there, and harms no other answer.
+async function askAlone(answer, model, column, signal) {
+  try {
+    await stream(model, answer.turns, { ledger: "none" }, signal, chunk => {
+      if (chunk.error) throw new Error(chunk.error.message);
+      for (const { delta } of chunk.choices) column.text += delta.content ?? "";
+      if (answer.shown) drawColumns(at("beside"), answer.columns);
+    });
+  } catch (error) {
+    column.problem = signal.aborted ? "Stopped" : `It failed: ${error.message}`;
+  }
+  column.over = true;
+}
+
 function take(chunk, answer) {
   if (chunk.error) throw new Error(chunk.error.message);
   for (const { delta, specfuse } of chunk.choices) {
     if (delta.content) {
       answer.text += delta.content;
+      if (answer.columns.length) answer.columns[0].text = answer.text;
+      if (answer.shown) drawColumns(at("beside"), answer.columns);
       spoken.append(Object.assign(document.createElement("span"), { textContent: delta.content }));
     }
     if (specfuse?.report) {
@@ -127,7 +160,9 @@ async function ask(question) {
   const turns = at("follow").checked ? conversation() : [];
   if (!turns.length && at("system").value.trim()) turns.push({ role: "system", content: at("system").value });
   turns.push({ role: "user", content: question });
-  const answer = { question, turns, text: "", report: "", state: "answering", began: new Date(), shown: true };
+  const model = at("model").value, beside = at("each").checked ? membersOf.get(model) ?? [] : [];
+  const columns = (beside.length ? ["together", ...beside] : []).map(name => ({ name, text: "", problem: "", over: false }));
+  const answer = { question, turns, columns, text: "", report: "", state: "answering", began: new Date(), shown: true };
   const stopping = running = new AbortController();
   for (const other of answers) other.shown = false;
   answers.unshift(answer);
@@ -135,17 +170,14 @@ async function ask(question) {
   list();
   control();
   say("The members read the question …", "busy");
+  const alone = beside.map((name, i) => askAlone(answer, `${model}/${name}`, columns[i + 1], stopping.signal));
   try {
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST", headers: headers(), signal: stopping.signal,
-      body: JSON.stringify({
-        model: at("model").value, messages: turns, max_tokens: at("tokens").valueAsNumber || null,
-        temperature: at("temperature").valueAsNumber || 0, stream: true, specfuse: { report: true, ledger: "none" },
-      }),
+    await stream(model, turns, { report: true, ledger: "none" }, stopping.signal, chunk => {
+      say("The members are writing …", "busy");
+      take(chunk, answer);
     });
-    if (!response.ok) throw await refusal(response);
-    say("The members are writing …", "busy");
-    for await (const chunk of chunks(response)) take(chunk, answer);
+    if (alone.length) say("Each member writes by itself …", "busy");
+    await Promise.all(alone);
     answer.state = answer.document ? "finished" : "cut";
     say("Finished", "ok");
     if (!answer.document) complain("The server went away, or the answer found no room to end: what there is, is shown.");
@@ -154,6 +186,8 @@ async function ask(question) {
     say(answer.state === "stopped" ? "Stopped: the members compute no more" : "Failed", answer.state === "stopped" ? "ok" : "failed");
     if (answer.state === "failed") complain(`The answer failed: ${error.message}`);
   }
+  await Promise.all(alone);
+  if (columns.length) columns[0].over = true;
   running = null;
   control();
   if (answer.shown) show(answer);
@@ -163,6 +197,7 @@ async function ask(question) {
 function show(answer) {
   for (const other of answers) other.shown = other === answer;
   if (answer.report) draw(answer.report);
+  drawColumns(at("beside"), answer.columns);
   const fact = report.querySelectorAll(".facts dd");
   if (fact.length && !answer.document && answer.state !== "answering") {
     fact[0].textContent = answer.state;
@@ -207,9 +242,18 @@ function control() {
 async function models() {
   const response = await fetch("/v1/models", { headers: headers() });
   if (!response.ok) throw await refusal(response);
-  const found = (await response.json()).data.map(model => Object.assign(document.createElement("option"), { textContent: model.id, value: model.id }));
+  const { data } = await response.json(), names = new Set(data.map(model => model.id));
+  for (const { id, specfuse } of data)
+    membersOf.set(id, (specfuse?.members ?? []).filter(member => names.has(`${id}/${member}`)));
+  const found = data.map(model => Object.assign(document.createElement("option"), { textContent: model.id, value: model.id }));
   at("model").replaceChildren(...found);
   at("model").disabled = false;
+  offerEach();
+}
+
+// Only an ensemble has members to ask one by one.
+function offerEach() {
+  at("each-field").hidden = !membersOf.get(at("model").value)?.length;
 }
 
 async function connect() {
@@ -242,6 +286,7 @@ form.addEventListener("submit", event => {
   if (!running && ready && question.trim()) ask(question);
 });
 stop.addEventListener("click", () => running?.abort());
+at("model").addEventListener("change", offerEach);
 at("key").addEventListener("change", connect);
 at("question").addEventListener("keydown", event => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();

@@ -18,7 +18,7 @@ MEMBERS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 _BY_MEMBER = (
-    *("wins", "exits", "faults", "forwards"),
+    *("wins", "exits", "faults", "late_rounds", "forwards"),
     *("accepted_guesses", "rejected_guesses", "answer_forwards", "answer_tokens"),
 )
 
@@ -65,6 +65,7 @@ class MetricsSnapshot:
     wins: dict[str, int] = field(default_factory=dict)
     exits: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    late_rounds: dict[str, int] = field(default_factory=dict)
     forwards: dict[str, int] = field(default_factory=dict)
     forward_seconds: dict[str, float] = field(default_factory=dict)
     accepted_guesses: dict[str, int] = field(default_factory=dict)
@@ -121,8 +122,9 @@ class Metrics:
                 self._now.rounds += 1
                 self._now.verified_rounds += event.record.verified
                 self._now.led_rounds += event.record.leader is not None
-                self._now.active_members.add(len(event.record.active))
+                self._now.active_members.add(len(event.record.present))
                 self._by_member["wins"][event.record.winner] += 1
+                self._by_member["late_rounds"].update(absence.member for absence in event.record.absent)
             elif isinstance(event, ExitEvent):
                 self._by_member["exits"][event.exit.member] += 1
             elif isinstance(event, WarningEvent):

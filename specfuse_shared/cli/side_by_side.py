@@ -1,0 +1,153 @@
+"""The joint answer and each member's own, in columns that grow at the same time; what they say otherwise is marked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from specfuse_shared.cli.terminal import palette, visible
+from specfuse_shared.differences import Difference, differences_of
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent
+from specfuse_shared.messages import Message
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.settings.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specfuse_shared.serving.engine import EnsembleEngine
+
+Heard = tuple[int, Event | Exception | None]
+"""The number of a stream, and what came of it; None at its end."""
+TOGETHER = "together"
+_NARROWEST = 24
+"""Characters of a column; with less, answers stand below each other."""
+_SECONDS_OF_A_WAIT = 0.5
+"""On Windows, Ctrl-C is heard between two waits only."""
+_STYLES = {"number": "bold reverse", "name": "bold reverse", "word": "underline"}
+
+
+@dataclass
+class Column:
+    """One of the answers. `member`: whose it is, None for the joint one. `problem`: why it failed."""
+
+    member: str | None
+    style: str
+    text: str = ""
+    result: EnsembleResult | None = None
+    problem: str = ""
+    marks: Sequence[Difference] = field(default_factory=list)
+
+    @property
+    def title(self) -> Text:
+        return Text(visible(self.member or TOGETHER), style=f"bold {self.style}".strip())
+
+    @property
+    def shown(self) -> Text:
+        """The text so far, with its marks."""
+        found, at = Text(), 0
+        for mark in self.marks:
+            found.append(visible(self.text[at : mark.start]))
+            found.append(visible(self.text[mark.start : mark.end]), _STYLES[mark.kind])
+            at = mark.end
+        found.append(visible(self.text[at:]))
+        return found.append(f"\n{visible(self.problem)}", "yellow") if self.problem else found
+
+
+class Columns:
+    """The answers to one question; the joint one comes first."""
+
+    def __init__(self, members: Sequence[str]) -> None:
+        colours = palette(members)
+        self.joint = Column(None, "")
+        self._columns = [self.joint, *(Column(name, colours[name]) for name in members)]
+
+    def run(self, engine: EnsembleEngine, messages: Sequence[Message], params: SamplingParams, out: Console) -> None:
+        """Ask, and show the answers as they come; on no terminal, one after another when all are there.
+
+        An answer that fails says so in its place. Ctrl-C stops them all; what has come by then stays.
+        """
+        streams: list[Iterator[Event]] = []
+        try:
+            for column in self._columns:
+                members = None if column.member is None else [column.member]
+                streams.append(engine.stream(messages, params, members=members))
+            if not out.is_terminal:
+                for _ in self._heard(streams):
+                    pass
+                return
+            with Live(self._grid(out), console=out, transient=True, auto_refresh=False) as live:
+                for _ in self._heard(streams):
+                    live.update(self._grid(out), refresh=True)
+        finally:
+            for stream in streams:
+                stream.close()  # type: ignore[attr-defined]
+
+    def _heard(self, streams: Sequence[Iterator[Event]]) -> Iterator[None]:
+        """Take what comes of all streams until all have ended."""
+        came = SimpleQueue[Heard]()
+        for number, stream in enumerate(streams):
+            threading.Thread(target=_pass_on, args=(number, stream, came.put), daemon=True).start()
+        left = len(streams)
+        while left:
+            try:
+                number, found = came.get(timeout=_SECONDS_OF_A_WAIT)
+            except Empty:
+                continue
+            column = self._columns[number]
+            if found is None:
+                left -= 1
+            elif isinstance(found, SegmentEvent):
+                column.text += found.text
+            elif isinstance(found, FinishEvent):
+                column.result = found.result
+            elif isinstance(found, SpecFuseError):
+                column.problem = str(found)
+            elif isinstance(found, Exception):
+                raise found
+            yield
+
+    def show_differences(self, out: Console, notes: Console) -> None:
+        """The answers with what differs marked, and a list of the numbers and names among that."""
+        for column, marks in zip(self._columns, differences_of([c.text for c in self._columns]), strict=True):
+            column.marks = marks
+        if out.is_terminal:
+            out.print(self._grid(out))
+        else:
+            for column in self._columns:
+                out.file.write(f"{visible(column.member or TOGETHER)}: {column.text}\n")
+                if column.problem:
+                    notes.print(Text(f"{visible(column.member or TOGETHER)}: {visible(column.problem)}"))
+        for column in self._columns:
+            facts = [column.text[mark.start : mark.end] for mark in column.marks if mark.kind != "word"]
+            if facts:
+                listed = ", ".join(dict.fromkeys(facts))
+                line = f"{column.member or TOGETHER}, unlike another one: {listed}"
+                notes.print(Text(visible(line), style="dim"))
+
+    def _grid(self, out: Console) -> Table | Group:
+        if out.width < _NARROWEST * len(self._columns):
+            return Group(*(part for column in self._columns for part in (column.title, column.shown, "")))
+        table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        for _ in self._columns:
+            table.add_column(ratio=1, overflow="fold")
+        table.add_row(*(column.title for column in self._columns))
+        table.add_row(*(column.shown for column in self._columns))
+        return table
+
+
+def _pass_on(number: int, stream: Iterator[Event], put: Callable[[Heard], None]) -> None:
+    """Give everything that a stream has, its end or its error last."""
+    try:
+        for event in stream:
+            put((number, event))
+    except Exception as error:
+        put((number, error))
+    put((number, None))

@@ -1,0 +1,90 @@
+"""A server that is slow or hangs holds no answer up: its member sits rounds out, and comes back or leaves."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import EnsembleEngine, EnsembleResult, SamplingParams
+from tests.servers.model_server import Ways, model_server
+from tests.support.against_naive import assert_equals_naive_with_absences, local_members
+from tests.support.served import QUESTIONS, served
+from tests.support.serving import until
+
+PARAMS = SamplingParams(max_tokens=150)
+
+
+@dataclass
+class Unsteady(Ways):
+    """Once the member is loaded, every `nth` request takes so many `seconds`."""
+
+    steady: bool = True
+    nth: int = 9
+    seconds: float = 1.3
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "delay":
+            return 0.0 if self.steady or next(self.numbers) % self.nth else self.seconds
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def unsteady(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tuple[EnsembleEngine, Unsteady]]:
+    """The chat model behind a server that is slow at times, the base model here."""
+    ways = Unsteady()
+    with model_server(folders["chat"], ways) as (url, _):
+        config = replace(served(tiny_engine, url, "chat"), round_seconds=1.0, round_grace=0.1, late_rounds=100)
+        with EnsembleEngine(config) as engine:
+            engine.load()
+            ways.steady = False
+            yield engine, ways
+
+
+def test_rounds_without_a_late_server_are_those_of_the_naive_method_without_its_member(
+    tiny_engine: EnsembleEngine, unsteady: tuple[EnsembleEngine, Unsteady]
+) -> None:
+    engine, _ = unsteady
+    late = back = 0
+    for question in QUESTIONS[:3]:
+        result = engine.generate(question, PARAMS)
+        names = [[absence.member for absence in record.absent] for record in result.rounds]
+        assert all(each in ([], ["chat"]) for each in names), "members of this machine are never late to it"
+        late += sum(each == ["chat"] for each in names)
+        back += sum(one == ["chat"] and other == [] for one, other in itertools.pairwise(names))
+        assert_equals_naive_with_absences(engine.config, local_members(tiny_engine), question, PARAMS, result)
+    assert late > 1
+    assert back, "it came back"
+
+
+def test_a_server_that_hangs_is_left_behind_and_its_requests_are_cancelled(
+    unsteady: tuple[EnsembleEngine, Unsteady],
+) -> None:
+    engine, ways = unsteady
+    engine.config = replace(engine.config, late_rounds=2)
+    ways.nth, ways.seconds = 1, 300.0
+    began = time.monotonic()
+    result = engine.generate(QUESTIONS[0], PARAMS)
+    assert time.monotonic() - began < 30
+    assert all(record.present == ("base",) for record in result.rounds)
+    assert result.text
+    until(lambda: not engine.metrics().running)
+    until(lambda: not ways.running)
+    assert ways.left
+
+
+def test_many_answers_at_once_do_not_wait_for_a_server_that_hangs_at_times(
+    unsteady: tuple[EnsembleEngine, Unsteady],
+) -> None:
+    engine, ways = unsteady
+    ways.nth, ways.seconds = 20, 300.0
+    began = time.monotonic()
+    results = engine.generate_batch([f"{QUESTIONS[0]} {n}" for n in range(16)], SamplingParams(max_tokens=20))
+    assert time.monotonic() - began < 60
+    assert all(isinstance(result, EnsembleResult) and result.text for result in results)
+    until(lambda: not engine.metrics().running)

@@ -1,0 +1,62 @@
+"""What answers say otherwise: numbers and names first, then longer words."""
+
+from __future__ import annotations
+
+import pytest
+
+from specfuse_shared.differences import differences_of
+
+
+def told(*texts: str) -> list[list[tuple[str, str]]]:
+    return [
+        [(text[found.start : found.end], found.kind) for found in differences]
+        for text, differences in zip(texts, differences_of(texts), strict=True)
+    ]
+
+
+def test_numbers_and_names_that_another_answer_lacks_are_told_from_words() -> None:
+    first, second = told(
+        "The moon landing was on July 20, 1969, by Neil Armstrong.", "The Moon landing was on July 21, 1969 with crew."
+    )
+    assert first == [("20", "number"), ("Neil", "name"), ("Armstrong", "name")]
+    assert second == [("21", "number"), ("with", "word"), ("crew", "word")]
+
+
+def test_a_difference_to_one_of_several_answers_counts() -> None:
+    assert told("Lisbon.", "lisbon!", "It is Porto") == [
+        [("Lisbon", "word")],
+        [("lisbon", "word")],
+        [("Porto", "name")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1,969 ships", "1969 ships"),
+        ("SHIPS SAIL", "ships sail"),
+        ("a b c", "d e f"),
+        ("", ""),
+        ("...", "!"),
+        ("x", "x"),
+    ],
+)
+def test_what_is_said_in_other_letters_is_no_difference(one: str, other: str) -> None:
+    assert told(one, other) == [[], []]
+
+
+def test_a_capital_at_the_beginning_of_a_sentence_makes_no_name() -> None:
+    [[*first], _] = told("Ships sail. Harbours wait: NASA and McDonald know; I'm sure I do.", "")
+    assert [text for text, kind in first if kind == "name"] == ["NASA", "McDonald"]
+    [[*first], _] = told("- Ships\n2. Harbours\n“Boats", "")
+    assert [kind for _, kind in first] == ["word", "number", "word", "word"]
+
+
+def test_other_scripts_have_numbers_and_words_and_no_names() -> None:
+    assert told("東京タワー 333 m", "東京タワー 332 m") == [[("333", "number")], [("332", "number")]]
+    assert told("Москва стоит", "Город Киев стоит")[1][-1] == ("Киев", "name")
+
+
+def test_one_text_differs_from_nothing() -> None:
+    assert differences_of(["Alone 1"]) == [()]
+    assert differences_of([]) == []
