@@ -23,12 +23,11 @@ from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
+from specfuse_shared.runtime.cache.sizes import TREE_ROOM
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static.runner import DraftInput
 from specfuse_shared.runtime.top_tokens import TopTokens
-
-_TREE_ROOM = 64
 
 
 class TreeSequence(SequenceState):
@@ -102,9 +101,9 @@ class TreeSequence(SequenceState):
         """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
         assert self._is_open, "the sequence was released"
         if self._row is None:
-            self._row = self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
+            self._row = self.runner.pool.row(len(self.prompt) + TREE_ROOM)
             self.runner.prefixes.holders.add(self)
-        self.runner.longrope.outgrown(self._row, len(self.prompt) + _TREE_ROOM)
+        self.runner.longrope.outgrown(self._row, len(self.prompt) + TREE_ROOM)
         return self._row
 
     def _catch_up(self, row: CacheRow) -> None:
@@ -114,7 +113,7 @@ class TreeSequence(SequenceState):
 
     def _read_again_if_long(self, row: CacheRow) -> None:
         """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
-        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + _TREE_ROOM):
+        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_ROOM):
             return
         row.used, ids = 0, self.prompt + self.answer
         for start in range(0, len(ids), PREFILL_CHUNK):
