@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -22,7 +21,6 @@ from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.cache.blocks import CacheRow
-from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
 from specfuse_shared.runtime.cache.sizes import TREE_ROOM
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -37,12 +35,12 @@ class TreeSequence(SequenceState):
     """
 
     runner: ModelRunner
+    copies_prompts = True
 
     def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
         super().__init__(runner, keeps_spare)
         self._row: CacheRow | None = None
         self._is_open = False
-        self._common = weakref.WeakKeyDictionary[SequenceState, int]()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
@@ -62,15 +60,6 @@ class TreeSequence(SequenceState):
         if row is None or not row.used or row.reach or not self.is_sound:
             return None
         return row, self.prompt[: row.used] if self.prompt_remaining else self.prompt + self.answer
-
-    def waits_for(self, other: SequenceState) -> bool:
-        if not isinstance(other, TreeSequence):
-            return False
-        own, read = len(self.prompt) - self.prompt_remaining, len(other.prompt) - other.prompt_remaining
-        common = self._common.get(other)
-        if common is None:
-            common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
-        return own <= read < common and common >= own + SHORTEST_PREFIX
 
     def run(self, request: ForwardRequest) -> None:
         feed_together([request])
