@@ -1,8 +1,31 @@
-"""`python -m specfuse_shared` is the command `specfuse-llm`."""
+"""The command `specfuse-llm`, also as `python -m specfuse_shared`."""
 
+import os
 import sys
+from contextlib import suppress
 
-from specfuse_shared.cli.commands import main
+from specfuse_shared.cli.complaints import INTERRUPTED, PROGRAM
+
+
+def main() -> int:
+    """Run the command. Ctrl-C is heard from the first import on, and ends the process at once.
+
+    What still loads in other threads would be waited for, and a second Ctrl-C would show where.
+    """
+    try:
+        from specfuse_shared.cli.commands import main as run
+
+        code = run()
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if code != INTERRUPTED:
+        return code
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # whoever read it has left
+            stream.flush()
+    os._exit(code)
+
 
 if __name__ == "__main__":
     sys.exit(main())

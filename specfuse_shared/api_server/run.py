@@ -107,6 +107,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
         signal.signal(number, lambda *_: None)
     await server.serve(sockets=[listening])
     if models.status == "loading":
+        logger.warning("stopped while the models were being loaded")
         os._exit(INTERRUPTED)  # what loads cannot be interrupted, and nobody has been answered
     watching.cancel()
     stopping.cancel()

@@ -19,7 +19,7 @@ from rich.console import Console
 from specfuse_shared.cli import machine_tables, terminal
 from specfuse_shared.cli.chat import chat
 from specfuse_shared.cli.compare import compare
-from specfuse_shared.cli.complaints import PROGRAM, in_options, usage_line
+from specfuse_shared.cli.complaints import INTERRUPTED, PROGRAM, in_options, usage_line
 from specfuse_shared.cli.files import check_writable, write_report
 from specfuse_shared.cli.loading import consoles, loaded
 from specfuse_shared.cli.options import (
@@ -66,7 +66,7 @@ from specfuse_shared.results import EnsembleResult
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED = 1, 2
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
         _write_exactly(cast("Any", stream))
     try:
-        return int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
+        code = int(app(args=argv, prog_name=PROGRAM, standalone_mode=False) or 0)
+        return _complain("interrupted", code) if code == INTERRUPTED else code  # typer makes an exit of Ctrl-C
     except UsageError as error:
         return _complain(usage_line(error), MISUSED)
     except (ConfigError, RequestError) as error:
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'the output'} cannot be used: {error.strerror or error}", FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        return _complain("interrupted", INTERRUPTED)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,6 +7,8 @@ import re
 from typing import Any
 
 PROGRAM = "specfuse-llm"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 _OPTIONS = (
     *("member", "max_tokens", "temperature", "seed", "stop", "preset", "segment_tokens", "score", "feedback", "exit"),
     *("backend", "dtype", "quantization", "host", "port", "api_key_env"),

@@ -12,7 +12,7 @@ from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.members.local.speculation import MOST_GUESSED
 from specfuse_shared.placement.plan import LOGIT_BYTES
-from specfuse_shared.runtime.cache.sizes import next_rows, row_capacity
+from specfuse_shared.runtime.cache.sizes import TREE_ROOM, next_rows, row_capacity
 from specfuse_shared.settings.config import EnsembleConfig
 
 _PREFIX_SHARE = 0.125
@@ -22,10 +22,10 @@ _BRANCHES = 5
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an answer may need: a cache row of each member (its slots), or `tokens` of a cache that is there from the
-    start, and bytes of logits on each device."""
+    """What an answer may need: a cache row of each member (its slots, smaller first where it grows), or `tokens` of
+    a cache that is there from the start, and bytes of logits on each device."""
 
-    rows: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
     logits: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
 
@@ -43,7 +43,9 @@ class Budget:
 
     What an answer needs on a device: for each member the cache row that holds its prompt and longest answer, and the
     logits of a round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and those count
-    with what they hold (`next_rows`). `free`: bytes for answers on each device.
+    with what they hold (`next_rows`). A row that grows leaves a block that others may keep, so that smaller ones count,
+    too, but for blocks that stay in place: what is empty there is given back where memory is wanted. `free`: bytes for
+    answers on each device.
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
@@ -66,7 +68,7 @@ class Budget:
 
     def needs(self, session: AnswerSession | ScoringSession) -> Need:
         """What the answer may need. Raises `RequestError` if it could not even run alone."""
-        rows: dict[str, int] = {}
+        rows: dict[str, Sequence[int]] = {}
         tokens: dict[str, int] = {}
         logits: Counter[str] = Counter()
         prompts = session.participants.prompt_tokens
@@ -80,12 +82,12 @@ class Budget:
             if member.cache_tokens is not None:
                 tokens[member.name] = min(slots, member.cache_tokens)
             else:
-                rows[member.name] = row_capacity(slots, member.smallest_row)
+                rows[member.name] = _grown(prompts[member.name] + TREE_ROOM, slots, member)
             for device, share in member.devices.items():
                 logits[device] += int(share * tried * member.vocabulary_size * LOGIT_BYTES)
         alone = Counter(logits)
-        for name, capacity in rows.items():
-            alone.update(self._bytes(name, capacity, 1))
+        for name, capacities in rows.items():
+            alone.update(self._bytes(name, capacities[-1], 1))
         for device, amount in alone.items():
             if amount > self._room(device):
                 raise RequestError(
@@ -99,23 +101,24 @@ class Budget:
         """Reserve, if there is room."""
         if running >= self.most_answers or not self._has_tokens(need):
             return False
-        taken = Need({}, need.logits, need.tokens)
+        taken: dict[str, list[int]] = defaultdict(list)
         self._logits.update(need.logits)
         self._tokens.update(need.tokens)
-        for name, capacity in need.rows.items():
-            if not self._add_row(name, capacity, alone=not running):
-                self.free(taken)
-                return False
-            taken = Need({**taken.rows, name: capacity}, need.logits, need.tokens)
+        for name, capacities in need.rows.items():
+            for capacity in capacities:
+                if not self._add_row(name, capacity, alone=not running):
+                    self.free(Need(taken, need.logits, need.tokens))
+                    return False
+                taken[name].append(capacity)
         if running and not self._has_room():
-            self.free(taken)
+            self.free(need)
             return False
         return True
 
     def free(self, need: Need) -> None:
         self._logits.subtract(need.logits)
         self._tokens.subtract(need.tokens)
-        for name, capacity in need.rows.items():
+        for name, capacity in ((name, capacity) for name, row in need.rows.items() for capacity in row):
             blocks = self._blocks[name, capacity]
             blocks.used -= 1
             # an empty block is given back, or will be where its memory is wanted; one that grew is empty with its last
@@ -163,3 +166,12 @@ class Budget:
 
     def _room(self, device: str) -> float:
         return self.limits[device] * (1 - self._prefix_share)
+
+
+def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
+    """Capacities of a row that begins with room for `first` slots and grows to `slots`."""
+    last = row_capacity(max(first, slots), member.smallest_row)
+    found = [last]
+    while not member.fixed_blocks and found[0] > row_capacity(first, member.smallest_row):
+        found.insert(0, found[0] // 2)
+    return found

@@ -137,6 +137,22 @@ def test_a_server_that_is_told_to_stop_lets_answers_finish(tiny_members: list[Me
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_says_nothing_on_stderr(tiny_members: list[MemberConfig], number: signal.Signals) -> None:
+    """Nor do the libraries of grammars and tokenizers, when the process ends."""
+    with command("--member", tiny_members[0].model, SPECFUSE_API_KEY="") as (process, address):
+        until(lambda: ready(address), 60)
+        grammar = {"kind": "choice", "source": '["yes", "no"]'}
+        body = {"model": "chat", "messages": QUESTION, "grammar": grammar}
+        answer = httpx.post(address + CHAT, json=body, timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        said = process.stderr.read() if process.stderr else ""
+    assert [line for line in said.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)] == []
+
+
+@pytest.mark.slow
 def test_answers_that_do_not_finish_in_time_end_with_an_error(tmp_path: Path, tiny_members: list[MemberConfig]) -> None:
     members = json.dumps([member.model for member in tiny_members])
     (file := tmp_path / "serve.toml").write_text(

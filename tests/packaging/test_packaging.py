@@ -113,7 +113,7 @@ def test_every_package_is_marked_as_typed(wheel: Path, package: str) -> None:
 
 def test_the_wheel_declares_its_extras_command_and_licence(metadata: Distribution) -> None:
     assert set(metadata.metadata.get_all("Provides-Extra") or []) == set(EXTRAS)
-    assert [(e.name, e.value) for e in metadata.entry_points] == [("specfuse-llm", "specfuse_shared.cli.commands:main")]
+    assert [(e.name, e.value) for e in metadata.entry_points] == [("specfuse-llm", "specfuse_shared.__main__:main")]
     assert metadata.metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in (metadata.read_text("licenses/LICENSE") or "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from specfuse_shared import EnsembleConfig
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
 from specfuse_shared.runtime.cache.kv_cache import CachePool
+from specfuse_shared.runtime.cache.sizes import TREE_ROOM
 from specfuse_shared.runtime.masks import MaskPlan
 from specfuse_shared.runtime.static.cuda_graphs import Graphs
 from specfuse_shared.runtime.static.runner import StaticRunner
@@ -58,7 +60,7 @@ def test_who_is_let_in_never_meets_a_lack_of_memory(monkeypatch: pytest.MonkeyPa
             admission.free(need)
             continue
         slots = chance.choice((200, 200, 400, 900))
-        need = Need({"m": 256 if slots < 256 else 512 if slots < 512 else 1024}, {"cpu": 0})
+        need = Need({"m": [256 if slots < 256 else 512 if slots < 512 else 1024]}, {"cpu": 0})
         if not admission.take(need, len(running)):
             refused += 1
             continue
@@ -66,6 +68,43 @@ def test_who_is_let_in_never_meets_a_lack_of_memory(monkeypatch: pytest.MonkeyPa
         most = max(most, pool.memory_bytes)
     assert refused > 20
     assert most > 0.5 * room, "what there is, is used"
+
+
+def test_rows_that_grow_stay_within_the_budget() -> None:
+    """A row begins with its prompt and moves as its answer grows; a block that it leaves stays for as long as others
+    are in it."""
+    room = 60 * 256 * SLOT_BYTES
+    admission, pool, chance = budget(room, is_fixed=False), CachePool(CPU, SLOT), random.Random(7)
+    running: list[tuple[Need, CacheRow, int]] = []
+    refused, most = 0, 0
+    for _ in range(1500):
+        grows = [each for each in running if each[1].used < each[2]]
+        if grows and chance.random() < 0.5:
+            _, row, end = chance.choice(grows)
+            size = min(end, 2 * row.used)
+            row.reserve(size)
+            row.used = size
+        elif running and chance.random() < 0.5:
+            need, row, _ = running.pop(chance.randrange(len(running)))
+            row.free()
+            admission.free(need)
+        else:
+            prompt, answer = chance.choice((100, 230, 970)), chance.choice((8, 200, 900))
+            need = admission.needs(asked(prompt, answer))
+            if not admission.take(need, len(running)):
+                refused += 1
+                continue
+            running.append((need, written(pool, prompt + TREE_ROOM), prompt + answer))
+        most = max(most, pool.memory_bytes)
+    assert refused > 20
+    assert 0.4 * room < most <= room
+
+
+def asked(prompt: int, answer: int) -> Any:
+    """What admission reads of an answer."""
+    return SimpleNamespace(
+        participants=SimpleNamespace(prompt_tokens={"m": prompt}), max_tokens=answer, max_thinking_tokens=0
+    )
 
 
 def test_graphs_and_their_logits_have_a_reserve() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from specfuse_shared.errors import RequestTimeoutError
 from specfuse_shared.members.local.batching import Job, share_prompt_tokens
 from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.local.pace import PIECE_SECONDS, Pace, ReadingTime
-from tests.support.against_naive import local_members
+from tests.support.against_naive import eager, local_members
+from tests.support.naive import naive_rounds
 
 SYSTEM = "You know the sea and its tides. " * 6
 PARAMS = SamplingParams(max_tokens=10)
@@ -131,27 +133,79 @@ def test_nothing_of_a_member_that_failed_is_kept(engine: EnsembleEngine) -> None
     assert runner.prefixes.memory_bytes == 0
 
 
+ENDS = st.sampled_from(("run", "run", "stop", "timeout"))
+Asked = tuple[str, str, float]
+"""A text, how its answer ends, and seconds after the one before."""
+
+
+def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]) -> None:
+    """Ask on schedule; whatever an answer has of its text is the beginning of what is `known`, or all of it."""
+    running = []
+    for text, end, pause in schedule:
+        time.sleep(pause)
+        options = {"timeout": 0.05 + pause} if end == "timeout" else {}
+        stream = engine.stream(prompt(text), PARAMS, **options)  # type: ignore[arg-type]
+        running.append((text, end, stream))
+        if end == "stop":
+            events = list(islice(stream, int(100 * pause)))
+            assert known[text].startswith("".join(e.text for e in events if isinstance(e, SegmentEvent)))
+            stream.close()  # type: ignore[attr-defined]
+    for text, end, stream in running:
+        if end == "run":
+            assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == known[text]
+        elif end == "timeout":
+            said = ""
+            with suppress(RequestTimeoutError):
+                for event in stream:
+                    said += event.text if isinstance(event, SegmentEvent) else ""
+            assert known[text].startswith(said)
+
+
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_texts_do_not_depend_on_who_shares_waits_or_stops(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
     texts = [f"{word} {n}" for n in range(4) for word in ("Why", "Why the sea is salt and the moon is round,")]
     known = expected(tiny_engine, texts)
-    ends = st.sampled_from(("run", "run", "stop", "timeout"))
-    schedule = data.draw(st.lists(st.tuples(st.sampled_from(texts), ends), min_size=30, max_size=36))
+    asked = st.tuples(st.sampled_from(texts), ENDS, st.just(0.0))
+    schedule = data.draw(st.lists(asked, min_size=30, max_size=36))
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=8)) as engine:
-        running = []
-        for text, end in schedule:
-            options = {"timeout": 0.05} if end == "timeout" else {}
-            stream = engine.stream(prompt(text), PARAMS, **options)  # type: ignore[arg-type]
-            running.append((text, end, stream))
-            if end == "stop":
-                stream.close()  # type: ignore[attr-defined]
-        for text, end, stream in running:
-            if end == "run":
-                assert "".join(e.text for e in stream if isinstance(e, SegmentEvent)) == known[text]
-            elif end == "timeout":
-                with suppress(RequestTimeoutError):
-                    list(stream)
+        ask_all(engine, schedule, known)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_requests_on_any_schedule_give_the_texts_of_the_naive_round(tiny_engine: EnsembleEngine) -> None:
+    """Of each text that is asked for: an engine that reuses nothing says the same, and so does the naive round."""
+    beginnings = ("Why", "Why the sea is salt and the moon is round,", "Tell me of ships, " * 8, "")
+    texts = [f"{beginning} {n} tides?" for n in range(4) for beginning in beginnings]
+    known = expected(tiny_engine, texts)
+    for text in texts:
+        assert naive_text(tiny_engine, text, len(known[text])) == known[text]
+
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @given(data=st.data())
+    def on_schedule(data: st.DataObject) -> None:
+        pauses = st.sampled_from((0.0, 0.0, 0.0, 0.005, 0.02, 0.05))
+        asked = st.tuples(st.sampled_from(texts), ENDS, pauses)
+        schedule = data.draw(st.lists(asked, min_size=200, max_size=200))
+        cache = data.draw(st.sampled_from((None, 8 << 20)))  # memory for all of them, or for a few at a time
+        config = replace(tiny_engine.config, max_concurrent=16, cache_bytes=cache)
+        with EnsembleEngine(config) as engine:
+            ask_all(engine, schedule, known)
+            assert engine.metrics().reused_prompt_tokens > 0
+
+    on_schedule()
+
+
+def naive_text(engine: EnsembleEngine, text: str, length: int) -> str:
+    """The first `length` characters that the method without caches and batches answers."""
+    members, said = local_members(engine), ""
+    with eager(members):
+        for found in naive_rounds(engine.config, members, _messages(text), PARAMS):
+            said += found.segment
+            if len(said) >= length:
+                break
+    return said[:length]
 
 
 def test_a_piece_takes_as_long_as_it_may() -> None:

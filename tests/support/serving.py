@@ -28,6 +28,7 @@ from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.run import http_server
 from specfuse_shared.api_server.settings import ClientSettings, ServerSettings
 from tests.support.reciting import reciting_model, reciting_tokenizer
+from tests.support.terminals import hear_interrupts
 
 SPEECH = "the tide comes in and goes out again while people sleep near harbours"
 QUESTION = [{"role": "user", "content": "Why is the sea salty?"}]
@@ -97,7 +98,9 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     """`specfuse-llm serve` in a process of its own, and the address that it says it listens at."""
     asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
     told = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    process = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True, env=told)
+    process = subprocess.Popen(
+        asked, stderr=subprocess.PIPE, text=True, env=told, preexec_fn=hear_interrupts if os.name == "posix" else None
+    )
     assert process.stderr is not None
     try:
         assert select.select([process.stderr], [], [], 60)[0]

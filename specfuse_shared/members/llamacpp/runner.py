@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,6 +22,15 @@ class _Prefix:
     sequences: tuple[int, ...]
 
 
+class Holder(Protocol):
+    """An answer that runs."""
+
+    @property
+    def cached(self) -> tuple[int, tuple[int, ...]] | None:
+        """Its sequence and the committed ids in it; None where they cannot be copied."""
+        ...
+
+
 class CacheRoom:
     """The cache as those who share memory know it."""
 
@@ -30,7 +41,8 @@ class CacheRoom:
 class LlamaRunner:
     """Runs answers in `context`; what they remember stays there as sequences of its own.
 
-    `held`: tokens of running answers. `reused_tokens`: of prompts that were not read again.
+    `held`: tokens of running answers, `holders`: those whose prompts can be copied. `reused_tokens`: of prompts that
+    were not read again.
     """
 
     device = torch.device("cpu")
@@ -43,6 +55,7 @@ class LlamaRunner:
         self.pool = CacheRoom()
         self.stream = ModelStream(self.device)
         self.held: dict[int, int] = {}
+        self.holders = weakref.WeakSet[Holder]()
         self.limit = 0
         self.reused_tokens = 0
         self._prefixes: list[_Prefix] = []
@@ -60,17 +73,28 @@ class LlamaRunner:
     def prefix_bytes(self) -> int:
         return sum(len(prefix.ids) for prefix in list(self._prefixes)) * self.bytes_per_token
 
-    def start(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """A sequence for an answer to `prompt`, and how many of its tokens, never the last one, it holds already."""
+    def known(self, prompt: Sequence[int], read: int) -> tuple[int, int] | None:
+        """A sequence that holds more of `prompt` than the `read` tokens, but not its last one, and how many.
+
+        Earlier answers left it, or an answer that runs has it; no state that cannot be cut is among them.
+        """
         reusable = tuple(prompt[:-1])
-        sizes = [common_length(prefix.ids, reusable) for prefix in self._prefixes]  # none of a state that cannot be cut
-        size = max(sizes, default=0)
-        if size < SHORTEST_PREFIX:
-            return self.context.new_sequence(), 0
-        prefix = self._prefixes.pop(sizes.index(size))
+        sizes = [common_length(prefix.ids, reusable) for prefix in self._prefixes]
+        held = [(common_length(ids, reusable), sequence) for sequence, ids in self._held(read)]
+        kept, running = max(sizes, default=0), max(held, default=(0, 0))
+        size = max(kept, running[0])
+        if size < read + SHORTEST_PREFIX:
+            return None
+        self.reused_tokens += size - read
+        if running[0] >= kept:
+            return running[1], size
+        prefix = self._prefixes.pop(sizes.index(kept))
         self._prefixes.append(prefix)
-        self.reused_tokens += size
-        return self.context.copy(prefix.sequences[0], size), size
+        return prefix.sequences[0], size
+
+    def _held(self, more_than: int) -> list[tuple[int, tuple[int, ...]]]:
+        cached = [holder.cached for holder in self.holders]
+        return [found for found in cached if found is not None and len(found[1]) > more_than]
 
     def remember(self, ids: Sequence[int], sequences: Sequence[int]) -> None:
         """Keep sequences that hold `ids`, in place of those that it begins with; or free them."""

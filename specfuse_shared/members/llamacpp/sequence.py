@@ -74,14 +74,20 @@ class LlamaSequence(SequenceState):
     def run_together(self, requests: Sequence[ForwardRequest]) -> None:
         feed(requests)
 
+    @property
+    def cached(self) -> tuple[int, tuple[int, ...]] | None:
+        """A sequence and the committed ids in it; None where they cannot be copied."""
+        return None
+
     def release(self, remember: bool = False) -> None:
-        kept = self._trunk_run() if remember and self._is_open and not self.prompt_remaining else None
+        kept = self.cached if remember else None
         for run in self._runs:
-            if run is not kept:
+            if kept is None or run.sequence != kept[0]:
                 self.context.free(run.sequence)
         if kept is not None:
-            self.context.cut(kept.sequence, self.length)
-            self.runner.remember(self.prompt + self.answer, (kept.sequence, *self._anchors))
+            sequence, ids = kept
+            self.context.cut(sequence, len(ids))
+            self.runner.remember(ids, (sequence, *self._anchors))
         else:
             self.context.free(*self._anchors)
         self._anchors = ()
@@ -95,13 +101,16 @@ class LlamaSequence(SequenceState):
         """Add what the request needs of the model to `planned`."""
         assert self._is_open, "the sequence was released"
         if not self._runs:
-            sequence, reused = self.runner.start(self.prompt)
-            self._runs, self.prompt_remaining = [CellRun(sequence, reused)], len(self.prompt) - reused
+            self._runs = [CellRun(self.context.new_sequence(), 0)]
         if request.prompt:
+            self._catch_up()
             self._plan_prompt(request.prompt, planned)
         elif self.needs(request):
             paths = [self._path(branch) for branch in (*request.branches, *request.guesses)]
             self._plan_paths([path for path in paths if path], planned)
+
+    def _catch_up(self) -> None:
+        """Take over what is known of the prompt beyond what was read, from ended answers and from those that run."""
 
     @abstractmethod
     def _plan_prompt(self, count: int, planned: Feed) -> None:
@@ -159,9 +168,29 @@ class LlamaTree(LlamaSequence):
     more use for, as it goes on; a branch from further back would. So the trunk has a second sequence, its anchor.
     """
 
+    copies_prompts = True
+
+    @property
+    def cached(self) -> tuple[int, tuple[int, ...]] | None:
+        if not self._is_open or not self.is_sound or not self._runs:
+            return None
+        if self.prompt_remaining:
+            return self._runs[0].sequence, self.prompt[: self._runs[0].trunk]
+        run = self._trunk_run()
+        return None if run is None else (run.sequence, self.prompt + self.answer)
+
     @property
     def room(self) -> int:
         return max(0, TREE_ROOM - len(self._logits.places))
+
+    def _catch_up(self) -> None:
+        self.runner.holders.add(self)
+        [run] = self._runs
+        if (found := self.runner.known(self.prompt, run.trunk)) is not None:
+            start, (sequence, run.trunk) = run.trunk, found
+            self.context.share(sequence, run.sequence, start, run.trunk)
+            self.prompt_remaining = len(self.prompt) - run.trunk
+            self._anchor(start)
 
     def _plan_prompt(self, count: int, planned: Feed) -> None:
         start, [run] = len(self.prompt) - self.prompt_remaining, self._runs
@@ -240,9 +269,19 @@ class LlamaTree(LlamaSequence):
             self.context.share(kept[0].sequence, self._anchors[0], len(self.prompt) + branch.base, trunk)
 
     def _take_prompt(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
+        start = self._runs[-1].trunk
         super()._take_prompt(planned, rows)
-        if not self.prompt_remaining and self.context.model.window:
-            self._anchors = (self.context.copy(self._runs[0].sequence, len(self.prompt)),)
+        self._anchor(start)
+
+    def _anchor(self, start: int) -> None:
+        """The anchor gets what the trunk has from `start` on."""
+        if not self.context.model.window:
+            return
+        run = self._runs[0]
+        if self._anchors:
+            self.context.share(run.sequence, self._anchors[0], start, run.trunk)
+        else:
+            self._anchors = (self.context.copy(run.sequence, run.trunk),)
 
     def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
         """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""

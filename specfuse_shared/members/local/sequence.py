@@ -6,6 +6,7 @@ keep the winner. It knows ids, not text.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from specfuse_shared.members.local.forwards import (
     Place,
 )
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
 from specfuse_shared.runtime.logprobs import PendingLogprobs, TokenRow
 from specfuse_shared.runtime.model_runner import Reclaimable
 
@@ -33,6 +35,9 @@ class SequenceState(ABC):
     come next. `computed_tokens` counts those that went through the model after the prompt, in so many `forwards`.
     """
 
+    copies_prompts = False
+    """Whether it takes over what other answers of the model have read of a prompt that begins like its own."""
+
     def __init__(self, runner: Reclaimable, keeps_spare: bool = False) -> None:
         self.runner = runner
         self.keeps_spare = keeps_spare
@@ -42,6 +47,7 @@ class SequenceState(ABC):
         self.computed_tokens = self.forwards = 0
         self.is_sound = True
         """False after a fault: nothing of it is copied or remembered."""
+        self._common = weakref.WeakKeyDictionary[SequenceState, int]()
         self._end: torch.Tensor | None = None
         self._end_place: Place | None = None
         self._forget_tree()
@@ -159,7 +165,13 @@ class SequenceState(ABC):
 
     def waits_for(self, other: SequenceState) -> bool:
         """Whether reading on had better wait until `other` has read the prefix that both prompts have in common."""
-        return False
+        if not (self.copies_prompts and other.copies_prompts):
+            return False
+        own, read = len(self.prompt) - self.prompt_remaining, len(other.prompt) - other.prompt_remaining
+        common = self._common.get(other)
+        if common is None:
+            common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
+        return own <= read < common and common >= own + SHORTEST_PREFIX
 
     @abstractmethod
     def run(self, request: ForwardRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -22,13 +21,11 @@ from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
 from specfuse_shared.runtime.cache.blocks import CacheRow
-from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
+from specfuse_shared.runtime.cache.sizes import TREE_ROOM
 from specfuse_shared.runtime.logprobs import PendingLogprobs
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.static.runner import DraftInput
 from specfuse_shared.runtime.top_tokens import TopTokens
-
-_TREE_ROOM = 64
 
 
 class TreeSequence(SequenceState):
@@ -38,12 +35,12 @@ class TreeSequence(SequenceState):
     """
 
     runner: ModelRunner
+    copies_prompts = True
 
     def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
         super().__init__(runner, keeps_spare)
         self._row: CacheRow | None = None
         self._is_open = False
-        self._common = weakref.WeakKeyDictionary[SequenceState, int]()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
@@ -63,15 +60,6 @@ class TreeSequence(SequenceState):
         if row is None or not row.used or row.reach or not self.is_sound:
             return None
         return row, self.prompt[: row.used] if self.prompt_remaining else self.prompt + self.answer
-
-    def waits_for(self, other: SequenceState) -> bool:
-        if not isinstance(other, TreeSequence):
-            return False
-        own, read = len(self.prompt) - self.prompt_remaining, len(other.prompt) - other.prompt_remaining
-        common = self._common.get(other)
-        if common is None:
-            common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
-        return own <= read < common and common >= own + SHORTEST_PREFIX
 
     def run(self, request: ForwardRequest) -> None:
         feed_together([request])
@@ -102,9 +90,9 @@ class TreeSequence(SequenceState):
         """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
         assert self._is_open, "the sequence was released"
         if self._row is None:
-            self._row = self.runner.pool.row(len(self.prompt) + _TREE_ROOM)
+            self._row = self.runner.pool.row(len(self.prompt) + TREE_ROOM)
             self.runner.prefixes.holders.add(self)
-        self.runner.longrope.outgrown(self._row, len(self.prompt) + _TREE_ROOM)
+        self.runner.longrope.outgrown(self._row, len(self.prompt) + TREE_ROOM)
         return self._row
 
     def _catch_up(self, row: CacheRow) -> None:
@@ -114,7 +102,7 @@ class TreeSequence(SequenceState):
 
     def _read_again_if_long(self, row: CacheRow) -> None:
         """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
-        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + _TREE_ROOM):
+        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_ROOM):
             return
         row.used, ids = 0, self.prompt + self.answer
         for start in range(0, len(ids), PREFILL_CHUNK):

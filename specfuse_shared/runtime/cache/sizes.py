@@ -10,6 +10,8 @@ _SMALLEST_ROW = {"cpu": 256}
 _DEFAULT_SMALLEST_ROW = 1024
 """Coarser where steps are captured, which happens anew for every capacity."""
 SPARE = 1
+TREE_ROOM = 64
+"""Slots of a new row behind the prompt, for the tokens that a round tries."""
 _FIRST_ROWS = 8
 """Rows of the first block that stays where it is, at the smallest capacity; blocks of longer rows have fewer."""
 

@@ -1,0 +1,131 @@
+"""Prompts of many answers in one context of llama.cpp: read once, and kept when an answer stops half-way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.token_tree import Branch
+from tests.llamacpp.test_sequences import TOLERANCE, off
+from tests.support.against_naive import local_members
+from tests.support.llamacpp import FILES, member_config
+
+pytest.importorskip("llama_cpp")
+
+SYSTEM = "You know the sea and its tides. " * 6
+PARAMS = SamplingParams(max_tokens=10)
+
+
+@pytest.fixture(params=[name for name, (architecture, *_) in FILES.items() if architecture != "mamba"])
+def member(request: pytest.FixtureRequest, files: Mapping[str, Path], cache_dir: str) -> Iterator[Any]:
+    from specfuse_shared.members.llamacpp.member import LlamaMember
+
+    found = LlamaMember(member_config(files[request.param]), cache_dir=cache_dir)
+    if found.runner.is_recurrent:
+        pytest.skip("its state cannot be cut")
+    found.remember(1 << 24)
+    yield found
+    found.close()
+
+
+def ids_of(member: Any, count: int, seed: int) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(10, member.vocabulary_size) for _ in range(count)]
+
+
+def read(context: Any, count: int) -> None:
+    """So many tokens more of its prompt."""
+    context.run(ForwardRequest(context, prompt=count))
+
+
+def is_exact(member: Any, context: Any) -> bool:
+    length = len(context.answer)
+    branches = [Branch(length, tuple(ids_of(member, 4, seed))) for seed in (5, 6)]
+    context.extend(branches)
+    return max(off(member, context, branch) for branch in branches) < TOLERANCE.get(member.name, 1e-4)
+
+
+@torch.inference_mode()
+def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
+    prompt = ids_of(member, 120, 1)
+    stopped = member.new_sequence(False)
+    stopped.begin(prompt)
+    read(stopped, 40)
+    read(stopped, 30)
+    stopped.release(remember=True)
+    for other, shared in ((prompt, 70), (prompt[:50] + ids_of(member, 40, 2), 50)):
+        before = member.runner.reused_tokens
+        context = member.new_sequence(False)
+        context.prefill(other)
+        assert member.runner.reused_tokens - before == shared
+        assert is_exact(member, context)
+        context.release()
+
+
+@torch.inference_mode()
+def test_a_running_answer_lends_what_it_has_read(member: Any) -> None:
+    """Also piece by piece: what it read later is taken over by one that had begun to read."""
+    prompt = ids_of(member, 120, 1)
+    first, second, third = (member.new_sequence(False) for _ in range(3))
+    first.begin(prompt)
+    second.begin(prompt[:100] + ids_of(member, 30, 3))
+    read(first, 40)
+    read(second, 10)
+    assert member.runner.reused_tokens == 40
+    read(first, 80)
+    read(second, 10)
+    assert member.runner.reused_tokens == 40 + 50
+    third.prefill(prompt)
+    assert member.runner.reused_tokens == 40 + 50 + 119
+    while second.prompt_remaining:
+        read(second, 10)
+    first.commit(Branch(0, tuple(ids_of(member, 5, 4))))
+    first.release()
+    assert is_exact(member, second)
+    assert is_exact(member, third)
+    third.commit(Branch(0, tuple(ids_of(member, 5, 4))))
+    assert is_exact(member, third)
+
+
+@torch.inference_mode()
+def test_nothing_of_an_answer_that_failed_is_lent_or_kept(member: Any) -> None:
+    prompt = ids_of(member, 80, 1)
+    failed, other = member.new_sequence(False), member.new_sequence(False)
+    failed.prefill(prompt)
+    failed.is_sound = False
+    other.prefill(prompt)
+    failed.release(remember=True)
+    assert member.runner.reused_tokens == member.runner.prefix_bytes == 0
+
+
+def prompt_of(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+
+def test_many_with_one_beginning_read_it_once_and_say_the_same(llama_engine: EnsembleEngine) -> None:
+    texts = [f"What of {thing}?" for thing in ("tides", "moons", "rocks", "gulls")] * 2
+    with EnsembleEngine(replace(llama_engine.config, reuse_prefixes=False)) as plain:
+        expected = [plain.generate(prompt_of(text), PARAMS).text for text in texts]
+    with EnsembleEngine(llama_engine.config) as engine:
+        fed = []
+        for member in local_members(engine.load()):
+            decode = member.runner.context.decode  # type: ignore[attr-defined]
+
+            def counted(tokens: Any, decode: Any = decode) -> Any:
+                fed.append(len(tokens))
+                return decode(tokens)
+
+            member.runner.context.decode = counted  # type: ignore[attr-defined]
+        results = engine.generate_batch([prompt_of(text) for text in texts], PARAMS)
+        assert [result.text for result in results] == expected
+        read_by_all = sum(result.usage.prompt_tokens for result in results)
+        assert engine.metrics().reused_prompt_tokens > 0.5 * read_by_all
+        assert fed
