@@ -282,7 +282,7 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
 
 class _Sequence:
     def __init__(self, left: int) -> None:
-        self.prompt_remaining = left
+        self.prompt_to_read = left
 
     def waits_for(self, other: Any) -> bool:
         return False

@@ -141,6 +141,7 @@ class LlamaSequence(SequenceState):
     def _take_prompt(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
         self._runs[-1].trunk += planned.prompt
         self.prompt_remaining -= planned.prompt
+        self.read_tokens += planned.prompt
         if rows:
             self._end = rows[-1]
 

@@ -98,7 +98,7 @@ def _sequence(job: Job) -> SequenceState:
 
 
 def _prompt_left(job: Job) -> int:
-    return _sequence(job).prompt_remaining
+    return _sequence(job).prompt_to_read
 
 
 def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:

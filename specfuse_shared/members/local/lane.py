@@ -283,21 +283,23 @@ class LocalLane:
         answering, pace = any(not task.is_reading for task in waiting), self._paces[name]
         most, planned = pace.alone, None
         if self._is_beside(drafts):
-            left = min((task.session.sequence.prompt_remaining for task in waiting if task.is_reading), default=0)
+            left = min((task.session.sequence.prompt_to_read for task in waiting if task.is_reading), default=0)
             most, planned = self._reading.pieces(pace, answering, left)
         jobs = share_prompt_tokens([task.job for task in waiting], most, pace.tokens(pace.step))
         if not jobs:
             return []
-        pieces = sum(job.request.prompt for job in jobs if job.request is not None)
+        reading = [job.request.sequence for job in jobs if job.request is not None and job.request.prompt]
+        read = sum(sequence.read_tokens for sequence in reading)
         if planned is not None:
-            planned = planned if pieces else 0.0
+            planned = planned if reading else 0.0
             self._reading.saved -= planned
         with self._stream(name):
             watch = self.local[name].runner.stream.timed()
             self.local[name].sharing = len(jobs)
             feed_all(jobs)
             watch.stop()
-        self._timed.append(_Timed(name, len(jobs), answering, pieces, planned, watch))
+        read = sum(sequence.read_tokens for sequence in reading) - read
+        self._timed.append(_Timed(name, len(jobs), answering, read, planned, watch))
         return [task for task in waiting if task.job in jobs]
 
     def _is_beside(self, drafts: bool) -> bool:

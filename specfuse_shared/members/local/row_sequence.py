@@ -57,6 +57,7 @@ class RowSequence(SequenceState):
     def run(self, request: ForwardRequest) -> None:
         if request.prompt:
             self._end = self._read_prompt()
+            self.read_tokens += self.prompt_remaining
             self.prompt_remaining = 0
         else:
             self._feed([self._path(branch) for branch in request.branches])

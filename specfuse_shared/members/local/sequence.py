@@ -32,7 +32,8 @@ class SequenceState(ABC):
 
     `prompt` is frozen, and `prompt_remaining` counts its tokens that are not in the cache yet; `answer` are the
     committed answer ids; between rounds the cache holds `prompt + answer`, and the `spare` tokens behind it that may
-    come next. `computed_tokens` counts those that went through the model after the prompt, in so many `forwards`.
+    come next. `computed_tokens` counts those that went through the model after the prompt, in so many `forwards`;
+    `read_tokens` those of the prompt.
     """
 
     copies_prompts = False
@@ -44,7 +45,7 @@ class SequenceState(ABC):
         self.prompt: tuple[int, ...] = ()
         self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()
-        self.computed_tokens = self.forwards = 0
+        self.computed_tokens = self.forwards = self.read_tokens = 0
         self.is_sound = True
         """False after a fault: nothing of it is copied or remembered."""
         self._common = weakref.WeakKeyDictionary[SequenceState, int]()
@@ -167,11 +168,19 @@ class SequenceState(ABC):
         """Whether reading on had better wait until `other` has read the prefix that both prompts have in common."""
         if not (self.copies_prompts and other.copies_prompts):
             return False
-        own, read = len(self.prompt) - self.prompt_remaining, len(other.prompt) - other.prompt_remaining
         common = self._common.get(other)
         if common is None:
             common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
+        own, read = len(self.prompt) - self.prompt_to_read, len(other.prompt) - other.prompt_to_read
         return own <= read < common and common >= own + SHORTEST_PREFIX
+
+    @property
+    def prompt_to_read(self) -> int:
+        """Tokens of the prompt that will have to go through the model: those that no answer has read for it."""
+        own = read = len(self.prompt) - self.prompt_remaining
+        for other, common in self._common.items():
+            read = max(read, min(common, len(other.prompt) - other.prompt_remaining))
+        return self.prompt_remaining - (read - own if read >= own + SHORTEST_PREFIX else 0)
 
     @abstractmethod
     def run(self, request: ForwardRequest) -> None:

@@ -119,7 +119,9 @@ class TreeSequence(SequenceState):
             self._count(nodes)
             return
         assert self._row is not None
-        self.prompt_remaining = len(self.prompt) - self._row.used
+        left = len(self.prompt) - self._row.used
+        self.read_tokens += self.prompt_remaining - left
+        self.prompt_remaining = left
         if not self.prompt_remaining:
             self._end = rows[-1]
             self._end_place = None if likeliest is None else (likeliest, first + len(rows) - 1)
