@@ -267,8 +267,8 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
     long, short, shortest = (_reading(size) for size in (900, 300, 40))
     answering = Job(iter(()), ForwardRequest(_Sequence(0)))  # type: ignore[arg-type]
 
-    def pieces(budget: int, beside: int) -> list[int]:
-        fed = share_prompt_tokens([long, answering, short, shortest], budget, beside)
+    def pieces(budget: int, *limits: int) -> list[int]:
+        fed = share_prompt_tokens([long, answering, short, shortest], budget, *limits)
         assert answering in fed
         sizes = {id(job): job.request.prompt for job in fed if job.request is not None}
         return [sizes.get(id(job), 0) for job in (long, short, shortest)]
@@ -278,6 +278,8 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
     assert pieces(20, 20) == [5, 0, 15]
     assert pieces(2000, 20) == [900, 300, 40]
     assert pieces(0, 20) == [0, 0, 0]
+    assert pieces(0, 20, 64) == [0, 0, 40], "a short one need not wait"
+    assert pieces(50, 20, 64) == [2, 8, 40]
 
 
 class _Sequence:

@@ -57,12 +57,13 @@ class Job:
         self.error, self.done = error, True
 
 
-def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int) -> list[Job]:
+def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: int = 0) -> list[Job]:
     """The jobs of a forward, their pieces of prompts trimmed to `budget` tokens together; others wait for the next one.
 
-    The shortest prompts go first. Where some are read to their end, the others get `beside` tokens at most, for those
-    answers wait no longer. The oldest one gets a quarter of what is left, so that it is not starved. One that begins
-    like a prompt that goes first waits until that has read what both have in common.
+    The shortest prompts go first, to their end where that takes `short` tokens, whatever the budget is. Where some are
+    read to their end, the others get `beside` tokens at most, for those answers wait no longer. The oldest one gets a
+    quarter of what is left, so that it is not starved. One that begins like a prompt that goes first waits until that
+    has read what both have in common.
     """
     reading = [job for job in jobs if job.request is not None and job.request.prompt]
     readers: list[Job] = []
@@ -70,11 +71,12 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int) -> list[J
         if not any(_sequence(job).waits_for(_sequence(other)) for other in readers):
             readers.append(job)
     pieces: dict[int, int] = {}
-    left = budget
+    whole = max(budget, short)
     for job in readers:
-        if _prompt_left(job) <= left:
+        if _prompt_left(job) <= whole:
             pieces[id(job)] = _prompt_left(job)
-            left -= _prompt_left(job)
+            whole -= _prompt_left(job)
+    left = max(0, budget - sum(pieces.values()))
     if pieces:
         left = min(left, beside)
     rest = [job for job in readers if id(job) not in pieces]

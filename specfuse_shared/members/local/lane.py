@@ -21,7 +21,7 @@ from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody
 from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.batching import Job, feed_all, share_prompt_tokens
 from specfuse_shared.members.local.cores import use_cores
-from specfuse_shared.members.local.pace import Pace, ReadingTime
+from specfuse_shared.members.local.pace import SHORT_PROMPT, Pace, ReadingTime
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import (
     Close,
@@ -285,7 +285,8 @@ class LocalLane:
         if self._is_beside(drafts):
             left = min((task.session.sequence.prompt_to_read for task in waiting if task.is_reading), default=0)
             most, planned = self._reading.pieces(pace, answering, left)
-        jobs = share_prompt_tokens([task.job for task in waiting], most, pace.tokens(pace.step))
+        short = SHORT_PROMPT if answering else 0  # it rides on a forward that has to be
+        jobs = share_prompt_tokens([task.job for task in waiting], most, pace.tokens(pace.step), short)
         if not jobs:
             return []
         reading = [job.request.sequence for job in jobs if job.request is not None and job.request.prompt]

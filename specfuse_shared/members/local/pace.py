@@ -19,6 +19,8 @@ _WORTH = 4.0
 _LEAST, _GRAIN = 64, 16
 """Tokens of a piece that is worth its forward, also before any was timed; kernels are chosen by shape, so sizes are
 multiples."""
+SHORT_PROMPT = 64
+"""Tokens of prompts that need not wait until answers that have begun have saved time for them."""
 _NEWS, _SLOWER = 0.3, 0.05
 """Weight of the newest forward in a mean; of one that took longer than the weights, for it did more than read them."""
 
