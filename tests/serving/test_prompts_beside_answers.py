@@ -161,7 +161,7 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]
             assert known[text].startswith(said)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_texts_do_not_depend_on_who_shares_waits_or_stops(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
     texts = [f"{word} {n}" for n in range(4) for word in ("Why", "Why the sea is salt and the moon is round,")]
