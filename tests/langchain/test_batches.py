@@ -154,7 +154,7 @@ from langchain_specfuse import ChatSpecFuse
 
 model = ChatSpecFuse(members=sys.argv[2:], max_tokens=400, seed=1)
 model.load()
-questions = [f"Tell a story of {n} foxes." for n in range(6)]
+questions = [f"Tell a story of {n} foxes." for n in range(400)]
 print("go", flush=True)
 if sys.argv[1] == "batch":
     model.batch(questions)

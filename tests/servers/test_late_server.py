@@ -25,7 +25,7 @@ class Unsteady(Ways):
 
     steady: bool = True
     nth: int = 9
-    seconds: float = 1.3
+    seconds: float = 0.65
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __getattribute__(self, name: str) -> object:
@@ -39,7 +39,7 @@ def unsteady(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[
     """The chat model behind a server that is slow at times, the base model here."""
     ways = Unsteady()
     with model_server(folders["chat"], ways) as (url, _):
-        config = replace(served(tiny_engine, url, "chat"), round_seconds=1.0, round_grace=0.1, late_rounds=100)
+        config = replace(served(tiny_engine, url, "chat"), round_seconds=0.6, round_grace=0.1, late_rounds=100)
         with EnsembleEngine(config) as engine:
             engine.load()
             ways.steady = False
