@@ -286,7 +286,7 @@ class _Sequence:
     def __init__(self, left: int) -> None:
         self.prompt_to_read = left
 
-    def waits_for(self, other: Any) -> bool:
+    def waits_for(self, other: Any, own_left: int, other_left: int) -> bool:
         return False
 
 

@@ -66,16 +66,18 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: in
     has read what both have in common.
     """
     reading = [job for job in jobs if job.request is not None and job.request.prompt]
+    lefts = {id(job): _sequence(job).prompt_to_read for job in reading}  # once: each looks at all that begin alike
     readers: list[Job] = []
-    for job in sorted(reading, key=_prompt_left):
-        if not any(_sequence(job).waits_for(_sequence(other)) for other in readers):
+    for job in sorted(reading, key=lambda job: lefts[id(job)]):
+        own = lefts[id(job)]
+        if not any(_sequence(job).waits_for(_sequence(other), own, lefts[id(other)]) for other in readers):
             readers.append(job)
     pieces: dict[int, int] = {}
     whole = max(budget, short)
     for job in readers:
-        if _prompt_left(job) <= whole:
-            pieces[id(job)] = _prompt_left(job)
-            whole -= _prompt_left(job)
+        if lefts[id(job)] <= whole:
+            pieces[id(job)] = lefts[id(job)]
+            whole -= lefts[id(job)]
     left = max(0, budget - sum(pieces.values()))
     if pieces:
         left = min(left, beside)
@@ -85,7 +87,7 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: in
         pieces[id(oldest)] = max(1, left // 4)
         left -= pieces[id(oldest)]
     for job in rest:
-        if more := min(_prompt_left(job) - pieces.get(id(job), 0), left):
+        if more := min(lefts[id(job)] - pieces.get(id(job), 0), left):
             pieces[id(job)] = pieces.get(id(job), 0) + more
             left -= more
     for job in readers:
@@ -97,10 +99,6 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: in
 def _sequence(job: Job) -> SequenceState:
     assert job.request is not None
     return job.request.sequence
-
-
-def _prompt_left(job: Job) -> int:
-    return _sequence(job).prompt_to_read
 
 
 def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:

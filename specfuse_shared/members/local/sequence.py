@@ -164,14 +164,17 @@ class SequenceState(ABC):
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for later prompts that begin the same way. Safe to call twice."""
 
-    def waits_for(self, other: SequenceState) -> bool:
-        """Whether reading on had better wait until `other` has read the prefix that both prompts have in common."""
+    def waits_for(self, other: SequenceState, own_left: int, other_left: int) -> bool:
+        """Whether reading on had better wait until `other` has read the prefix that both prompts have in common.
+
+        Both still have to read so many tokens (`prompt_to_read`).
+        """
         if not (self.copies_prompts and other.copies_prompts):
             return False
         common = self._common.get(other)
         if common is None:
             common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
-        own, read = len(self.prompt) - self.prompt_to_read, len(other.prompt) - other.prompt_to_read
+        own, read = len(self.prompt) - own_left, len(other.prompt) - other_left
         return own <= read < common and common >= own + SHORTEST_PREFIX
 
     @property
