@@ -9,7 +9,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,21 +82,32 @@ def test_what_cannot_be_saved_is_said(
     assert "not saved" in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str]) -> None:
+@contextmanager
+def chatting(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command in a terminal of its own, and the end of that terminal that a person has."""
     pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
     master, slave = pty.openpty()
-    endless = recite("talker", "Plain words spoken here", endless=True)
     process = subprocess.Popen(
-        [*COMMAND, "chat", "--member", endless, "--max-tokens", "3000"],
+        [*COMMAND, "chat", *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env={**os.environ, "TERM": "xterm"},
+        env={**os.environ, "TERM": "xterm", **environment},
         start_new_session=True,
         preexec_fn=hear_interrupts,
     )
     os.close(slave)
     try:
+        yield process, master
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str]) -> None:
+    endless = recite("talker", "Plain words spoken here", endless=True)
+    with chatting("--member", endless, "--max-tokens", "3000") as (process, master):
         rest = _until(master, b"> ")
         os.write(master, b"Go on\n")
         rest = _until(master, b"spoken here", rest)
@@ -106,28 +118,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
         rest = _until(master, b"> ", _until(master, b"talker:", rest))
         os.write(master, b"\x04")
         assert process.wait(30) == 0, rest[-500:]
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
 
 
 def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Callable[..., str]) -> None:
-    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
-    master, slave = pty.openpty()
     endless = [recite(name, "Plain words spoken here", endless=True) for name in ("talker", "speaker2")]
     arguments = [part for folder in endless for part in ("--member", folder)]
-    process = subprocess.Popen(
-        [*COMMAND, "chat", *arguments, "--max-tokens", "3000"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
-        start_new_session=True,
-        preexec_fn=hear_interrupts,
-    )
-    os.close(slave)
-    try:
+    with chatting(*arguments, "--max-tokens", "3000", COLUMNS="100", LINES="30") as (process, master):
         rest = _until(master, b"> ")
         os.write(master, b"/each Go on\n")
         rest = _until(master, b"spoken here", rest)
@@ -136,10 +132,6 @@ def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Calla
         rest = _until(master, b"> ", rest)
         os.write(master, b"\x04")
         assert process.wait(30) == 0, rest[-500:]
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
 
 
 def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
