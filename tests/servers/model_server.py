@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,8 @@ class ModelServer:
         self.size = int(self.model.config.vocab_size)
         self.name, self.root, self.ways = ways.model or str(folder), str(folder), ways
         self._lock = threading.Lock()
+        self.next_logits = lru_cache(1024)(self._next_logits)
+        """Logits behind ids. Kept, since a member asks for the same place again and again; never written into."""
         get = {"/v1/models": self._models, "/version": self._version, "/metrics": self._metrics}
         post = {"/tokenize": self._tokenize, "/v1/completions": self._completions}
         if ways.tokens:
@@ -184,7 +187,7 @@ class ModelServer:
         ids, told = list(prompt), []
         choice = {"index": index, "text": "", "finish_reason": "length", "prompt_logprobs": None}
         for _ in range(body["max_tokens"]):
-            logits = self.logits(ids)[-1]
+            logits = self.next_logits(tuple(ids))
             processed = self.processed(logits, ids, body)
             token = self.pick(processed, body, len(ids))
             told.append(self._told(logits, processed, named if named is not None else [], token))
@@ -220,6 +223,9 @@ class ModelServer:
     def logits(self, ids: list[int]) -> torch.Tensor:
         logits: torch.Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0].float()
         return logits
+
+    def _next_logits(self, ids: tuple[int, ...]) -> torch.Tensor:
+        return self.logits(list(ids))[-1].clone()
 
     def processed(self, logits: torch.Tensor, ids: list[int], body: dict[str, Any]) -> torch.Tensor:
         scores = logits.clone()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,7 @@ class TokenRoute:
         grammar = (params.get("structured_outputs") or {}).get("grammar")
         matcher = None if grammar is None else self._matcher(grammar)
         for _ in range(params["max_tokens"]):
-            raw = server.logits(ids)[-1]
+            raw = server.next_logits(tuple(ids))
             if matcher is not None:  # before log p is taken, as in vLLM
                 raw = _masked(raw, matcher.compute_bitmask())
             processed = server.processed(raw, ids, params)
@@ -91,14 +92,20 @@ class TokenRoute:
         self._cached |= {tuple(ids[:end]) for end in range(self._ways.block, len(ids), self._ways.block)}
         return {"index": 0, "token_ids": ids[size:], "finish_reason": ended, "logprobs": {"content": content}}
 
+    @cached_property
+    def _vocabulary(self) -> Any:
+        import llguidance.hf
+
+        return llguidance.hf.from_tokenizer(self._server.tokenizer, n_vocab=self._server.size)
+
     def _matcher(self, grammar: str) -> Any:
         import llguidance
-        import llguidance.hf
 
         if not self._ways.keeps_grammars or re.search(self._ways.fails_under, grammar):
             raise RefusedError("Invalid grammar specification")
-        tokens = llguidance.hf.from_tokenizer(self._server.tokenizer, n_vocab=self._server.size)
-        matcher = llguidance.LLMatcher(tokens, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0)
+        matcher = llguidance.LLMatcher(
+            self._vocabulary, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0
+        )
         self._server.check(not matcher.is_error(), f"Invalid grammar specification: {matcher.get_error()}")
         return matcher
 
