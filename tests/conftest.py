@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
+from specfuse_shared.serving import memory
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
 from tests.support.against_naive import FAULT_ROW, EngineOver, local_members
@@ -56,6 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not {"demo_engine", "exact_engine"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Each engine that a test closes collects garbage, which searches all libraries unless they are set aside."""
+    memory.settle()
 
 
 @pytest.fixture(scope="session")
