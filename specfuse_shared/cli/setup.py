@@ -54,7 +54,7 @@ def ensemble_of(
     if models and list(models) == ["demo"] and not Path("demo").exists():
         models = None
     settings = {name: value for name, value in given.items() if value is not None}
-    members = [_member_of(model, member) for model in models or ["demo"]]
+    members = [_member_of(model, member) for model in models or ["of the demo"]]
     config = EnsembleConfig.preset(preset, members, **settings)
     if models:
         return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -35,6 +36,8 @@ FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
+DEMO = "demo"
+"""The word that stands for all members of the demo; it is no model."""
 _WHOLE = 4.0
 """How much clearer an early lead has to be where candidates are better compared as wholes."""
 RUNTIMES = ("local", "ray")
@@ -165,12 +168,17 @@ class EnsembleConfig(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
             given = self.members if isinstance(self.members, str) else self.members.model
-            raise ConfigError(
-                f"EnsembleConfig.members is {given!r}: give a list of models, [{given!r}], or demo_members()"
-            )
+            list_of_it = "" if given == DEMO else f"a list of models, [{given!r}], or "
+            raise ConfigError(f"EnsembleConfig.members is {given!r}: give {list_of_it}demo_members()")
         self.check_types()
         members = tuple(as_member(m) for m in self.members)
         check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
+        for member in members:
+            here = member.server is None and member.model == DEMO
+            check(
+                not here or Path(DEMO).exists(),
+                f"{DEMO!r} in a list of members is no model: members={DEMO!r} or demo_members() are the demo's two",
+            )
         object.__setattr__(self, "members", unique_names(members))
         for name in ("segment_tokens", "first_segment_tokens"):
             count = getattr(self, name)
