@@ -185,6 +185,9 @@ def prepared(model: Any, config: MemberConfig) -> Any:
     return model
 
 
+_LACKING = "missing adapter keys"
+
+
 def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
     """The model with the adapter's weights merged in, so that it costs nothing at run time."""
     try:
@@ -203,10 +206,12 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
             ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the two libraries' quarrels over each other's names
-        warnings.filterwarnings("error", r".*missing adapter keys", UserWarning)  # they would be random numbers
+        warnings.filterwarnings("error", rf".*{_LACKING}", UserWarning)  # they would be random numbers
         try:
             adapted = PeftModel.from_pretrained(model, adapter, revision=config.adapter_revision)
         except UserWarning as missing:
+            if _LACKING not in str(missing):  # another warning, where all are errors
+                raise
             raise MemberLoadError(
                 f"member {config.label!r}: the adapter {adapter!r} lacks weights of its own ({str(missing)[:160]} …): "
                 "fetch it again, or name the adapter that was trained for this model"

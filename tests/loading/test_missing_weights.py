@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,4 +83,16 @@ def test_an_adapter_without_its_weights_is_refused(tmp_path: Path) -> None:
     assert LocalMember(MemberConfig(str(folder), adapter=str(adapter))).report.parameters > 0
     without(adapter, lambda name: ".layers.1." in name, "adapter_model.safetensors")
     with pytest.raises(MemberLoadError, match=r"member 'base': the adapter .* lacks weights of its own .*layers\.1\."):
+        LocalMember(MemberConfig(str(folder), adapter=str(adapter)))
+
+
+def test_another_warning_of_an_adapter_does_not_say_that_weights_are_missing(tmp_path: Path) -> None:
+    folder, adapter = save_model("llama", byte_level_tokenizer(), tmp_path / "base"), tmp_path / "adapter"
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(adapter)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "of_a_newer_version": True}))
+    with pytest.warns(UserWarning, match="of_a_newer_version"):
+        assert LocalMember(MemberConfig(str(folder), adapter=str(adapter))).report.parameters > 0
+    with pytest.raises(MemberLoadError, match="Unexpected keyword.*of_a_newer_version"):  # tests make warnings errors
         LocalMember(MemberConfig(str(folder), adapter=str(adapter)))
