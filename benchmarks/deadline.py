@@ -1,11 +1,13 @@
 """How long an ensemble waits for its slowest member, with and without a round's deadline.
 
     python benchmarks/deadline.py [--rows N] [--tokens N] [--seconds S]
+    python benchmarks/deadline.py --member MODEL --member FILE.gguf --member MODEL@http://HOST:PORT/v1 …
 
 The demo pair: SmolLM2 here, Gemma in another process, whose stages are steady, begin three seconds late, or, at every
-tenth, ten seconds. Told for each, with the defaults and `preset("fast")`, without and with `round_seconds`: median
-seconds to the first words, tokens a second over all answers, and in which share of the rounds Gemma was late. The
-questions are those of `specfuse-llm compare`.
+tenth, ten seconds. Or the named members, as slow as they are: a GGUF file runs on llama.cpp, a model with an address on
+that server. Printed for each, with the defaults and `preset("fast")`, without and with `round_seconds`: median seconds
+to the first words, tokens a second over all answers, and in which share of the rounds a member was late. The questions
+are those of `specfuse-llm compare`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    MemberConfig,
+    SamplingParams,
+    demo_members,
+)
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.loading import load_in_process
@@ -68,7 +77,16 @@ class Mixed(EnsembleEngine):
         return Assembly(members, local.own, (SlowLane(pipe, lambda request: self.slowness.delay(request)),))
 
 
+def member_of(model: str) -> MemberConfig:
+    """A member as its argument names it: behind a server, on llama.cpp, or here in float32."""
+    name, at, rest = model.partition("@http")
+    if at:
+        return MemberConfig(name, server=f"http{rest}")
+    return MemberConfig(name, backend="llama.cpp") if name.endswith(".gguf") else MemberConfig(name, dtype="float32")
+
+
 def main(
+    member: Annotated[list[str] | None, typer.Option(help="a model, a GGUF file, or MODEL@http://…/v1")] = None,
     rows: Annotated[int, typer.Option(help="questions")] = 6,
     tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 40,
     seconds: Annotated[float, typer.Option(help="the deadline")] = 1.0,
@@ -77,14 +95,17 @@ def main(
     lines = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8").splitlines()
     questions = [json.loads(line)["question"] for line in lines[:: max(1, len(lines) // rows)]][:rows]
     params = SamplingParams(max_tokens=tokens)
+    members = [member_of(model) for model in member] if member else demo_members()
     table = Table(title=f"{rows} answers of up to {tokens} tokens, one at a time", title_justify="left")
-    for head in ("Gemma", "preset", "round_seconds", "first words", "tokens a second", "late rounds", "left"):
+    for head in ("members", "preset", "round_seconds", "first words", "tokens a second", "late rounds", "left"):
         table.add_column(head)
-    with Mixed(EnsembleConfig(demo_members())) as engine:
+    with (EnsembleEngine if member else Mixed)(EnsembleConfig(members)) as engine:
         engine.generate(questions[-1], params)
-        for slowness, preset, limit in itertools.product(WAYS, ("default", "fast"), (None, seconds)):
-            engine.slowness = slowness
-            engine.config = EnsembleConfig.preset(preset, demo_members(), round_seconds=limit)  # the same members
+        ways = (Slowness("as they are"),) if member else WAYS
+        for slowness, preset, limit in itertools.product(ways, ("default", "fast"), (None, seconds)):
+            if isinstance(engine, Mixed):
+                engine.slowness = slowness
+            engine.config = EnsembleConfig.preset(preset, members, round_seconds=limit)  # the same members
             told = figures([engine.generate(question, params) for question in questions])
             table.add_row(slowness.title, preset, str(limit), *told.values())
             console.print(slowness.title, preset, limit, dict(told))

@@ -94,5 +94,5 @@ def test_another_warning_of_an_adapter_does_not_say_that_weights_are_missing(tmp
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "of_a_newer_version": True}))
     with pytest.warns(UserWarning, match="of_a_newer_version"):
         assert LocalMember(MemberConfig(str(folder), adapter=str(adapter))).report.parameters > 0
-    with pytest.raises(MemberLoadError, match="Unexpected keyword.*of_a_newer_version"):  # tests make warnings errors
+    with pytest.raises(MemberLoadError, match=r"Unexpected keyword.*of_a_newer_version"):  # tests make warnings errors
         LocalMember(MemberConfig(str(folder), adapter=str(adapter)))
