@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, SamplingParams
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks import plain_config
+from tests.support.against_naive import assert_equals_naive_with_absences, local_members
 from tests.support.whole_answers import ASKED, everything
 
 ray = pytest.importorskip("ray", reason='needs the extra "ray"')
@@ -163,6 +164,33 @@ def _poison() -> Any:
             raise OddError
 
     return Poison()
+
+
+def test_a_member_whose_process_stands_still_sits_rounds_out_and_comes_back(
+    tiny_engine: EnsembleEngine, apart: EnsembleEngine
+) -> None:
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    usual = apart.config
+    apart.config = replace(usual, round_seconds=0.5, round_grace=0.1, late_rounds=1000)
+    actor = next(process for process in psutil.process_iter(["name"]) if "ray::MemberAct" in process.info["name"])
+    try:
+        stream = apart.stream("Go on for ever", params)
+        events = (event for event in stream if isinstance(event, SegmentEvent | FinishEvent))
+        next(events)
+        actor.suspend()
+        try:
+            late = next(event for event in events if isinstance(event, SegmentEvent) and event.record.absent)
+        finally:
+            actor.resume()
+        *_, end = events
+        assert isinstance(end, FinishEvent)
+        rounds = end.result.rounds
+        assert len(late.record.absent) == 1
+        assert len(rounds[-1].present) == 2, "it came back"
+        members = local_members(tiny_engine)
+        assert_equals_naive_with_absences(apart.config, members, "Go on for ever", params, end.result)
+    finally:
+        apart.config = usual
 
 
 def test_a_node_that_dies_takes_its_member_and_another_brings_it_back(
