@@ -31,6 +31,7 @@ DIFFERENT = [
     ["- Ships: 1,969 of NASA's\n2. I'm sure, McDonald", "1969 ships; im Hafen", ""],
     ["東京タワー 333 m 🎉", "Город Киев стоит", "naïve café_au 3.5-fold"],
     ["a.b.c x’y", "A.B.C", "٣ ships"],
+    ['They read "the white whale" and “dune”', "E-mail of the U.S.: −5 °C, 1914-1918", "email of the US: 5 °C, -5"],
 ]
 COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked))")]
   .map(s => [s.className.match(/m\\d/)[0], getComputedStyle(s).backgroundColor])"""
