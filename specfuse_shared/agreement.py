@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MOST_WORDS = 40
 """Words of a draft that are compared."""
+_JOINED = 3
+"""So many words that are the same part what is not, however short they are."""
 _NEAR = 64
 """Characters on each side of a segment in which the rest of a word is looked for."""
 _BEFORE = 100
@@ -327,9 +329,7 @@ class _ComparedRound:
         own, theirs = [word.key for word in self._own], [word.key for word in draft.words]
         goes_on = not draft.candidate.ends or len(theirs) == _MOST_WORDS
         any_before = False
-        for tag, i1, i2, j1, j2 in SequenceMatcher(None, own, theirs, autojunk=False).get_opcodes():
-            if tag == "equal":
-                continue
+        for i1, i2, j1, j2 in self._unlike(own, theirs):
             if goes_on and j2 == len(theirs):
                 beside = i1 + j2 - j1 - 1
                 if draft.is_cut and i1 <= beside < i2 and own[beside].startswith(theirs[j2 - 1]):
@@ -343,6 +343,24 @@ class _ComparedRound:
                     continue
             any_before = True
             yield _Stretch(i1, i2, j1, j2)
+
+    def _unlike(self, own: Sequence[str], theirs: Sequence[str]) -> list[tuple[int, int, int, int]]:
+        """Stretches of both that are not the same; a few short words between two of them, such as "the", join them,
+        unless either side has as many words as the other."""
+        found: list[tuple[int, int, int, int]] = []
+        for tag, i1, i2, j1, j2 in SequenceMatcher(None, own, theirs, autojunk=False).get_opcodes():
+            if tag == "equal":
+                continue
+            if found and self._are_joined(found[-1], (i1, i2, j1, j2)):
+                found[-1] = (found[-1][0], i2, found[-1][2], j2)
+            else:
+                found.append((i1, i2, j1, j2))
+        return found
+
+    def _are_joined(self, one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
+        between = self._own[one[1] : other[0]]
+        same_size = all(i2 - i1 == j2 - j1 for i1, i2, j1, j2 in (one, other))
+        return not same_size and len(between) < _JOINED and all(word.kind is None for word in between)
 
     def _ends_here(self, draft: _Draft) -> bool:
         """Whether it would have ended the answer behind the segment, which goes on."""
