@@ -16,7 +16,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[^\s"{}\[\],:]+|[{}\[\],:]', 
 _OBJECT = re.compile(r'\{(?=\s*(?:["}]|\Z))')
 _LIST = re.compile(r"\s*\[")
 _REST_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+("?)', re.DOTALL)
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[^\W\d]\w*")
 DEEPEST = 64
 """Levels that are followed: what is nested deeper has no path."""
 _LONGEST = 200
@@ -186,10 +186,10 @@ def _is_leaf(first: str, place: Place) -> bool:
 
 
 def _is_whole(text: str, start: int, end: int) -> bool:
-    """Strings end with their quotes, other values where something follows them."""
+    """Strings end with their quotes, literals with their last letter, numbers where something follows them."""
     if text[start] == '"':
         return end - start > 1 and text[end - 1] == '"' and parsed(text[start:end]) is not None
-    return end < len(text)
+    return end < len(text) or text[start:end] in ("true", "false", "null")
 
 
 def parsed(text: str) -> object | None:

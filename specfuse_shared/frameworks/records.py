@@ -20,7 +20,7 @@ Detail = Literal["summary", "full", "none"]
 Whole = Literal["none", "value", "call", "all"]
 """What must be whole: nothing, an answer that is no call, one that has begun a call, or either."""
 
-SUMMARY_DIFFERENCES, SUMMARY_FIELDS = 20, 100
+SUMMARY_DIFFERENCES, SUMMARY_FIELDS = 8, 20
 """The most of them in a summary, which stays with each message of a conversation."""
 
 CLOSED = "closed"

@@ -187,9 +187,12 @@ def test_a_message_carries_a_summary_unless_told_otherwise(tiny: EnsembleEngine)
         for detail in ("summary", "full", "none")
     }
     assert ChatSpecFuse(engine=tiny).ledger == "summary"
-    assert len(json.dumps(told["summary"]["specfuse"])) < 1200
+    assert len(json.dumps(told["summary"]["specfuse"])) < 4000
     assert told["summary"]["specfuse"]["rounds"] == len(told["full"]["specfuse"]["rounds"])
     assert "specfuse" not in told["none"]
+    differences = told["full"]["specfuse"]["differences"]
+    assert told["summary"]["specfuse"]["differences"] == differences[: len(told["summary"]["specfuse"]["differences"])]
+    assert differences[0]["others"][0]["member"] in ("chat", "base")
     assert told["none"]["model_name"] == "chat+base"
 
 
