@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -260,9 +260,12 @@ class AnswerRecord:
         """How far members agree on each field of the JSON in the text, calls of tools among it; () without any."""
         return fields_among(self.rounds, self.text)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-safe form of the whole result."""
-        data, agreement = asdict(self), self.agreement
+    def to_dict(self, *, rounds: bool = True) -> dict[str, Any]:
+        """JSON-safe form of the whole result. `rounds=False`: their number in their place."""
+        data = asdict(self if rounds else replace(self, rounds=()))
+        agreement = self.agreement
+        if not rounds:
+            data["rounds"] = len(self.rounds)
         data["agreement"] = None if agreement is None else asdict(agreement)
         data["differences"] = [asdict(difference) for difference in self.differences]
         data["fields"] = [asdict(field) for field in self.fields]

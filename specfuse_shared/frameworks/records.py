@@ -80,10 +80,9 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
     if detail == "none":
         return {}
     left_out = {"text", "logprobs", "thinking"}
-    told = {key: value for key, value in result.to_dict().items() if key not in left_out}
+    told = {key: value for key, value in result.to_dict(rounds=detail == "full").items() if key not in left_out}
     told = {key: value for key, value in told.items() if value or key not in ("closing", "loops", "fields")}
     if detail == "summary":
-        told["rounds"] = len(result.rounds)
         told |= _most(told, "differences", SUMMARY_DIFFERENCES, range(len(told["differences"])))
         fields = told.get("fields", [])
         by_share = sorted(range(len(fields)), key=lambda n: 1.0 if fields[n]["share"] is None else fields[n]["share"])
