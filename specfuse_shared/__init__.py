@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specfuse_shared.agreement import Agreement, Disagreement
+from specfuse_shared.agreement import Agreement, Disagreement, FieldAgreement, MemberDifference, MemberWords
 from specfuse_shared.differences import Difference
 from specfuse_shared.errors import (
     AuthenticationError,
@@ -106,6 +106,7 @@ __all__ = [
     "ExitEvent",
     "ExitPolicy",
     "FeedbackPolicy",
+    "FieldAgreement",
     "FinishEvent",
     "FinishReason",
     "GenerationError",
@@ -117,6 +118,7 @@ __all__ = [
     "MeanProb",
     "MemberAbsence",
     "MemberConfig",
+    "MemberDifference",
     "MemberExit",
     "MemberFailedWarning",
     "MemberFault",
@@ -124,6 +126,7 @@ __all__ = [
     "MemberReport",
     "MemberSummary",
     "MemberUsage",
+    "MemberWords",
     "Message",
     "MetricsSnapshot",
     "MissingExtraError",

@@ -1,18 +1,36 @@
-"""How far the members of an answer agree: the share of its text that all of them would have written, by their weights.
+"""How far the members of an answer agree: the share of its text that all of them would have written, by their weights;
+where they differ, and what each of them would have written there; and the same for each field of JSON.
 
 A member would have written a character of the chosen segment up to the place where its own draft leaves the segment,
 and not behind it. Behind the end of a shorter draft nothing is known. Text that a grammar dictated, and text on which
-only one member has an opinion, does not count."""
+only one member has an opinion, does not count.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
+from specfuse_shared.differences import UNSPACED, Kind, Word, words_of
+from specfuse_shared.json_fields import Field, JsonText, parsed
+
 if TYPE_CHECKING:
-    from specfuse_shared.types import RoundRecord
+    from specfuse_shared.types import Candidate, RoundRecord
+
+_MOST_WORDS = 40
+"""Words of a draft that are compared."""
+_JOINED = 3
+"""So many words that are the same part what is not, however short they are."""
+_NEAR = 64
+"""Characters on each side of a segment in which the rest of a word is looked for."""
+_BEFORE = 100
+"""Characters before a draft that say whether it begins a sentence, or stands in quotes."""
+_TAIL = re.compile(rf"[^\s{UNSPACED}]*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,59 @@ class Agreement:
 
     share: float
     places: tuple[Disagreement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberWords:
+    """What `member` would have written in a place: `words`, or nothing.
+
+    `is_cut`: its draft ended within the last one. `ends`: its answer would have been over behind them. `weight`: of its
+    vote in that round. `score`: the votes for its draft, as in `Candidate`; `own_score`: its own. Both are None where
+    nothing was verified.
+    """
+
+    member: str
+    words: str
+    weight: float
+    score: float | None = None
+    own_score: float | None = None
+    is_cut: bool = False
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDifference:
+    """Characters `start` to `end` of the answer, the words `text`, in whose place `others` would have written theirs.
+
+    `kind`: what they differ in, a "number" before a "name" before another "word". `share`: the weights of the members
+    that would have written `text`, of those that are known there. `round`: where they differed first.
+    """
+
+    start: int
+    end: int
+    text: str
+    kind: Kind
+    share: float
+    round: int
+    others: tuple[MemberWords, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldAgreement:
+    """A field of JSON in the answer: characters `start` to `end`, `text`, hold the value at `path` ("$.days[0]").
+
+    `value`: number of the JSON value in the answer (0; of several calls 0, 1, …). `share`: the weights of the members
+    that would have written the whole field, of those that are known there; None: the grammar dictated it, or only one
+    member had an opinion. `others`: what else they would have written. A field that only they have has no `text`.
+    """
+
+    value: int
+    path: str
+    start: int
+    end: int
+    text: str
+    share: float | None
+    others: tuple[MemberWords, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +136,21 @@ def _parts(record: RoundRecord, size: int) -> Iterator[Disagreement]:
 
 
 def _opinions(record: RoundRecord, segment: str) -> Iterator[_Opinion]:
-    """Of each member that drafted; what a grammar dictated says nothing."""
+    """Of each member that drafted."""
+    for _, weight, draft in _drafts(record):
+        agrees = _common(draft.text, segment)
+        only_shorter = agrees == len(draft.text) and not draft.ends
+        yield _Opinion(weight, agrees, agrees if only_shorter else len(segment))
+
+
+def _drafts(record: RoundRecord) -> Iterator[tuple[str, float, Candidate]]:
+    """Each member that drafted, with its weight; none where a grammar dictated the text."""
     if all(candidate.tokens == 0 for candidate in record.candidates):
         return
     drafts = {name: candidate for candidate in record.candidates for name in candidate.drafters}
     for name in record.active:
-        weight, draft = record.weights.get(name, 1.0), drafts.get(name)
-        if draft is not None:
-            agrees = _common(draft.text, segment)
-            only_shorter = agrees == len(draft.text) and not draft.ends
-            yield _Opinion(weight, agrees, agrees if only_shorter else len(segment))
+        if name in drafts:
+            yield name, record.weights.get(name, 1.0), drafts[name]
 
 
 def _common(one: str, other: str) -> int:
@@ -94,3 +170,296 @@ def _joined(parts: Iterator[Disagreement]) -> Iterator[Disagreement]:
         last = part
     if last is not None:
         yield last
+
+
+# ── what others would have written ───────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Votes:
+    """Who is known in a place, with its weight, and who would have written something else there."""
+
+    known: dict[str, float] = field(default_factory=dict)
+    others: dict[str, MemberWords] = field(default_factory=dict)
+
+    def add(self, known: Mapping[str, float], others: Iterable[MemberWords]) -> None:
+        """What was said first holds."""
+        self.known = {**known, **self.known}
+        self.others = {**{other.member: other for other in others}, **self.others}
+
+    def told(self) -> tuple[MemberWords, ...]:
+        """What others would have written, those first that count most."""
+        return tuple(sorted(self.others.values(), key=lambda other: -other.weight))
+
+    @property
+    def share(self) -> float | None:
+        """Of those that would have written what stands there; None where only one member is known."""
+        if len(self.known) < 2 or not (whole := sum(self.known.values())):
+            return None
+        return max(0.0, 1.0 - sum(self.known.get(name, 0.0) for name in self.others) / whole)
+
+
+def differences_among(rounds: Sequence[RoundRecord], text: str) -> tuple[MemberDifference, ...]:
+    """Where members would have written other words than `text`, the most important first: numbers, names, longer words,
+    short words; of each those where most of the votes differ, then those that come first.
+
+    Differences of case, of spaces and of punctuation are left out: both sides say the same.
+    """
+    words = words_of(text, single=True)
+    starts = [word.start for word in words]
+    found: dict[tuple[int, int], tuple[int, _Votes]] = {}
+    ranks: dict[tuple[int, int], int] = {}
+    for record in _chosen_freely(rounds, text):
+        if len(record.candidates) > 1:
+            for rank, place, known, others in _ComparedRound(record, text, words, starts).differences():
+                ranks[place] = min(rank, ranks.get(place, rank))
+                found.setdefault(place, (record.index, _Votes()))[1].add(known, others)
+    told = [
+        (ranks[place], MemberDifference(*place, text[slice(*place)], _KINDS[ranks[place]], share, index, votes.told()))
+        for place, (index, votes) in found.items()
+        if (share := votes.share) is not None
+    ]
+    return tuple(difference for _, difference in sorted(told, key=lambda e: (e[0], e[1].share, e[1].start)))
+
+
+def _chosen_freely(rounds: Sequence[RoundRecord], text: str) -> Iterator[RoundRecord]:
+    """The rounds within the text whose segment a member drafted: what closes a loop was nobody's draft."""
+    for record in rounds:
+        won = next((c for c in record.candidates if record.winner in c.drafters), None)
+        if record.start <= len(text) and won is not None and won.text.startswith(record.text):
+            yield record
+
+
+_KINDS: Sequence[Kind] = ("number", "name", "word", "word")
+_SHORT = 3
+
+
+def _rank(words: Iterable[Word]) -> int:
+    """How important the most important one is; the lower, the more."""
+    return min((_SHORT if word.kind is None else _KINDS.index(word.kind) for word in words), default=_SHORT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Words `first` to `last` of the segment, in whose place a draft has its words `draft_first` to `draft_last`."""
+
+    first: int
+    last: int
+    draft_first: int
+    draft_last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What a member drafted in a round, whose segment begins with as many characters as it `agrees` with.
+
+    `text`: the draft with what stands before it; `words`: those at which it may differ; `stretches`: where it does.
+    """
+
+    member: str
+    weight: float
+    candidate: Candidate
+    agrees: int
+    text: str = ""
+    words: Sequence[Word] = ()
+    stretches: Sequence[_Stretch] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended within a word, as far as is known."""
+        return not self.candidate.ends and bool(self.words) and self.words[-1].end == len(self.text)
+
+    def wrote(self, words: str, *, at_end: bool) -> MemberWords:
+        """`at_end`: the words are its last ones."""
+        own = self.candidate.scores.get(self.member)
+        is_cut, ends = at_end and self.is_cut, at_end and self.candidate.ends
+        return MemberWords(self.member, words, self.weight, self.candidate.score, own, is_cut, ends)
+
+
+class _ComparedRound:
+    """A round whose drafts are compared with the answer, word by word."""
+
+    def __init__(self, record: RoundRecord, text: str, words: Sequence[Word], starts: Sequence[int]) -> None:
+        self._record = record
+        self._text = text
+        self._start, self._end = record.start, min(record.end, len(text))
+        won = next(c for c in record.candidates if record.winner in c.drafters)
+        tail = _TAIL.search(text, max(0, self._start - _NEAR), self._start)
+        self._base = self._start - (len(tail[0]) if tail else 0)
+        first, last = bisect_left(starts, self._base), bisect_left(starts, self._end)
+        is_endless = first > 0 and words[first - 1].end > self._start  # a word whose beginning is far behind
+        if first and not is_endless:
+            self._base = max(self._base, words[first - 1].end)
+        self._next = words[last : last + 1]
+        self._own = words[first:last][:_MOST_WORDS]
+        self._is_over = won.ends and record.end == len(text) and last - first <= _MOST_WORDS
+        self._drafts = [] if is_endless else [self._read(*drafted) for drafted in _drafts(record)]
+
+    def differences(self) -> Iterator[tuple[int, tuple[int, int], dict[str, float], list[MemberWords]]]:
+        """Of each place its rank, where it is, who is known there, and who would have written something else."""
+        for first, last in self._places():
+            differing = [draft for draft in self._drafts if self._within(draft, first, last)]
+            told = [self._told(draft, first, last) for draft in differing]
+            place = self._place(first, last)
+            known = {draft.member: draft.weight for draft in self._drafts if self._knows(draft, place[0])}
+            known |= {draft.member: draft.weight for draft in differing}
+            yield min(rank for rank, _ in told), place, known, [words for _, words in told]
+        ending = [draft for draft in self._drafts if self._ends_here(draft)]
+        if ending:
+            known = {draft.member: draft.weight for draft in self._drafts if draft.agrees == self._end - self._start}
+            yield _SHORT, (self._end, self._end), known, [draft.wrote("", at_end=True) for draft in ending]
+
+    # ── one draft ────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, member: str, weight: float, candidate: Candidate) -> _Draft:
+        agrees = _common(candidate.text, self._text[self._start : self._end])
+        draft = _Draft(member, weight, candidate, agrees)
+        is_shorter = agrees == len(candidate.text) and not candidate.ends
+        is_same = agrees == self._end - self._start and not self._is_over
+        if is_shorter or is_same or (agrees == len(candidate.text) and candidate.ends and self._is_over):
+            return draft
+        before = max(0, self._start - _BEFORE)
+        text = self._text[before : self._start] + candidate.text
+        words = words_of(text, self._base - before, single=True)[:_MOST_WORDS]
+        draft = replace(draft, text=text, words=words)
+        return replace(draft, stretches=list(self._stretches(draft)))
+
+    def _stretches(self, draft: _Draft) -> Iterator[_Stretch]:
+        """Where it has other words, as far as both are known."""
+        own, theirs = [word.key for word in self._own], [word.key for word in draft.words]
+        goes_on = not draft.candidate.ends or len(theirs) == _MOST_WORDS
+        any_before = False
+        for i1, i2, j1, j2 in self._unlike(own, theirs):
+            if goes_on and j2 == len(theirs):
+                beside = i1 + j2 - j1 - 1
+                if draft.is_cut and i1 <= beside < i2 and own[beside].startswith(theirs[j2 - 1]):
+                    j2 -= 1  # it may go on as ours does
+                if j1 == j2:
+                    continue
+                i2 = min(i2, i1 + j2 - j1)
+            if i1 == i2 == len(own) and not self._is_over:
+                same = bool(self._next) and self._next[0].key.startswith(theirs[j1])
+                if any_before or same:  # behind another word, or other punctuation, what comes next is not known
+                    continue
+            any_before = True
+            yield _Stretch(i1, i2, j1, j2)
+
+    def _unlike(self, own: Sequence[str], theirs: Sequence[str]) -> list[tuple[int, int, int, int]]:
+        """Stretches of both that are not the same; a few short words between two of them, such as "the", join them,
+        unless either side has as many words as the other."""
+        found: list[tuple[int, int, int, int]] = []
+        for tag, i1, i2, j1, j2 in SequenceMatcher(None, own, theirs, autojunk=False).get_opcodes():
+            if tag == "equal":
+                continue
+            if found and self._are_joined(found[-1], (i1, i2, j1, j2)):
+                found[-1] = (found[-1][0], i2, found[-1][2], j2)
+            else:
+                found.append((i1, i2, j1, j2))
+        return found
+
+    def _are_joined(self, one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
+        between = self._own[one[1] : other[0]]
+        same_size = all(i2 - i1 == j2 - j1 for i1, i2, j1, j2 in (one, other))
+        return not same_size and len(between) < _JOINED and all(word.kind is None for word in between)
+
+    def _ends_here(self, draft: _Draft) -> bool:
+        """Whether it would have ended the answer behind the segment, which goes on."""
+        return (
+            draft.candidate.ends
+            and draft.agrees == self._end - self._start == len(draft.candidate.text)
+            and (self._end < len(self._text))
+        )
+
+    def _knows(self, draft: _Draft, at: int) -> bool:
+        return draft.candidate.ends or self._start + len(draft.candidate.text) > at
+
+    # ── all of them ──────────────────────────────────────────────────────────────────────────────
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Stretches of all drafts, those that overlap as one."""
+        places: list[tuple[int, int]] = []
+        for first, last in sorted({(s.first, s.last) for draft in self._drafts for s in draft.stretches}):
+            if places and (first < places[-1][1] or first == places[-1][0]):
+                places[-1] = (places[-1][0], max(last, places[-1][1]))
+            else:
+                places.append((first, last))
+        return places
+
+    @staticmethod
+    def _within(draft: _Draft, first: int, last: int) -> list[_Stretch]:
+        return [
+            s for s in draft.stretches if first <= s.first and s.last <= last and (s.first < last or s.first == first)
+        ]
+
+    def _told(self, draft: _Draft, first: int, last: int) -> tuple[int, MemberWords]:
+        """What it has in place of these words of the segment, and how important that is."""
+        found = self._within(draft, first, last)
+        begin = found[0].draft_first - (found[0].first - first)
+        end = min(found[-1].draft_last + (last - found[-1].last), len(draft.words))
+        theirs, own = draft.words[begin:end], self._own[first:last]
+        keys = {word.key for word in theirs} ^ {word.key for word in own}
+        words = draft.text[theirs[0].start : theirs[-1].end] if theirs else ""
+        rank = _rank(word for word in (*theirs, *own) if word.key in keys)
+        return rank, draft.wrote(words, at_end=end == len(draft.words))
+
+    def _place(self, first: int, last: int) -> tuple[int, int]:
+        """Where these words stand, or where there are none: behind the one before."""
+        if last > first:
+            return self._own[first].start, self._own[last - 1].end
+        at = self._own[first - 1].end if first else self._start
+        return at, at
+
+
+# ── fields of JSON ───────────────────────────────────────────────────────────────────────────────
+
+
+def fields_among(rounds: Sequence[RoundRecord], text: str) -> tuple[FieldAgreement, ...]:
+    """How far members agree on each field of the JSON in `text`, in their order; () where there is none.
+
+    JSON that is cut or broken has the fields that stand before that.
+    """
+    answer = JsonText(text)
+    own: dict[tuple[int, str], Field] = {}
+    for each in answer.fields:
+        own.setdefault((each.value, each.path), each)
+    if not own:
+        return ()
+    votes = {at: _Votes() for at in own}
+    added: dict[tuple[int, str], tuple[int, _Votes]] = {}
+    for record in _chosen_freely(rounds, text):
+        drafts = [_Draft(*drafted, _common(drafted[2].text, record.text)) for drafted in _drafts(record)]
+        for draft in drafts:
+            for theirs, words in answer.fields_behind(record.start, draft.candidate.text):
+                at = (theirs.value, theirs.path)
+                if at in own:
+                    others = [_field_words(draft, theirs, words)] if _differs(text, own[at], theirs, words) else []
+                    votes[at].add({draft.member: draft.weight}, others)
+                elif theirs.whole and theirs.value < answer.whole_values:
+                    place = min(record.start + draft.agrees, len(text))
+                    known = {each.member: each.weight for each in drafts}
+                    added.setdefault(at, (place, _Votes()))[1].add(known, [_field_words(draft, theirs, words)])
+    told = [
+        FieldAgreement(*at, each.start, each.end, text[each.start : each.end], votes[at].share, votes[at].told())
+        for at, each in own.items()
+    ]
+    told += [FieldAgreement(*at, place, place, "", found.share, found.told()) for at, (place, found) in added.items()]
+    return tuple(sorted(told, key=lambda field: field.start))
+
+
+def _field_words(draft: _Draft, field: Field, words: str) -> MemberWords:
+    own = draft.candidate.scores.get(draft.member)
+    return MemberWords(draft.member, words, draft.weight, draft.candidate.score, own, not field.whole)
+
+
+def _differs(text: str, own: Field, theirs: Field, words: str) -> bool:
+    """Whether a field surely has another value; `words`, which may lack its beginning, are all that is known of it."""
+    left_out = theirs.end - theirs.start - len(words)
+    ours = text[own.start + left_out : own.end]
+    if not theirs.whole:
+        return not ours.startswith(words) and not (not own.whole and words.startswith(ours))
+    if not own.whole:
+        return not words.startswith(ours)
+    if ours == words or left_out:
+        return ours != words
+    one, other = parsed(ours), parsed(words)
+    return one is None or isinstance(one, bool) or isinstance(other, bool) or one != other

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from specfuse_shared.agreement import Agreement, agreement_of
+from specfuse_shared.agreement import (
+    Agreement,
+    FieldAgreement,
+    MemberDifference,
+    agreement_of,
+    differences_among,
+    fields_among,
+)
 
 StageName = Literal["prefill", "think", "draft", "verify", "commit", "score"]
 
@@ -242,10 +249,26 @@ class AnswerRecord:
         """How far the members agree on the text, and where not; None if only one member had an opinion."""
         return agreement_of(self.rounds, len(self.text))
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-safe form of the whole result."""
-        data = asdict(self)
-        data["agreement"] = None if self.agreement is None else asdict(self.agreement)
+    @property
+    def differences(self) -> tuple[MemberDifference, ...]:
+        """Where members would have written other words, the most important first; computed from the rounds each time
+        it is asked for."""
+        return differences_among(self.rounds, self.text)
+
+    @property
+    def fields(self) -> tuple[FieldAgreement, ...]:
+        """How far members agree on each field of the JSON in the text, calls of tools among it; () without any."""
+        return fields_among(self.rounds, self.text)
+
+    def to_dict(self, *, rounds: bool = True) -> dict[str, Any]:
+        """JSON-safe form of the whole result. `rounds=False`: their number in their place."""
+        data = asdict(self if rounds else replace(self, rounds=()))
+        agreement = self.agreement
+        if not rounds:
+            data["rounds"] = len(self.rounds)
+        data["agreement"] = None if agreement is None else asdict(agreement)
+        data["differences"] = [asdict(difference) for difference in self.differences]
+        data["fields"] = [asdict(field) for field in self.fields]
         data["finish_reason"] = str(self.finish_reason)
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data

@@ -52,6 +52,18 @@ def test_a_capital_at_the_beginning_of_a_sentence_makes_no_name() -> None:
     assert [kind for _, kind in first] == ["word", "number", "word", "word"]
 
 
+def test_what_is_in_quotes_is_a_name_if_it_is_long_enough() -> None:
+    [[*first], _] = told('They read "the white whale" and “dune”, not «war of hosts» or "at', "")
+    assert [text for text, kind in first if kind == "name"] == ["white", "whale", "dune", "hosts"]
+    assert ("They", "word") in first
+
+
+def test_a_sign_is_part_of_its_number_and_marks_within_a_word_are_not() -> None:
+    assert told("It is -5 °C.", "It is 5 °C.") == [[("-5", "number")], [("5", "number")]]
+    assert told("−5, 1914-1918", "-5, 1914-1918") == [[], []]
+    assert told("U.S. e-mail, it's", "US email its") == [[], []]
+
+
 def test_other_scripts_have_numbers_and_words_and_no_names() -> None:
     assert told("東京タワー 333 m", "東京タワー 332 m") == [[("333", "number")], [("332", "number")]]
     assert told("Москва стоит", "Город Киев стоит")[1][-1] == ("Киев", "name")

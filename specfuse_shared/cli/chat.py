@@ -83,6 +83,7 @@ class ChatSession:
             "/each": (self._answer_each, "QUESTION: each member's own answer beside the joint one"),
             "/members": (self._show_members, "who answers, and on what"),
             "/why": (self._show_rounds, "every round of the last answer"),
+            "/differ": (self._show_differences, "where members would have written something else in the last answer"),
             "/save": (self._save, "FILE: write the conversation as JSON"),
             "/clear": (self._clear, "begin anew"),
             "/help": (self._help, "this list"),
@@ -170,6 +171,12 @@ class ChatSession:
             return
         terminal.show_rounds(self._last, self._notes)
         terminal.show_summary(self._last, self._notes)
+
+    def _show_differences(self, _: str) -> None:
+        if self._last is None:
+            self._say("there is no whole answer to explain")
+            return
+        terminal.show_differences(self._last, self._notes)
 
     def _save(self, name: str) -> None:
         if not name:

@@ -147,6 +147,7 @@ def ask(
         write_report(report, result.to_html(messages[-1].content))
     if explain and not as_json:
         terminal.show_rounds(result, out)
+        terminal.show_differences(result, out)
     if not as_json:
         terminal.show_summary(result, notes)
     return 0

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specfuse_shared.cli.terminal import palette, visible
+from specfuse_shared.cli.terminal import MARKS, palette, visible
 from specfuse_shared.differences import Difference, differences_of
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, FinishEvent, SegmentEvent
@@ -31,7 +31,6 @@ _NARROWEST = 24
 """Characters of a column; with less, answers stand below each other."""
 _SECONDS_OF_A_WAIT = 0.5
 """On Windows, Ctrl-C is heard between two waits only."""
-_STYLES = {"number": "bold reverse", "name": "bold reverse", "word": "underline"}
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Column:
         found, at = Text(), 0
         for mark in self.marks:
             found.append(visible(self.text[at : mark.start]))
-            found.append(visible(self.text[mark.start : mark.end]), _STYLES[mark.kind])
+            found.append(visible(self.text[mark.start : mark.end]), MARKS[mark.kind])
             at = mark.end
         found.append(visible(self.text[at:]))
         return found.append(f"\n{visible(self.problem)}", "yellow") if self.problem else found

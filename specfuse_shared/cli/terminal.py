@@ -15,8 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specfuse_shared.agreement import MemberWords
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.report.formats import UNKNOWN, absences_of, lead_of, number, unverified, work_of
+from specfuse_shared.report.formats import (
+    UNKNOWN,
+    absences_of,
+    in_context,
+    instead,
+    lead_of,
+    number,
+    unverified,
+    work_of,
+)
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit, RoundRecord
 
@@ -27,6 +37,9 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 PIPE_WIDTH = 120
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 Palette = Mapping[str, str]
+MARKS = {"number": "bold reverse", "name": "bold reverse", "word": "underline"}
+_DIFFERENCES, _FIELDS = 12, 40
+"""The most that a terminal shows."""
 
 
 def stdout() -> Console:
@@ -192,6 +205,48 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
             out.print(Text(line, style="dim"))
     for name, usage in result.usage.members.items():
         out.print(Text(visible(f"{name}: {work_of(usage) or UNKNOWN}"), style="dim"))
+
+
+def show_differences(result: EnsembleResult, out: Console) -> None:
+    """Where members would have written other words, numbers and names first; and how far they agree on fields."""
+    colours, found, fields = palette(result.members), result.differences, result.fields
+    out.print()
+    if not found and not fields:
+        out.print("members differ in no word of this answer, as far as is known", style="dim")
+        return
+    if found:
+        table = Table("where members differ", "instead", box=None, pad_edge=False, header_style="dim")
+        table.add_column("agree", justify="right")
+        for each in found[:_DIFFERENCES]:
+            before, words, behind = map(visible, in_context(result.text, each.start, each.end))
+            place = Text.assemble(before, (words, MARKS[each.kind]), behind)
+            table.add_row(place, _others(each.others, colours), number(each.share))
+        out.print(table)
+        if len(found) > _DIFFERENCES:
+            out.print(f"{len(found) - _DIFFERENCES} less important ones are in --json and --report", style="dim")
+    if fields:
+        table = Table("field", "value", "instead", box=None, pad_edge=False, header_style="dim")
+        table.add_column("agree", justify="right")
+        for field in fields[:_FIELDS]:
+            path = f"{field.value + 1}: {field.path}" if fields[-1].value else field.path
+            value = visible(in_context(field.text, 0, len(field.text))[1])
+            table.add_row(Text(visible(path)), Text(value), _others(field.others, colours), number(field.share))
+        out.print(table)
+        if len(fields) > _FIELDS:
+            out.print(f"{len(fields) - _FIELDS} more fields are in --json and --report", style="dim")
+
+
+def _others(others: Sequence[MemberWords], colours: Palette) -> Text:
+    """What each would have written, a line each."""
+    lines = [
+        Text.assemble(
+            (visible(other.member), colours.get(other.member, "")),
+            f" {visible(instead(other))}",
+            (f"  weight {number(other.weight)}, score {number(other.score)}", "dim"),
+        )
+        for other in others
+    ]
+    return Text("\n").join(lines)
 
 
 def _round_line(record: RoundRecord) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -19,6 +19,9 @@ _BRACKETS = re.compile(rf'["\]}}]*(?:{CALL_CLOSE})?')
 Detail = Literal["summary", "full", "none"]
 Whole = Literal["none", "value", "call", "all"]
 """What must be whole: nothing, an answer that is no call, one that has begun a call, or either."""
+
+SUMMARY_DIFFERENCES, SUMMARY_FIELDS = 8, 20
+"""The most of them in a summary, which stays with each message of a conversation."""
 
 CLOSED = "closed"
 """An option `whole` of a call: a value has to be whole, and one that brackets and quotes alone have closed is."""
@@ -69,16 +72,32 @@ def usage_record(usage: Usage) -> dict[str, Any]:
 
 
 def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
-    """The record of an answer as plain JSON: nothing, each member's part in it, or all of its rounds, too."""
+    """The record of an answer as plain JSON: nothing, each member's part in it, or all of its rounds, too.
+
+    A summary has the most important differences, and the fields on which members agree least; it counts what it leaves
+    out.
+    """
     if detail == "none":
         return {}
-    left_out = ("text", "logprobs", "thinking", *(name for name in ("closing", "loops") if not getattr(result, name)))
-    told = {key: value for key, value in result.to_dict().items() if key not in left_out}
+    left_out = {"text", "logprobs", "thinking"}
+    told = {key: value for key, value in result.to_dict(rounds=detail == "full").items() if key not in left_out}
+    told = {key: value for key, value in told.items() if value or key not in ("closing", "loops", "fields")}
     if detail == "summary":
-        told["rounds"] = len(result.rounds)
+        told |= _most(told, "differences", SUMMARY_DIFFERENCES, range(len(told["differences"])))
+        fields = told.get("fields", [])
+        by_share = sorted(range(len(fields)), key=lambda n: 1.0 if fields[n]["share"] is None else fields[n]["share"])
+        told |= _most(told, "fields", SUMMARY_FIELDS, by_share)
         told["usage"] = {name: told["usage"][name] for name in ("prompt_tokens", "completion_tokens", "reference")}
     parts: dict[str, Any] = plain({**told, "summary": [asdict(member) for member in result.summary()]})
     return parts
+
+
+def _most(told: Mapping[str, Any], key: str, most: int, ranked: Sequence[int]) -> dict[str, Any]:
+    """The first of a list by their rank, in their order, and how many are left out; nothing where all may stay."""
+    if len(ranked) <= most:
+        return {}
+    kept = [told[key][number] for number in sorted(ranked[:most])]
+    return {key: kept, f"{key}_left_out": len(ranked) - most}
 
 
 def finish_reason(result: EnsembleResult, called: bool = False) -> str:

@@ -1,10 +1,13 @@
-"""How scores, shares and what is not known are written, in the terminal and in reports."""
+"""How scores, shares, differences and what is not known are written, in the terminal and in reports."""
 
 from __future__ import annotations
 
+from specfuse_shared.agreement import MemberWords
 from specfuse_shared.types import MemberUsage, RoundRecord
 
 UNKNOWN = "–"
+NOTHING = "∅"
+_AROUND, _LONGEST = 32, 120
 
 
 def number(value: float | None) -> str:
@@ -46,3 +49,32 @@ def absences_of(record: RoundRecord) -> list[str]:
 
 
 _LATE_WITH = {"draft": "draft", "verify": "verdicts"}
+
+
+# ── what members differ on ───────────────────────────────────────────────────────────────────────
+
+
+def in_context(text: str, start: int, end: int) -> tuple[str, str, str]:
+    """Characters `start` to `end` of a text on one line, with some words before and behind them."""
+    before, behind = text[max(0, start - _AROUND) : start], text[end : end + _AROUND]
+    if start > _AROUND:
+        before = "…" + before.partition(" ")[2]
+    if end + _AROUND < len(text):
+        behind = behind.rpartition(" ")[0] + "…"
+    return _on_one_line(before), _on_one_line(_shortened(text[start:end])) or NOTHING, _on_one_line(behind)
+
+
+def instead(other: MemberWords) -> str:
+    """What a member would have written."""
+    if not other.words:
+        return "the end" if other.ends else "nothing"
+    words = _on_one_line(_shortened(other.words) + "…" * other.is_cut)
+    return (words if words.startswith('"') else f"“{words}”") + " and the end" * other.ends
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\r", " ").replace("\n", " ")

@@ -17,13 +17,16 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from specfuse_shared.report.formats import UNKNOWN, absences_of, number, work_of
+from specfuse_shared.agreement import MemberDifference
+from specfuse_shared.report.formats import UNKNOWN, absences_of, in_context, instead, number, work_of
 from specfuse_shared.types import AnswerRecord, Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord
 
 COLOURS, LINES = 6, 5
 """Member colours and underline styles in `report.css`; coprime, so that 30 members look different."""
 STAGES = ("draft", "verify")
 TICKS = 10
+SHOWN, MOST = 6, 200
+"""Differences that are seen at once, and the most that can be seen; so many fields, too."""
 ENDS = {
     FinishReason.STOP: "the answer was complete",
     FinishReason.LENGTH: "max_tokens or context reached",
@@ -38,7 +41,9 @@ def document(result: AnswerRecord, title: str | None = None) -> str:
 
 def fragment(result: AnswerRecord, *, running: bool = False) -> str:
     """The report as an element to put into another page. `running`: the answer is still being written."""
-    return environment().get_template("fragment.html").render(view(result), title=None, running=running)
+    return (
+        environment().get_template("fragment.html").render(view(result, running=running), title=None, running=running)
+    )
 
 
 @cache
@@ -52,6 +57,7 @@ def environment(*more: str) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"exact": exact, "marked": marked, "number": number, "seconds": seconds, "work": work_of}
+    environment.filters |= {"instead": instead}
     return environment
 
 
@@ -137,8 +143,8 @@ class Chart:
     middle: str
 
 
-def view(result: AnswerRecord) -> dict[str, Any]:
-    """Everything that the templates show."""
+def view(result: AnswerRecord, *, running: bool = False) -> dict[str, Any]:
+    """Everything that the templates show. `running`: where members differ comes with the end of the answer."""
     members = _members(result)
     pieces = list(pieces_of(result.text, result.rounds))
     times = _times(result)
@@ -153,6 +159,10 @@ def view(result: AnswerRecord) -> dict[str, Any]:
         "time_bars": _bars(times, {stage: stage for stage in times}, sum(times.values()) or 1.0),
         "finish": _finish(result),
         "agreement": result.agreement,
+        "differences": [] if running else [_placed(result.text, each) for each in result.differences],
+        "fields": [] if running else result.fields,
+        "shown": SHOWN,
+        "most": MOST,
         "group": "specfuse-" + sha256(repr(result).encode("utf-8", "replace")).hexdigest()[:12],
     }
 
@@ -168,6 +178,11 @@ def pieces_of(text: str, rounds: Sequence[RoundRecord]) -> Iterator[TextSpan]:
         at = max(start, end)
     if at < len(text):
         yield TextSpan(text[at:])
+
+
+def _placed(text: str, difference: MemberDifference) -> tuple[MemberDifference, tuple[str, str, str]]:
+    """A difference with its words in the answer, and those before and behind them."""
+    return difference, in_context(text, difference.start, difference.end)
 
 
 def _members(result: AnswerRecord) -> dict[str, MemberStyle]:

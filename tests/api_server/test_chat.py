@@ -324,6 +324,13 @@ def test_the_record_comes_as_asked_for(client: httpx.Client) -> None:
 
     assert record(ledger="none") is None
     assert record()["rounds"] == len(record(ledger="full")["rounds"]) > 1
+    most, least = record(ledger="full")["differences"], record()["differences"]
+    assert [each["text"] for each in least] == [each["text"] for each in most[: len(least)]]
+    assert {"member", "words", "weight", "score"} <= most[0]["others"][0].keys()
+    form = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT}}
+    [choice] = chat(client, max_tokens=60, response_format=form)["choices"]
+    [field] = choice["specfuse"]["record"]["fields"]
+    assert (field["path"], int(field["text"])) == ("$.a", json.loads(choice["message"]["content"])["a"])
 
 
 def test_models_are_ensembles_and_their_members(client: httpx.Client) -> None:

@@ -11,11 +11,13 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from specfuse_shared import EnsembleEngine
+from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
 from specfuse_shared.differences import differences_of
 from specfuse_shared.loading.progress import LoadProgress
+from specfuse_shared.report.formats import NOTHING
+from specfuse_shared.report.html import MOST, SHOWN
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
 from tests.support.serving import reciting, serving, until
 
@@ -31,6 +33,7 @@ DIFFERENT = [
     ["- Ships: 1,969 of NASA's\n2. I'm sure, McDonald", "1969 ships; im Hafen", ""],
     ["東京タワー 333 m 🎉", "Город Киев стоит", "naïve café_au 3.5-fold"],
     ["a.b.c x’y", "A.B.C", "٣ ships"],
+    ['They read "the white whale" and “dune”', "E-mail of the U.S.: −5 °C, 1914-1918", "email of the US: 5 °C, -5"],
 ]
 COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked))")]
   .map(s => [s.className.match(/m\\d/)[0], getComputedStyle(s).backgroundColor])"""
@@ -117,7 +120,7 @@ def test_the_page_goes_on_with_a_conversation(opened: Callable[..., Page], clien
     asked: list[list[dict[str, str]]] = []
     page.on("request", lambda r: asked.append(r.post_data_json["messages"]) if r.method == "POST" else None)
     assert not page.locator("#follow-field").is_visible()
-    page.locator("details summary").click()
+    page.locator("form summary").click()
     page.fill("#system", "Be brief.")
     answers = []
     for question in ("Who?", "And when?"):
@@ -275,6 +278,34 @@ def test_a_key_is_asked_for_where_one_is_needed(opened: Callable[..., Page], tin
         expect(page.locator("#status")).to_have_text("Ready")
         ask(page, tokens=8)
         expect(page.locator("#status")).to_have_text("Finished")
+
+
+def test_where_members_differ_is_listed_once_the_answer_is_over(
+    opened: Callable[..., Page], client: httpx.Client, tiny: EnsembleEngine
+) -> None:
+    page = opened(client)
+    running: list[str] = page.evaluate(
+        """() => { window.seen = []; new MutationObserver(() => {
+          if (document.querySelector("#report .facts dd")?.innerText === "not yet")
+            window.seen.push(...document.querySelectorAll("#report .differences"));
+        }).observe(document.getElementById("report"), { childList: true, subtree: true }); return window.seen }"""
+    )
+    ask(page, tokens=80)
+    expect(page.locator("#status")).to_have_text("Finished")
+    assert running == page.evaluate("window.seen") == []
+    expect(page.get_by_role("heading", name="Where members differ")).to_be_visible()
+    found = tiny.generate("Why is the sea salty?", SamplingParams(max_tokens=80)).differences
+    rows = page.locator("#report .differences tbody > tr")
+    assert rows.count() == min(len(found), MOST) > SHOWN
+    marks = [page.locator("#report .differences mark").nth(n).text_content() or "" for n in range(SHOWN)]
+    assert [mark.replace(NOTHING, "") for mark in marks] == [
+        " ".join(each.text.split()).replace("\0", "\ufffd") or "" for each in found[:SHOWN]
+    ]
+    assert rows.first.inner_text().count(found[0].others[0].member) == 1
+    more = page.get_by_text(f"{len(found) - SHOWN} more")
+    assert rows.nth(SHOWN).is_hidden()
+    more.click()
+    assert rows.nth(SHOWN).is_visible()
 
 
 # ── each member by itself ────────────────────────────────────────────────────────────────────────

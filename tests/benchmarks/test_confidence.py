@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from confidence import auroc, interval, table_of
+from confidence import agreements, auroc, interval, table_of
+
+from specfuse_shared.comparing import Question
+from tests.support.explained import differing
 
 
 def test_it_is_the_chance_that_a_right_answer_has_the_higher_number() -> None:
@@ -26,3 +29,20 @@ def test_rows_without_a_number_do_not_count() -> None:
     [line] = table_of(found)
     assert (line["rows"], line["right"]) == (4, 2)
     assert line["auroc"] == pytest.approx(1)
+
+
+def test_without_right_or_without_wrong_answers_nothing_is_told() -> None:
+    [line] = table_of([(True, {"a": 0.9}), (True, {"a": 0.1})])
+    assert (line["rows"], line["auroc"], line["low"], line["high"]) == (2, None, None, None)
+
+
+def test_agreement_on_numbers_and_names_and_on_the_last_number_comes_from_the_rounds() -> None:
+    asked = Question("How many?", references=["7"])
+    drafts = {"b": "So 3 of Ann and 5 leave 7", "c": "So 2 and then they leave 8"}
+    told = agreements(asked, differing([("So 2 of Ann and 5 leave 7.", drafts)], {"a": 0.5, "b": 0.3, "c": 0.2}))
+    assert told["agreement, numbers and names"] == pytest.approx(0.7)
+    assert told["agreement, last number"] == pytest.approx(0.8)
+    assert 0 < (told["agreement"] or 0) < 1
+    wrong = differing([("So 7.", {"b": "So 8."})], {"a": 0.75, "b": 0.25})
+    assert agreements(asked, wrong)["agreement, last number"] == pytest.approx(0.75)
+    assert agreements(asked, differing([("So 7.", {})], {"a": 1.0}))["agreement, last number"] is None

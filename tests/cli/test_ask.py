@@ -53,6 +53,8 @@ def test_explain_adds_every_round(members: list[str], capsys: pytest.CaptureFixt
     assert [r.partition(" ")[0] for r in rounds] == [str(i) for i in range(1, len(rounds) + 1)]
     assert all("→  first" in r and "weights: first" in r for r in rounds)
     assert '"Another answer entirely."' in rounds[0] or '"Another answer' in rounds[0]
+    _, _, table = rounds[-1].partition("where members differ")
+    assert "second “Another answer" in table
 
 
 def test_a_report_is_written_and_said_on_stderr(

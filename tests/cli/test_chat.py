@@ -170,6 +170,22 @@ def test_each_shows_every_members_own_answer_and_what_differs(
     assert together == f"together: {turns[1]['content']}"
 
 
+def test_differ_tells_what_each_member_would_have_written(
+    recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said("/differ\nWhen?\n/differ\n/clear\n/differ\n", two_speakers(recite), monkeypatch) == 0
+    shown = capsys.readouterr()
+    won, lost = ("1887", "1892") if "1887" in shown.out else ("1892", "1887")
+    assert shown.err.count("no whole answer") == 2
+    _, _, table = shown.err.partition("where members differ")
+    first, *_ = [line for line in table.splitlines()[1:] if line.strip()]
+    assert won in first
+    assert f"“{lost}" in first
+    one = recite("only", "Plain words spoken here.")
+    assert said("When?\n/differ\n", ["--member", one], monkeypatch) == 0
+    assert "members differ in no word" in capsys.readouterr().err
+
+
 def test_each_says_why_an_answer_failed_and_shows_the_others(
     recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from specfuse_shared.types import (
     RoundTiming,
     Usage,
 )
+from tests.support.explained import differing
 
 MEMBERS = ("[red]a", "b")
 LEAVING = MemberExit("b", 1, "retention", 0.125)
@@ -185,6 +186,37 @@ def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings(
     assert "weights: [red]a 0.500, b 0.500" in text
     assert "retention: [red]a 0.875, b 0.125" in text
     assert text.count("b left after round 1 (retention 0.125)") == 1
+
+
+def test_differences_come_with_what_others_would_have_written_and_obey_nothing() -> None:
+    out, weights = console(), {"[red]a": 0.75, "b": 0.25}
+    drafts = {"b": "It is 41 \x1b[2Jof [bold]them"}
+    terminal.show_differences(differing([("It is 42 [bold]or so", drafts), (" and on", {})], weights), out)
+    header, first, second = shown(out).strip().splitlines()
+    assert header.split() == ["where", "members", "differ", "instead", "agree"]
+    told = [r"b “41 \x1b[2Jof”", "weight 0.250, score 0.250", "0.750"]
+    assert re.split(r"  +", first) == ["It is 42 [bold]or so and on", *told]
+    assert re.split(r"  +", second)[:2] == ["It is 42 [bold]or so and on", "b “them…”"]
+    assert "\x1b" not in shown(out)
+
+
+def test_fields_come_with_what_else_they_would_have_been() -> None:
+    out = console()
+    answer = differing([('{"n": 42, "ok": true}', {"b": '{"n": 41, "ok": true}'})], {"a": 0.75, "b": 0.25}, over=True)
+    terminal.show_differences(answer, out)
+    lines = [re.split(r"  +", line.strip()) for line in shown(out).strip().splitlines()]
+    assert lines[-3:] == [
+        ["field", "value", "instead", "agree"],
+        ["$.n", "42", "b “41”", "weight 0.250, score 0.250", "0.750"],
+        ["$.ok", "true", "1.000"],
+    ]
+
+
+def test_a_terminal_shows_the_most_important_differences_and_counts_the_others() -> None:
+    out, words = console(), [f"w{n}" for n in range(30)]
+    rounds = [(f" same {word}", {"b": f" same x{word}"}) for word in words]
+    terminal.show_differences(differing(rounds, {"a": 0.75, "b": 0.25}), out)
+    assert "18 less important ones are in --json and --report" in shown(out)
 
 
 def test_explain_says_who_drafted_first_and_what_guesses_saved() -> None:

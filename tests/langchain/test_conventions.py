@@ -187,10 +187,29 @@ def test_a_message_carries_a_summary_unless_told_otherwise(tiny: EnsembleEngine)
         for detail in ("summary", "full", "none")
     }
     assert ChatSpecFuse(engine=tiny).ledger == "summary"
-    assert len(json.dumps(told["summary"]["specfuse"])) < 1200
+    assert len(json.dumps(told["summary"]["specfuse"])) < 4000
     assert told["summary"]["specfuse"]["rounds"] == len(told["full"]["specfuse"]["rounds"])
     assert "specfuse" not in told["none"]
+    differences, few = (told[detail]["specfuse"]["differences"] for detail in ("full", "summary"))
+    assert [each["text"] for each in few] == [each["text"] for each in differences[: len(few)]]
+    assert differences[0]["others"][0]["member"] in ("chat", "base")
     assert told["none"]["model_name"] == "chat+base"
+
+
+def test_a_call_and_a_value_tell_the_agreement_of_each_field(tiny: EnsembleEngine) -> None:
+    crew = {"type": "integer", "minimum": 10, "maximum": 99}
+    boat = {"title": "Boat", "type": "object", "properties": {"crew": crew}, "required": ["crew"]}
+    model = ChatSpecFuse(engine=tiny, max_tokens=120)
+    called = model.bind_tools([boat], tool_choice="any").invoke(QUESTION)
+    told = {field["path"]: field for field in called.response_metadata["specfuse"]["fields"]}
+    assert told.keys() == {"$.name", "$.arguments.crew"}
+    assert int(told["$.arguments.crew"]["text"]) == called.tool_calls[0]["args"]["crew"]
+    found = model.with_structured_output(boat, include_raw=True).invoke(QUESTION)
+    [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]  # type: ignore[index]
+    assert field["path"].endswith("crew")
+    assert all(0 <= field["share"] <= 1 for field in told.values() if field["share"] is not None)
+    quiet = model.model_copy(update={"ledger": "none"}).bind_tools([boat], tool_choice="any").invoke(QUESTION)
+    assert "specfuse" not in quiet.response_metadata
 
 
 @pytest.mark.parametrize("stage", ["draft", "verify"])

@@ -123,7 +123,9 @@ def test_the_record_is_a_summary_unless_all_or_nothing_is_wanted(tiny_llm: SpecF
     assert records["none"] is None
     assert isinstance(records["summary"]["rounds"], int)
     assert len(records["full"]["rounds"]) == records["summary"]["rounds"]
-    assert len(json.dumps(records["summary"])) < 1200 < len(json.dumps(records["full"]))
+    differences, few = (records[detail]["differences"] for detail in ("full", "summary"))
+    assert [each["text"] for each in few] == [each["text"] for each in differences[: len(few)]] != []
+    assert len(json.dumps(records["summary"])) < 4000 < len(json.dumps(records["full"]))
 
 
 def test_a_member_that_fails_is_a_warning_and_in_the_record(tiny_members: list[MemberConfig]) -> None:

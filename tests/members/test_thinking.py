@@ -120,6 +120,29 @@ def test_thoughts_are_in_nobody_elses_context(engine: EnsembleEngine) -> None:
     assert drafts[0] == drafts[1]
 
 
+def test_several_members_think_apart_and_answer_together(folders: tuple[str, str]) -> None:
+    members = [
+        MemberConfig(folder, name=name, chat_template=THINKING, thinking=True, dtype="float32")
+        for name, folder in zip(("one", "two"), folders, strict=True)
+    ]
+    params = SamplingParams(max_tokens=24, max_thinking_tokens=30)
+    with EnsembleEngine(EnsembleConfig(members)) as engine:
+        result = engine.generate(QUESTION, params)
+        alone = {name: engine.generate(QUESTION, params, members=[name]) for name in ("one", "two")}
+        assert result.thinking == {name: alone[name].thinking[name] for name in alone}, "each its own"
+        assert result.thinking["one"] != result.thinking["two"]
+        first = result.rounds[0]
+        for member in local_members(engine):
+            prompt = member.encode_prompt([Message("user", QUESTION)])
+            behind = [*prompt, *greedy(member, prompt, 30), *member.prompts.thoughts_closing()]
+            [draft] = [c for c in first.candidates if member.name in c.drafters]
+            own = member.codec.decode(greedy(member, behind, draft.tokens))
+            assert own.startswith(draft.text), "a draft follows its member's own thoughts"
+    assert any(record.verified and {*record.candidates[0].scores} == {"one", "two"} for record in result.rounds)
+    assert len({result.text, *(each.text for each in alone.values())}) > 1
+    assert not any(thought in result.text for thought in result.thinking.values())
+
+
 def test_a_grammar_begins_after_the_thoughts(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=40, max_thinking_tokens=20, grammar=Grammar.choice(["yes", "no"]))
     result = engine.generate(QUESTION, params)

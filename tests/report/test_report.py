@@ -14,10 +14,10 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
 from specfuse_shared.report.formats import number
-from specfuse_shared.report.html import fragment, pieces_of
+from specfuse_shared.report.html import MOST, SHOWN, fragment, pieces_of
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import FinishReason, MemberAbsence, MemberExit
-from tests.support.explained import explained, rival_text, round_of, unverified
+from tests.support.explained import differing, explained, rival_text, round_of, unverified
 
 TIDES = [("alpha", "The tides"), ("beta", " follow the Moon,"), ("alpha", " and the Sun.")]
 VOID = {"br", "input", "img", "meta", "link", "hr"}
@@ -355,6 +355,47 @@ def test_reports_of_two_answers_keep_their_choices_apart() -> None:
 def test_the_types_need_no_template_engine_before_a_report() -> None:
     code = "import sys, specfuse_shared; specfuse_shared.EnsembleResult; print('jinja2' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_where_members_differ_is_listed_with_what_each_would_have_written() -> None:
+    weights = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
+    drafts = {"beta": "In 1968 <b>Buzz</b> went…", "gamma": "In 1969 <b>Neil</b> ran…"}
+    shown = page(differing([("In 1969 <b>Neil</b> went", drafts)], weights, over=True))
+    [section] = shown.texts("differences")
+    assert words(section) == (
+        "In the answer Instead Agree Round "
+        "In 1969 <b>Neil</b> went 2 beta “1968” weight 0.300, score 0.250 0.700 1 "
+        "In 1969 <b>Neil</b> went 2 beta “Buzz” weight 0.300, score 0.250 0.700 1 "
+        "In 1969 <b>Neil</b> went 3 gamma “ran” and the end weight 0.200, score 0.250 0.800 1"
+    )
+    assert shown.texts("mark") == ["1969", "Neil", "went"]
+    assert shown.texts("number") == ["1969"]
+    assert page(explained([("alpha", " one")], ("alpha",))).texts("differences") == []
+
+
+def test_differences_beyond_the_first_are_folded_away_and_the_least_left_out() -> None:
+    rounds = [(f" same w{n}", {"beta": f" same x{n}"}) for n in range(MOST + 3)]
+    shown = page(differing(rounds, {"alpha": 0.75, "beta": 0.25}))
+    assert [text.count("beta") for text in shown.texts("differences")] == [SHOWN, MOST - SHOWN]
+    assert f"{MOST - SHOWN} more" in words(shown.texts("details")[0])
+    assert "3 less important ones are left out." in words(shown.texts("details")[0])
+
+
+def test_fields_are_listed_with_what_else_they_would_have_been() -> None:
+    rounds = [('{"n": 42, "to": ["<b>"]}', {"beta": '{"n": 41, "to": ["<i>"]}'})]
+    html = differing(rounds, {"alpha": 0.75, "beta": 0.25}, over=True).to_html()
+    _, _, fields = html.partition("Field by field")
+    assert '<th scope="row">$.n</th>' in fields
+    assert "$.to[0]" in fields
+    assert "&#34;&lt;b&gt;&#34;" in fields
+    assert "&#34;&lt;i&gt;&#34;" in fields
+    assert "<i>" not in fields
+
+
+def test_a_growing_answer_lists_no_differences_yet() -> None:
+    answer = differing([("It is 42", {"beta": "It is 41"})], {"alpha": 0.75, "beta": 0.25})
+    assert "Where members differ" in fragment(answer)
+    assert "Where members differ" not in fragment(answer, running=True)
 
 
 def test_thoughts_are_shown_as_text_behind_the_answer() -> None:

@@ -77,3 +77,28 @@ def explained(
         total_seconds=0.6 + sum(r.timing.total for r in rounds),
     )
     return replace(result, **changes)
+
+
+Drafts = Mapping[str, str]
+"""Member → its draft, where it is not the text of the round; "…" at its end: the answer would have been over there."""
+
+
+def differing(
+    rounds: Sequence[tuple[str, Drafts]], weights: Mapping[str, float], *, over: bool = False
+) -> EnsembleResult:
+    """An answer whose rounds have a text that the first member won, and other members' drafts. `over`: it ended."""
+    names, start, records = list(weights), 0, []
+    for index, (text, drafts) in enumerate(rounds, 1):
+        ends = over and index == len(rounds)
+        said = {name: (drafts[name].removesuffix("…"), drafts[name].endswith("…")) for name in drafts}
+        said = {name: said.get(name, (text, ends)) for name in names}
+        scores = dict.fromkeys(names, 0.5)
+        candidates = [
+            Candidate(draft, tuple(n for n in names if said[n] == (draft, is_last)), is_last, 3, scores, 0.25)
+            for draft, is_last in dict.fromkeys(said.values())
+        ]
+        record = round_of(index, start, (names[0], text), names)
+        records.append(replace(record, candidates=tuple(candidates), weights=weights))
+        start += len(text)
+    text = "".join(text for text, _ in rounds)
+    return replace(explained([(names[0], text)], names), text=text, rounds=tuple(records))

@@ -65,7 +65,11 @@ class ChoiceReader:
         """A piece for every event that has something to tell."""
         try:
             async for event in events:
-                piece = self._piece(public(event))
+                shown = public(event)
+                if isinstance(shown, FinishEvent):  # the record of a very long answer takes a second
+                    piece = await asyncio.to_thread(self._piece, shown)
+                else:
+                    piece = self._piece(shown)
                 if piece != ChoicePiece() or self._extension.report:
                     yield piece
         except UnfinishedValueError as error:
@@ -106,7 +110,7 @@ class ChoiceReader:
         self._write(piece, last_parts(self._reader, result))
         piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calling))
         piece.all_logprobs = openai_logprobs(result)
-        if told := ledger(result, self._extension.ledger):
+        if not self._extension.events and (told := ledger(result, self._extension.ledger)):
             piece.specfuse["record"] = told
 
     def _cut(self, error: UnfinishedValueError) -> ChoicePiece:

@@ -1,17 +1,21 @@
 // Each member's own answer beside the joint one; what they say otherwise is marked when all have ended.
 // The rules are those of specfuse_shared/differences.py. Text of models goes through textContent.
 
-const WORD = /[\p{L}\p{N}]+(?:[.,:'’-][\p{L}\p{N}]+)*/gu;
+const WORD = /(?:(?<![\p{L}\p{N}])[-\u2212](?=\p{Nd}))?[\p{L}\p{N}]+(?:[.,:'’-][\p{L}\p{N}]+)*/gu;
+const QUOTED = /"[^"\n]{1,80}"|“[^”\n]{1,80}”|„[^“”\n]{1,80}[“”]|«[^»\n]{1,80}»/gu;
 const LONG = 4; // characters of a word that counts: shorter ones are mostly grammar
 
-const key = word => word.replace(/(?<=\d),(?=\d{3}(?!\d))/g, "").toLowerCase();
+const key = word => (/\p{Nd}/u.test(word)
+  ? word.replace(/(?<=\d),(?=\d{3}(?!\d))/g, "").replace("\u2212", "-")
+  : word.replace(/[.,:'’-]/g, "")).toLowerCase();
 
-function kind(word, begins) {
+function kind(word, begins, quoted) {
   if (/\p{Nd}/u.test(word)) return "number";
   const characters = [...word];
   const capitals = (begins ? characters.slice(1) : characters).join("");
   if (characters.length > 1 && /\p{Lu}/u.test(capitals) && !/^I['’]/.test(word)) return "name";
-  return characters.length >= LONG ? "word" : null;
+  if (characters.length < LONG) return null;
+  return quoted ? "name" : "word";
 }
 
 // For each text the stretches that another one lacks: [start, end, kind], in their order.
@@ -20,12 +24,16 @@ export function differences(texts) {
   const said = words.map(own => new Set(own.map(([word]) => key(word))));
   return words.map((own, number) => {
     const others = said.filter((_, other) => other !== number);
+    const quotes = [...texts[number].matchAll(QUOTED)].map(match => [match.index, match.index + match[0].length]);
     let end = 0;
     return own.map(match => {
       const between = texts[number].slice(end, match.index);
       const begins = match === own[0] || /[.!?:\n]/.test(between);
       end = match.index + match[0].length;
-      return others.some(other => !other.has(key(match[0]))) ? [match.index, end, kind(match[0], begins)] : [0, 0, null];
+      while (quotes.length && quotes[0][1] <= match.index) quotes.shift();
+      const quoted = quotes.length > 0 && quotes[0][0] < match.index;
+      const lacks = others.some(other => !other.has(key(match[0])));
+      return lacks ? [match.index, end, kind(match[0], begins, quoted)] : [0, 0, null];
     }).filter(([, , found]) => found);
   });
 }

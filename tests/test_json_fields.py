@@ -1,0 +1,74 @@
+"""The fields of JSON in a text that may be cut or broken, and of texts that go on with it otherwise."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specfuse_shared.json_fields import DEEPEST, JsonText
+
+
+def found(text: str) -> dict[str, str]:
+    return {field.path: text[field.start : field.end] for field in JsonText(text).fields}
+
+
+def behind(text: str, at: int, draft: str) -> list[tuple[str, str, bool]]:
+    return [(field.path, said, field.whole) for field, said in JsonText(text).fields_behind(at, draft)]
+
+
+def test_paths_are_those_of_the_values() -> None:
+    value = {"a": {"b c": [1, [True, None]], 'q"': "x"}, "é": -1.5e3, "": []}
+    text = json.dumps(value, ensure_ascii=False)
+    assert found(text) == {
+        '$.a["b c"][0]': "1",
+        '$.a["b c"][1][0]': "true",
+        '$.a["b c"][1][1]': "null",
+        '$.a["q\\""]': '"x"',
+        "$.é": "-1500.0",
+    }
+    assert found(json.dumps(value, indent=2)).keys() == found(text).keys()
+    assert found(' \n["a", 2]') == {"$[0]": '"a"', "$[1]": "2"}
+
+
+def test_values_stand_anywhere_but_prose_with_braces_and_notes_is_none() -> None:
+    assert found('Here:\n```json\n{"a": 1}\n```') == {"$.a": "1"}
+    assert found("Water [1] is {x | x > 0} wet [2].") == {}
+    assert [field.value for field in JsonText('{"a": 1} and {"a": 2}').fields] == [0, 1]
+    assert JsonText('{"a": 1} and {"a": 2').whole_values == 1
+
+
+@pytest.mark.parametrize("text", ['{"a": "b', '{"a": "b\\', '{"a": "b\\"', '{"a": "\\u00'])
+def test_a_cut_string_is_a_field_that_is_not_whole(text: str) -> None:
+    [field] = JsonText(text).fields
+    assert (field.path, field.whole) == ("$.a", False)
+
+
+def test_what_is_nested_too_deep_has_no_path_and_ends_the_reading() -> None:
+    assert len(found('{"a":' * (DEEPEST - 1) + "1")) == 0 + 1
+    assert found('{"a":' * DEEPEST + '{"b": 1') == {}
+    assert found('{"a":' * 100_000) == {}
+
+
+def test_another_text_goes_on_at_any_place() -> None:
+    text = '{"city": "Oslo", "n": 12, "ok": true}'
+    assert behind(text, text.index("slo"), 'tta", "n": 3}') == [("$.city", '"Otta"', True), ("$.n", "3", True)]
+    assert behind(text, text.index("2,"), "5") == [("$.n", "15", False)]
+    assert behind(text, text.index(', "ok'), "7, ") == [("$.n", "127", True)]
+    assert behind(text, text.index("true"), "fal") == [("$.ok", "fal", False)]
+    assert behind(text, text.index('ok"'), 'new": [1') == [("$.new[0]", "1", False)]
+    assert behind(text, 0, '["x"]') == [("$[0]", '"x"', True)]
+    assert behind("", 0, '{"a": 1}') == [("$.a", "1", True)]
+    assert behind('{"a"]', 5, '"x"') == []
+
+
+def test_of_a_long_string_only_what_is_new_is_read() -> None:
+    text = '{"a": "' + "word " * 100 + 'end \\"of\\" it", "b": 1}'
+    at = text.index("end")
+    assert behind(text, at, 'stop", "b": 2,') == [("$.a", 'stop"', True), ("$.b", "2", True)]
+    escaped = text.index('"of') - 1
+    assert behind(
+        text,
+        escaped + 1,
+        '"so',
+    ) == [("$.a", '\\"so', False)]
