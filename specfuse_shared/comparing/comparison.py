@@ -157,6 +157,8 @@ def compare(
     config = config_of(members)
     check(len(config.names) > 1, "a comparison takes two members or more: an ensemble of one is that member")
     check(timed >= 0, f"timed must be 0 or more, not {timed!r}")
+    known = isinstance(equal_compute, (bool, Sampling))
+    check(known, f"equal_compute must be True, False or a Sampling, not {equal_compute!r}")
     sampling = Sampling() if equal_compute is True else equal_compute or None
     asked = question_set(questions)
     with RunFile(run) as file:

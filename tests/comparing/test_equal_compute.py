@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from specfuse_shared import ConfigError
+from specfuse_shared import ConfigError, EnsembleEngine
 from specfuse_shared.comparing import ENSEMBLE, Comparison, Question, Sampling, compare
+from specfuse_shared.comparing.run.run_file import RunFile
+from specfuse_shared.comparing.run.sampling import Sampler, Wanted
 from specfuse_shared.members.stages import Close, Draft, DraftAlone, Fault, StageRequest
 from tests.comparing.fakes import Fakes, Script
 from tests.comparing.made import answer
@@ -231,6 +233,10 @@ def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() 
         Sampling(temperature=0)
     with pytest.raises(ConfigError, match="1 sample or more"):
         Sampling(most=0)
+    made = fakes()
+    with pytest.raises(ConfigError, match="equal_compute must be True, False or a Sampling, not 4"):
+        compared(made, equal_compute=4)
+    assert not made.engines
 
 
 def test_samples_are_no_member() -> None:
@@ -247,3 +253,26 @@ def test_the_work_of_samples_counts_the_prompt_once() -> None:
     some = next(iter(found.answers[COLUMN].values()))
     assert some.work == (("first", 2, 6),)
     assert replace(answer("x"), work=some.work).work == some.work
+
+
+def test_samples_of_a_real_member_hang_on_their_seeds_alone(tiny_engine: EnsembleEngine) -> None:
+    """Asked together with others, or one by one."""
+    config = tiny_engine.config
+    member = config.only([config.names[0]])
+    question = Question("What does the log say of the moon?", references=["the moon is full"], max_tokens=6)
+    wanted = Wanted(member, question, 5)
+    with RunFile(None) as run:
+        sampler = Sampler(run, Sampling(temperature=0.9))
+        sampler.ask([wanted, Wanted(member, Question("And the sea?", references=["no"]), 3)])
+        together = sampler.samples(wanted)
+    params = replace(question.params(), temperature=0.9)
+    alone = [
+        tiny_engine.generate(question.prompt, replace(params, seed=seed), members=list(member.names))
+        for seed in range(1, 6)
+    ]
+    assert [sample.text for sample in together] == [result.text for result in alone]
+    assert len({sample.text for sample in together}) > 1
+    for sample, result in zip(together, alone, strict=True):
+        usage = result.usage.members[member.names[0]]
+        assert sample.work == ((member.names[0], usage.prompt, usage.fed),)
+        assert sample.logprob is None or sample.logprob < 0
