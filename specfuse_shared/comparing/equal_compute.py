@@ -162,7 +162,7 @@ class _Sampled:
         counts = []
         for row in timed:
             times = self._times(row)
-            if len(times) > 1:
+            if len(times) > 1 or self._sampler.sampling.most == 1:
                 counts.append(np.interp(row.seconds, np.maximum.accumulate(list(times.values())), list(times)))
         if counts:
             self._samples["seconds"] = dict.fromkeys(self._members, self._rounded(float(np.mean(counts))))

@@ -63,11 +63,11 @@ def test_a_larger_member_is_paid_fewer_samples_and_a_smaller_one_more() -> None:
     assert small.samples["compute"] == {"short": 9}
 
 
-def test_a_single_sample_is_the_greedy_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_sample_is_the_greedy_answer() -> None:
     made = fakes()
-    found = compared(made, equal_compute=Sampling(most=1))
+    found = compared(made, equal_compute=Sampling(most=1), timed=1)
     assert made.sampled == 0
-    name = "first, 1 sample (equal compute)"
+    name = "first, 1 sample (equal compute and seconds)"
     assert {q: a.text for q, a in found.answers[name].items()} == {q: a.text for q, a in found.answers["first"].items()}
     assert "ceiling" not in found.equal.columns  # type: ignore[union-attr]
     assert "pays for: 3.0 (at most 1 are asked)" in told(found, "Equal compute")
