@@ -91,7 +91,8 @@ def main(files: Annotated[list[Path], typer.Argument(help="What `specfuse-llm co
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:
         groups[each.group].append(each)
-    for name, own in {"everything": outcomes, **(groups if len(groups) > 1 else {})}.items():
+    apart = [each for each in outcomes if each.group != "all"]  # that one is made of the others
+    for name, own in {"every group": apart, **(groups if len(groups) > 1 else {})}.items():
         rho = {what: "–" if value is None else f"{value:+.2f}" for what, value in correlations(own).items()}
         told = ", ".join(f"{what} {value}" for what, value in rho.items())
         console.print(f"{name}, {len(own)} ensembles: rank correlation with the gain: {told}")

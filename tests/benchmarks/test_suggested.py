@@ -45,4 +45,4 @@ def test_predictions_stand_beside_gains(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, [str(tmp_path / f"{n}.json") for n in range(4)])
     assert printed.exit_code == 0
     assert "one + two" in printed.output
-    assert "everything, 4 ensembles: rank correlation with the gain: predicted +1.00" in printed.output
+    assert "every group, 4 ensembles: rank correlation with the gain: predicted +1.00" in printed.output
