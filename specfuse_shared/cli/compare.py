@@ -21,12 +21,12 @@ from specfuse_shared.cli import terminal
 from specfuse_shared.cli.files import check_writable, write_report
 from specfuse_shared.cli.options import AsJson, LibrariesVerbose, Preset
 from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble, configure_logging
-from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.validation import check_choice
 
 if TYPE_CHECKING:
-    from specfuse_shared.comparing import Comparison, OnProgress, Progress, QuestionSet, Tuned
+    from specfuse_shared.comparing import Comparison, OnProgress, Progress, QuestionSet, Sampling, Suggestion, Tuned
 
 TENTHS = 10
 
@@ -73,6 +73,29 @@ Tune = Annotated[
         "ensemble to a TOML file (FILE#NAME; NAME is 'tuned' if unset).",
     ),
 ]
+EqualComputeOption = Annotated[
+    bool,
+    typer.Option(
+        "--equal-compute",
+        help="Also ask the best member several times: as often as the ensemble's compute, and its seconds, pay for.",
+    ),
+]
+SampleTemperature = Annotated[
+    float | None,
+    typer.Option(
+        "--sample-temperature", metavar="T", help="Temperature of the samples of --equal-compute.  [default: 0.7]"
+    ),
+]
+MostSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--most-samples", metavar="N", help="The most samples of --equal-compute for a question.  [default: 32]"
+    ),
+]
+SuggestOption = Annotated[
+    bool,
+    typer.Option("--suggest", help="Ask the members alone, and say which two or three of them to put together."),
+]
 Judge = Annotated[
     str | None, typer.Option("--judge", metavar="WHO", help='"members": the members rate each other\'s answers.')
 ]
@@ -85,6 +108,10 @@ def compare(
     out: Out = None,
     run: RunOption = Path("compare.jsonl"),
     leave_one_out: LeaveOneOut = False,
+    equal_compute: EqualComputeOption = False,
+    sample_temperature: SampleTemperature = None,
+    most_samples: MostSamples = None,
+    suggest: SuggestOption = False,
     vote: Vote = None,
     against: Against = None,
     votes: Cast = None,
@@ -100,6 +127,12 @@ def compare(
     from specfuse_shared import comparing
 
     comparing.check_libraries()
+    if suggest:
+        _check_alone(
+            {"--out": out, "--leave-one-out": leave_one_out, "--equal-compute": equal_compute, "--vote": vote}
+            | {"--votes": votes, "--against": against, "--tune": tune, "--judge": judge}
+        )
+    sampling = _sampling(equal_compute, sample_temperature, most_samples)
     pages = _Pages.checked(out, vote, votes, against)
     asked = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
     ensemble = chosen_ensemble(member, config, preset)
@@ -108,9 +141,17 @@ def compare(
     more = _More.checked(ensemble, asked, tune, judge)
     configure_logging(verbose)
     how: dict[str, Any] = {"run": run, "max_tokens": max_tokens}
+    if suggest:
+        return _suggest(ensemble, asked, {**how, "timed": timed}, as_json)
     with _progress(terminal.stderr()) as on_progress:
         found = comparing.compare(
-            ensemble, asked, **how, leave_one_out=leave_one_out, timed=timed, on_progress=on_progress
+            ensemble,
+            asked,
+            **how,
+            leave_one_out=leave_one_out,
+            equal_compute=sampling,
+            timed=timed,
+            on_progress=on_progress,
         )
         found = more.add(found, ensemble, asked, how, on_progress)
     found = found if pages.cast is None else found.with_votes(pages.cast)
@@ -121,6 +162,36 @@ def compare(
     pages.write(found)
     more.write(found)
     print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
+    return 0
+
+
+def _check_alone(others: Mapping[str, object]) -> None:
+    """Raises `ConfigError` where options are given that need an ensemble's answers."""
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise ConfigError(f"--suggest asks no ensemble: leave {', '.join(given)} out")
+
+
+def _sampling(equal_compute: bool, temperature: float | None, most: int | None) -> Sampling | bool:
+    """Raises `ConfigError`."""
+    from specfuse_shared.comparing import Sampling
+
+    given = {name: value for name, value in (("temperature", temperature), ("most", most)) if value is not None}
+    if given and not equal_compute:
+        raise ConfigError("--sample-temperature and --most-samples belong to --equal-compute: add it")
+    return Sampling(**given) if equal_compute else False  # type: ignore[arg-type]
+
+
+def _suggest(ensemble: EnsembleConfig, asked: QuestionSet, how: Mapping[str, Any], as_json: bool) -> int:
+    from specfuse_shared import comparing
+
+    with _progress(terminal.stderr()) as on_progress:
+        found = comparing.suggest(ensemble, asked, **how, on_progress=on_progress)
+    if as_json:
+        print(json.dumps(found.to_dict(), allow_nan=False))
+    else:
+        show_suggestion(found, terminal.stdout())
+    print(f"answers: {terminal.visible(str(how['run']))}", file=sys.stderr)
     return 0
 
 
@@ -255,6 +326,7 @@ def show_comparison(comparison: Comparison, out: Console) -> None:
 def _table(comparison: Comparison) -> Table:
     """A column for each of those who answered."""
     from specfuse_shared.comparing.metrics import LABELS
+    from specfuse_shared.comparing.scores import flop_told
 
     table = Table("", box=None, pad_edge=False, header_style="dim")
     names = [asker.name for asker in comparison.askers]
@@ -269,4 +341,47 @@ def _table(comparison: Comparison) -> Table:
     table.add_row("in circles", *(f"{each.circles:.0f} %" for each in habits))
     table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
     table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
+    if comparison.equal is not None:
+        table.add_row("forwards", *("–" if each.forwards is None else f"{each.forwards:.0f}" for each in costs))
+        table.add_row("compute", *(flop_told(each.flop) for each in costs))
+    return table
+
+
+SUGGESTED_LIMITS = (
+    "what an ensemble does: it was not asked. Of what the best answer to each question has above the mean of all, a "
+    "third is taken as won; the intervals say how much the questions may mislead, not how wrong that is.",
+    "that the first of many sets is as good elsewhere: it was chosen on these rows, which flatters it.",
+)
+
+
+def show_suggestion(suggestion: Suggestion, out: Console) -> None:
+    """The recommendation, the warnings, and a line for each set of members."""
+    out.print(Text(terminal.visible(suggestion.headline), style="bold"))
+    means = ", ".join(f"{name} {mean:.1f}" for name, mean in sorted(suggestion.means.items(), key=lambda m: -m[1]))
+    out.print(Text.assemble(("Alone: ", "bold"), terminal.visible(f"{means} points.")))
+    for warning in suggestion.warnings:
+        out.print(Text.assemble(("Too far apart: ", "bold"), terminal.visible(f"{warning}.")))
+    out.print(Text("What this does not show:", style="dim bold"))
+    for limit in SUGGESTED_LIMITS:
+        out.print(Text(f"  {limit}", style="dim"))
+    for remark in suggestion.remarks:
+        out.print(Text(f"  {terminal.visible(remark)}", style="yellow"))
+    out.print()
+    out.print(_sets(suggestion))
+    if len(suggestion.combinations) < suggestion.sets:
+        out.print(f"the first {len(suggestion.combinations)} of {suggestion.sets} sets")
+
+
+def _sets(suggestion: Suggestion) -> Table:
+    table = Table("", box=None, pad_edge=False, header_style="dim")
+    for title in ("best", "gap", "only others right", "best contradicted", f"predicted, to {suggestion.best}"):
+        table.add_column(Text(terminal.visible(title)), justify="right", overflow="fold")
+    for each in suggestion.combinations:
+        parts = (each.gap.mean, each.added.mean, each.contradicted.mean)
+        table.add_row(
+            Text(terminal.visible(" + ".join(each.members))),
+            Text(terminal.visible(each.best)),
+            *(f"{part:.1f}" for part in parts),
+            Text(str(each.to_best), no_wrap=True),
+        )
     return table

@@ -1,7 +1,9 @@
 """Is an ensemble better than its best member, on these questions? Answers, points, intervals, a verdict, a report."""
 
+from specfuse_shared.comparing.combinations import Combination, Suggestion
 from specfuse_shared.comparing.comparison import Comparison, compare
 from specfuse_shared.comparing.config_writing import check_config_file, write_ensemble
+from specfuse_shared.comparing.equal_compute import EqualCompute
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.judging import Rating, Ratings, rate
 from specfuse_shared.comparing.libraries import check_libraries
@@ -10,7 +12,9 @@ from specfuse_shared.comparing.question_files import QuestionSet, own_questions,
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, OnProgress, Progress
 from specfuse_shared.comparing.run.run_file import Answer
+from specfuse_shared.comparing.run.sampling import Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits
+from specfuse_shared.comparing.suggesting import suggest
 from specfuse_shared.comparing.tuning import Tuned, tunable, tune
 from specfuse_shared.comparing.verdict import Point, Verdict
 
@@ -19,8 +23,10 @@ __all__ = [
     "Answer",
     "Asker",
     "Column",
+    "Combination",
     "Comparison",
     "Cost",
+    "EqualCompute",
     "Habits",
     "Interval",
     "OnProgress",
@@ -30,6 +36,8 @@ __all__ = [
     "QuestionSet",
     "Rating",
     "Ratings",
+    "Sampling",
+    "Suggestion",
     "Tuned",
     "Verdict",
     "Votes",
@@ -39,6 +47,7 @@ __all__ = [
     "own_questions",
     "rate",
     "read_questions",
+    "suggest",
     "tunable",
     "tune",
     "votes_on",

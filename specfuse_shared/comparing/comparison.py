@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from specfuse_shared.comparing.combinations import combination_of
+from specfuse_shared.comparing.equal_compute import EqualCompute, with_equal_compute
 from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.pages.voting import Votes, counted, voting_page
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
 from specfuse_shared.comparing.run.run_file import Answer, RunFile
+from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
 from specfuse_shared.comparing.verdict import Point, Verdict, judged
 from specfuse_shared.errors import SpecFuseError
@@ -32,6 +35,7 @@ class Comparison:
     `answers`: by asker and question, for questions that all answered. `weights`: bytes of each asker's models, 0 if
     unknown. `remarks`: what was left out, and why. `own`: the questions came with this package. `votes`: what people
     voted (`with_votes`). `notes`: further points of the verdict. `in_half`: members that compute in half precision.
+    `sizes`: member → parameters, 0 if unknown. `equal`: how the best member was sampled, if it was.
     """
 
     questions: tuple[Question, ...]
@@ -43,6 +47,8 @@ class Comparison:
     votes: Votes | None = None
     notes: tuple[Point, ...] = ()
     in_half: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    equal: EqualCompute | None = None
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -60,7 +66,7 @@ class Comparison:
 
     @cached_property
     def costs(self) -> dict[str, Cost]:
-        return {name: cost_of(own, self.weights.get(name, 0)) for name, own in self.answers.items()}
+        return {name: cost_of(own, self.weights.get(name, 0), self.sizes) for name, own in self.answers.items()}
 
     @cached_property
     def agreement(self) -> dict[str, float]:
@@ -71,6 +77,11 @@ class Comparison:
     def verdict(self) -> Verdict:
         """The conclusions with their intervals, and what the rows cannot show."""
         return judged(self)
+
+    def _suggested(self, column: Column) -> dict[str, Any] | None:
+        """What the members' answers alone tell of their ensemble; None of a single member."""
+        points = {name: column.points[name] for name in self.members}
+        return combination_of(points).to_dict() if len(points) > 1 else None
 
     def without(self, member: str) -> str | None:
         """The asker without this member; None if there was none."""
@@ -110,11 +121,13 @@ class Comparison:
                     "best": column.best,
                     "means": column.means,
                     "differences": {who: gap.to_dict() for who, gap in column.differences.items()},
+                    "suggested": self._suggested(column),
                 }
                 for name, column in self.columns.items()
             },
             "habits": {name: asdict(each) for name, each in self.habits.items()},
             "costs": {name: asdict(each) for name, each in self.costs.items()},
+            "equal": None if self.equal is None else self.equal.to_dict(self.columns),
             "votes": None if self.votes is None else {**asdict(self.votes), "share": self.votes.share.to_dict()},
             "remarks": list(self.remarks),
         }
@@ -126,22 +139,27 @@ def compare(
     *,
     run: str | Path | None = None,
     leave_one_out: bool = False,
+    equal_compute: Sampling | bool = False,
     timed: int = 3,
     max_tokens: int | None = None,
     on_progress: OnProgress = lambda progress: None,
     make_engine: MakeEngine | None = None,
 ) -> Comparison:
-    """Compare an ensemble with its members on questions. Answers are greedy.
+    """Compare an ensemble with its members on questions. Answers are greedy, samples are not.
 
     `questions`: a file (`read_questions`), a list of questions, or None for those of this package. `run`: a file that
     stores the answers, so that a run can be resumed. `leave_one_out`: also ask the ensemble without each of its
-    members. `timed`: how many questions are asked one at a time, to measure time. `max_tokens`: of every answer,
-    instead of the default of its kind. `make_engine`: makes the engines. Raises `ConfigError` for questions that cannot
-    be asked, `MissingExtraError` without the extra "compare", and `MemberLoadError`."""
+    members. `equal_compute`: also ask the best member as often as the ensemble's compute, and its seconds, pay for
+    (`EqualCompute`). `timed`: how many questions are asked one at a time, to measure time. `max_tokens`: of every
+    answer, instead of the default of its kind. `make_engine`: makes the engines. Raises `ConfigError` for questions
+    that cannot be asked, `MissingExtraError` without the extra "compare", and `MemberLoadError`."""
     check_libraries()
     config = config_of(members)
     check(len(config.names) > 1, "a comparison takes two members or more: an ensemble of one is that member")
     check(timed >= 0, f"timed must be 0 or more, not {timed!r}")
+    known = isinstance(equal_compute, (bool, Sampling))
+    check(known, f"equal_compute must be True, False or a Sampling, not {equal_compute!r}")
+    sampling = Sampling() if equal_compute is True else equal_compute or None
     asked = question_set(questions)
     with RunFile(run) as file:
         asking = Asking(
@@ -154,7 +172,11 @@ def compare(
             on_progress=on_progress,
         )
         asking.ask_all()
-        return compared(asking, asked)
+        found = compared(asking, asked)
+        if sampling is None:
+            return found
+        sampler = Sampler(file, sampling, max_tokens=max_tokens, make_engine=make_engine, on_progress=on_progress)
+        return with_equal_compute(found, config, sampler)
 
 
 def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"]) -> EnsembleConfig:
@@ -183,17 +205,11 @@ def question_set(
 
 def compared(asking: Asking, asked: QuestionSet) -> Comparison:
     """What came of a run. Raises `SpecFuseError` where too little is left to compare."""
-    answers, remarks = asking.answers(), list(asked.remarks)
-    least = LEAST_ANSWERED * len(asking.questions)
-    kept = [asker for asker in asking.askers if len(answers[asker.name]) >= max(1, least)]
-    remarks += _missing(asking, answers, kept)
+    answers, kept, missing = enough_answers(asking)
+    remarks = [*asked.remarks, *missing]
     if ENSEMBLE not in (a.name for a in kept) or not any(a.is_member for a in kept):
         raise SpecFuseError(f"too few answers came to compare anything: {'; '.join(remarks)}")
-    rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in kept)]
-    if not rows:
-        raise SpecFuseError(f"there is no question that all have answered: {'; '.join(remarks)}")
-    if len(rows) < len(asking.questions):
-        remarks.append(f"{len(asking.questions) - len(rows)} of {len(asking.questions)} questions are left out of it")
+    rows = rows_of_all(asking, answers, kept, remarks)
     return Comparison(
         questions=tuple(rows),
         askers=tuple(kept),
@@ -202,7 +218,28 @@ def compared(asking: Asking, asked: QuestionSet) -> Comparison:
         remarks=(*remarks, *_faults(answers)),
         own=asked.own,
         in_half=asking.in_half(),
+        sizes=asking.sizes(),
     )
+
+
+def enough_answers(asking: Asking) -> tuple[dict[str, dict[str, Answer]], list[Asker], list[str]]:
+    """All answers, who has answered enough of the questions, and what is missing."""
+    answers = asking.answers()
+    least = LEAST_ANSWERED * len(asking.questions)
+    kept = [asker for asker in asking.askers if len(answers[asker.name]) >= max(1, least)]
+    return answers, kept, _missing(asking, answers, kept)
+
+
+def rows_of_all(
+    asking: Asking, answers: Mapping[str, Mapping[str, Answer]], kept: Sequence[Asker], remarks: list[str]
+) -> list[Question]:
+    """The questions that all of them have answered; a remark is added on others. Raises `SpecFuseError` for none."""
+    rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in kept)]
+    if not rows:
+        raise SpecFuseError(f"there is no question that all have answered: {'; '.join(remarks)}")
+    if len(rows) < len(asking.questions):
+        remarks.append(f"{len(asking.questions) - len(rows)} of {len(asking.questions)} questions are left out of it")
+    return rows
 
 
 def _missing(asking: Asking, answers: Mapping[str, Mapping[str, Answer]], kept: Sequence[Asker]) -> list[str]:

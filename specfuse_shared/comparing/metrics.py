@@ -50,6 +50,25 @@ def number_in(text: str, *, whole: bool = False) -> float | None:
     return float(found[-1].replace(",", "").replace("$", ""))
 
 
+def final_answer(question: Question, text: str) -> str | None:
+    """What an answer says in the end, apart from how it says it: its letter, its number, or its plain words.
+
+    None where it says none, and for kinds whose answers cannot be counted ("text", "instructions", "open").
+    """
+    if question.kind == "choice":
+        return letter_in(text)
+    if question.kind == "number":
+        found = number_in(text)
+        return None if found is None else repr(found)
+    return " ".join(plain_words(text) or text.split()) or None if question.kind == "short" else None
+
+
+def letter_in(text: str) -> str | None:
+    """The first letter that stands alone."""
+    found = re.search(r"\b[A-Z]\b", text)
+    return None if found is None else found[0]
+
+
 # ── habits ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -146,8 +165,7 @@ def _number(question: Question, answer: str) -> dict[str, float]:
 
 def _choice(question: Question, answer: str) -> dict[str, float]:
     """Whether the first letter that stands alone is that of the right choice."""
-    found = re.search(r"\b[A-Z]\b", answer)
-    return {"right": float(found is not None and found[0] == question.letter)}
+    return {"right": float(letter_in(answer) == question.letter)}
 
 
 def _instructions(question: Question, answer: str) -> dict[str, float]:

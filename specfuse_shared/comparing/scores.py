@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from types import MappingProxyType
 
 from specfuse_shared.comparing.intervals import Interval, difference
 from specfuse_shared.comparing.metrics import agreement, goes_in_circles, score
@@ -51,7 +52,8 @@ class Habits:
 class Cost:
     """Medians over answers that ran alone: seconds, seconds to the first words, tokens per second; None if not timed.
 
-    `forwards_per_token`: over all answers. `weight_bytes`: 0 if unknown.
+    `forwards_per_token`, and `forwards` and `flop` an answer: over all answers. `flop`: 2 · parameters · tokens that
+    went through each model, the prompt's included; None where a size is not known. `weight_bytes`: 0 if unknown.
     """
 
     timed: int
@@ -60,6 +62,8 @@ class Cost:
     tokens_per_second: float | None
     forwards_per_token: float | None
     weight_bytes: int
+    forwards: float | None = None
+    flop: float | None = None
 
 
 def columns_of(
@@ -76,6 +80,15 @@ def columns_of(
             group = question.group or ""
             points[group, metric][question.id] = {name: found[metric] for name, found in each.items()}
     return {f"{g}: {m}" if m else g: _column(g, m, rows, members) for (g, m), rows in points.items()}
+
+
+def mains_of(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Group → its column of the metric that counts."""
+    mains: dict[str, Column] = {}
+    for column in columns.values():
+        if column.metric:
+            mains.setdefault(column.group, column)
+    return mains
 
 
 def _column(group: str, metric: str, rows: Mapping[str, Mapping[str, float]], members: Sequence[str]) -> Column:
@@ -95,10 +108,12 @@ def habits_of(answers: Mapping[str, Answer]) -> Habits:
     )
 
 
-def cost_of(answers: Mapping[str, Answer], weight_bytes: int) -> Cost:
+def cost_of(answers: Mapping[str, Answer], weight_bytes: int, sizes: Mapping[str, int] = MappingProxyType({})) -> Cost:
+    """`sizes`: member → parameters."""
     alone = [answer for answer in answers.values() if answer.alone]
     tokens = sum(answer.tokens for answer in answers.values())
     forwards = sum(answer.forwards for answer in answers.values())
+    flop = [flop_of(answer, sizes) for answer in answers.values()]
     return Cost(
         timed=len(alone),
         seconds=statistics.median(a.seconds for a in alone) if alone else None,
@@ -106,7 +121,28 @@ def cost_of(answers: Mapping[str, Answer], weight_bytes: int) -> Cost:
         tokens_per_second=statistics.median(a.tokens / max(a.seconds, 1e-9) for a in alone) if alone else None,
         forwards_per_token=forwards / tokens if tokens and forwards else None,
         weight_bytes=weight_bytes,
+        forwards=forwards / len(answers) if forwards else None,
+        flop=statistics.mean(each for each in flop if each) if all(flop) else None,
     )
+
+
+def flop_of(answer: Answer, sizes: Mapping[str, int]) -> float | None:
+    """What the matrix products of an answer take: 2 · parameters · tokens. None where it is not known.
+
+    A prompt counts once a model, also where an earlier answer has left it in a cache.
+    """
+    if not answer.work or not all(sizes.get(name) for name, _, _ in answer.work):
+        return None
+    return 2.0 * sum(sizes[name] * (prompt + fed) for name, prompt, fed in answer.work)
+
+
+def flop_told(value: float | None) -> str:
+    """In a unit that fits."""
+    if value is None:
+        return "–"
+    units = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
+    size, unit = next((each for each in units if value >= each[0]), (1e6, "MFLOP"))
+    return f"{value / size:.3g} {unit}"
 
 
 def agreement_of(answers: Mapping[str, Mapping[str, Answer]], members: Sequence[str]) -> dict[str, float]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isinf
 from typing import TYPE_CHECKING, Literal
 
 from specfuse_shared.comparing.intervals import POWER
 from specfuse_shared.comparing.metrics import LABELS
 from specfuse_shared.comparing.run.asking import ENSEMBLE
-from specfuse_shared.comparing.scores import ALL, Column, Cost
+from specfuse_shared.comparing.scores import ALL, Column, Cost, flop_told, mains_of
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison
+    from specfuse_shared.comparing.equal_compute import EqualCompute
     from specfuse_shared.comparing.pages.voting import Votes
 
 FEWEST_ROWS = 20
@@ -54,14 +56,17 @@ def judged(comparison: Comparison) -> Verdict:
     """The verdict on a comparison."""
     columns = comparison.columns
     whole = columns.get(ALL)
-    outcome, headline = _headline(whole) if whole is not None else _headline_of_votes(comparison.votes)
-    points = [*_votes(comparison.votes), *comparison.notes, *_points(comparison, whole), *_costs(comparison)]
+    once = " asked once," if comparison.equal is not None else ""
+    outcome, headline = _headline(whole, once) if whole is not None else _headline_of_votes(comparison.votes)
+    points = [*_equals(comparison, whole), *_votes(comparison.votes), *comparison.notes]
+    points += [*_points(comparison, whole), *_costs(comparison)]
     return Verdict(outcome, headline, tuple(points), tuple(_limits(comparison, whole)))
 
 
-def _headline(whole: Column) -> tuple[Outcome, str]:
+def _headline(whole: Column, once: str) -> tuple[Outcome, str]:
+    """`once`: how the best member was asked, where that has to be said."""
     gap, rows = whole.differences[ENSEMBLE], len(whole.rows)
-    against = f"than the best member, {whole.best}, on {rows} question{'' if rows == 1 else 's'}"
+    against = f"than the best member, {whole.best},{once} on {rows} question{'' if rows == 1 else 's'}"
     told = f"{gap} points"
     if rows < FEWEST_ROWS:
         return "too few rows", (
@@ -98,6 +103,62 @@ def _votes(votes: Votes | None) -> Iterator[Point]:
         )
 
 
+def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
+    """The ensemble beside as many samples of the best member as its compute or its seconds pay for."""
+    equal = comparison.equal
+    if equal is None:
+        return
+    for what, of in (("compute", _compute_beside), ("seconds", _seconds_beside)):
+        title = f"Equal {what}"
+        if whole is None or what in equal.untold:
+            yield Point(title, f"not told: {equal.untold[what]}.")
+            continue
+        name = equal.columns[what]
+        parts = [_told(whole, name), *of(comparison, equal, name), *_told_by_group(comparison, name)]
+        yield Point(title, "; ".join(parts) + ".")
+    if whole is not None and (ceiling := equal.columns.get("ceiling")) is not None:
+        gap = whole.between(ceiling, ENSEMBLE)
+        told = f"the best sample, chosen by references, has {gap} points more than the ensemble"
+        yield Point("Ceiling", f"{told}: where references are missing, nothing reaches that.")
+
+
+def _told(column: Column, name: str) -> str:
+    gap = column.between(ENSEMBLE, name)
+    if len(column.rows) < FEWEST_ROWS:
+        outcome = "too few questions to say"
+    else:
+        outcome = "better" if gap.above else "worse" if gap.below else "no difference is seen"
+    return f"{outcome}: the ensemble has {gap} points more than {name.rpartition(' (')[0]}"
+
+
+def _told_by_group(comparison: Comparison, name: str) -> Iterator[str]:
+    """The groups with enough rows, where there are several."""
+    mains = mains_of(comparison.columns)
+    for column in mains.values() if len(mains) > 1 else ():
+        if len(column.rows) >= FEWEST_ROWS:
+            yield f"{column.group} ({len(column.rows)}, {LABELS[column.metric]}) {column.between(ENSEMBLE, name)}"
+
+
+def _compute_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
+    """What both take, and how many samples that pays for."""
+    told = {group: "any number" if isinf(paid) else f"{paid:.1f}" for group, paid in equal.paid.items()}
+    each = set(told.values())
+    paid = next(iter(each)) if len(each) == 1 else ", ".join(f"{group} {count}" for group, count in told.items())
+    capped = f" (at most {equal.most} are asked)" if any(paid > equal.most for paid in equal.paid.values()) else ""
+    yield f"samples that its compute pays for: {paid}{capped}"
+    yield f"an answer takes {flop_told(comparison.costs[name].flop)} to {flop_told(comparison.costs[ENSEMBLE].flop)}"
+
+
+def _seconds_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
+    """How long both take, as far as that was timed."""
+    ours, theirs = comparison.costs[ENSEMBLE], comparison.costs[name]
+    if ours.seconds and theirs.seconds:
+        yield (
+            f"asked together they take {theirs.seconds:.2f} s to {ours.seconds:.2f} s (medians of "
+            f"{min(ours.timed, theirs.timed)})"
+        )
+
+
 def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     if whole is not None:
         yield from _by_group(comparison)
@@ -110,7 +171,8 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         same = sum(value == 100.0 for value in comparison.agreement.values())
         told = f"members' answers share {mean:.0f} % of their words"
         yield Point("Agreement", f"{told}; to {same} of {len(comparison.agreement)} questions they are the same.")
-    circles = {name: habits.circles for name, habits in comparison.habits.items()}
+    sampled = {asker.name for asker in comparison.askers if asker.is_sampled}
+    circles = {name: habits.circles for name, habits in comparison.habits.items() if name not in sampled}
     if max(circles.values()) >= LOOPS:
         told = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
         yield Point("In circles", f"answers that say the same again and again: {told}.")
@@ -118,10 +180,7 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
 
 def _by_group(comparison: Comparison) -> Iterator[Point]:
     """Each group by the metric that counts, where there are several."""
-    mains: dict[str, Column] = {}
-    for column in comparison.columns.values():
-        if column.metric:
-            mains.setdefault(column.group, column)
+    mains = mains_of(comparison.columns)
     if len(mains) < 2:
         return
     many = [c for c in mains.values() if len(c.rows) >= FEWEST_ROWS]
@@ -216,6 +275,9 @@ def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
         yield "what other people would vote: an interval counts votes as if each were of somebody else."
     if comparison.in_half:
         yield "what another run would give: in half precision a question may get another answer in other company."
+    if comparison.equal is not None and comparison.equal.columns:
+        told = f"what other samples would do: {comparison.equal.temperature:g} is the only temperature that was tried"
+        yield f"{told}, and the most frequent answer, or the likeliest text, the only choice."
     yield "how answers vary: each is a single greedy one."
     if any(cost.timed for cost in comparison.costs.values()):
         yield "seconds elsewhere: these are of this machine, and of few answers."

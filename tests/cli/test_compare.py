@@ -78,6 +78,12 @@ def test_options_reach_the_run(folder: Path, capsys: pytest.CaptureFixture[str])
         (["--tune", "no/where.toml"], "--tune cannot be written to no/where.toml"),
         (["--tune", "new.toml"], "tuning takes 40 questions with references or more"),
         (["--timed", "-1"], "timed must be 0 or more"),
+        (
+            ["--suggest", "--out", "report.html", "--equal-compute"],
+            "asks no ensemble: leave --out, --equal-compute out",
+        ),
+        (["--most-samples", "4"], "belong to --equal-compute: add it"),
+        (["--equal-compute", "--sample-temperature", "0"], "samples need a temperature above 0"),
         (["--config", "none.toml"], "none.toml cannot be read"),
         (["--config", "pair.toml#pari"], "did you mean 'pair'?"),
         (["--config", "pair.toml", "--member", "x"], "leave --member, --preset out"),
@@ -94,6 +100,51 @@ def test_mistakes_are_named_before_any_model_is_loaded(
     assert out == ""
     assert said in err
     assert "loading" not in err
+
+
+def test_the_best_member_is_asked_as_often_as_the_ensemble_costs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--equal-compute", "--most-samples", "3"]
+    assert main([*command, "--timed", "2", "--out", "report.html"]) == 0
+    out, err = capsys.readouterr()
+    said = " ".join(out.split())
+    assert "the best member, first, asked once, on 22 questions" in said
+    assert "Equal compute: no difference is seen: the ensemble has +" in said
+    assert "(at most 3 are asked)" in said
+    assert "Equal seconds: " in said
+    assert "2 samples together" in err
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    ours, theirs = rows["forwards"][2], rows["forwards"][3]
+    assert int(theirs) > int(rows["forwards"][0]) > 0
+    assert int(ours) > 0
+    assert rows["compute"][1::2] == ["MFLOP"] * (len(rows["compute"]) // 2)
+    html = (folder / "report.html").read_text("utf-8")
+    assert "3 samples (equal compute" in html
+    size = (folder / "compare.jsonl").stat().st_size
+    assert main([*command, "--timed", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["equal"]["samples"]["compute"] == {"text": 3, "choice": 3}
+    assert told["equal"]["differences"]["compute"]["all"]["rows"] == 22
+    assert told["costs"]["the ensemble"]["flop"] > told["costs"]["first"]["flop"] > 0
+    assert "loading" not in err
+    assert (folder / "compare.jsonl").stat().st_size == size
+
+
+def test_members_are_suggested_without_an_ensemble(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--timed", "0"]
+    assert main([*command, "--suggest"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Use first alone: for the most promising ensemble, first + second, -")
+    assert "Too far apart: first + second: members are " in out
+    assert "What this does not show:" in out
+    assert "44/44 many at a time" in err
+    assert "loading first, second" not in err
+    assert main([*command, "--suggest", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"] == "first"
+    assert main(command) == 0
+    assert "44/66 many at a time" in capsys.readouterr().err, "the members alone are known"
 
 
 @pytest.mark.slow

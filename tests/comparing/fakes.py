@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
@@ -14,13 +14,16 @@ from tests.support.fake_lane import FakeLane, scripted
 
 Script = Mapping[str, Mapping[str, str]]
 """Member → question → what it says; "" is said to any other question."""
+Samples = Mapping[str, Sequence[str]]
+"""Member → what it says at a temperature above 0 to every question: with seed 1, with seed 2, and so on."""
 
 
 class ScriptedLane(FakeLane):
     """A lane whose one member looks its answer up by the prompt, which it knows by the hashes of its words."""
 
     def __init__(self, member: MemberConfig, fakes: Fakes) -> None:
-        super().__init__({member.label: scripted(".")}, disturb=fakes.disturb, sizes=fakes.sizes)
+        super().__init__({member.label: scripted(".")}, fakes.sure, disturb=fakes.disturb, sizes=fakes.sizes)
+        self.samples = fakes.samples.get(member.label, ())
         script = fakes.script[member.label].items()
         self.script = {tuple(hash(word) for word in question.split()): said for question, said in script}
         self.of: dict[tuple[int, str], str] = {}
@@ -32,6 +35,8 @@ class ScriptedLane(FakeLane):
     def _value(self, key, request):  # type: ignore[no-untyped-def]
         if isinstance(request.op, Open):
             self.of[key] = self.script.get(tuple(request.op.prompt), self.script.get((), "nothing ."))
+            if self.samples and not request.op.params.greedy:
+                self.of[key] = self.samples[(request.op.params.seed or 0) % len(self.samples) - 1]
         self.says = {request.member: scripted(self.of.get(key, "."))}
         return super()._value(key, request)
 
@@ -47,12 +52,14 @@ class ScriptedLane(FakeLane):
 @dataclass
 class Fakes:
     """Makes engines, and counts what their members were asked. `disturb` injects faults; `likes`: members like their
-    own answers best. `sizes` of members in parameters."""
+    own answers best. `sizes` of members in parameters. `sure`: (member, text) → log p of each word, else −1."""
 
     script: Script
     disturb: Callable[[StageRequest], Fault | None] = lambda request: None
     likes: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
+    sure: Mapping[tuple[str, str], float] = field(default_factory=dict)
     engines: list[EnsembleConfig] = field(default_factory=list)
     lanes: list[ScriptedLane] = field(default_factory=list)
 
@@ -64,6 +71,12 @@ class Fakes:
     def opened(self) -> int:
         """Prompts that were read, over all members."""
         return sum(isinstance(request.op, Open) for lane in self.lanes for request in lane.asked)
+
+    @property
+    def sampled(self) -> int:
+        """Prompts that were read to be answered by a sample."""
+        ops = [request.op for lane in self.lanes for request in lane.asked]
+        return sum(isinstance(op, Open) and not op.params.greedy for op in ops)
 
 
 class _FakeEngine(EnsembleEngine):

@@ -60,6 +60,19 @@ class WordCodec:
         text = encoding.text + addition
         return Encoding(text, tuple(self.encode(text)))
 
+    def pieces(self, text: str) -> list[bytes]:
+        return [f" {word}".encode() for word in text.split()]
+
+    def pieces_behind(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
+        return self.pieces(text)
+
+    def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
+        return self.spelled(places)
+
+    def spelled(self, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
+        assert not any(places), "no other tokens are told of members of words"
+        return [[] for _ in places]
+
     def head(self, encoding: Encoding, count: int) -> str:
         return "".join(f" {word}" for word in encoding.text.split()[:count])
 

@@ -15,7 +15,7 @@ from specfuse_shared.comparing.metrics import LABELS, goes_in_circles
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
 from specfuse_shared.comparing.run.run_file import Answer
-from specfuse_shared.comparing.scores import ALL, Column
+from specfuse_shared.comparing.scores import ALL, Column, flop_told
 from specfuse_shared.comparing.verdict import FEWEST_ROWS
 from specfuse_shared.report.html import COLOURS, LINES, environment
 
@@ -100,6 +100,7 @@ def view(comparison: Comparison) -> dict[str, Any]:
         "filters": {css: (text, sum(css in r.css.split() for r in rows)) for css, text in FILTERS.items()},
         "apart": _apart(comparison, rows),
         "ensemble": ENSEMBLE,
+        "flop_told": flop_told,
     }
 
 
@@ -110,9 +111,15 @@ def marks_of(askers: Sequence[Asker]) -> dict[str, Mark]:
         found[asker.name] = Mark(asker.name, str(i + 1), f"m{i % COLOURS} l{i % LINES}")
     for asker in askers:
         if not asker.is_member:
-            left = found[asker.without].number if asker.without in found else ""
-            found[asker.name] = Mark(asker.name, f"−{left}" if left else "Σ", "whole l0")
+            found[asker.name] = Mark(asker.name, _sign(asker, found), "whole l0")
     return {asker.name: found[asker.name] for asker in askers}
+
+
+def _sign(asker: Asker, marks: Mapping[str, Mark]) -> str:
+    if asker.is_sampled:
+        return "×n"
+    without = marks.get(asker.without or "")
+    return "Σ" if without is None else f"−{without.number}"
 
 
 def _title(column: Column) -> str:
@@ -151,7 +158,7 @@ def _rows(comparison: Comparison) -> Iterator[Row]:
     places = {name: n for n, name in enumerate(whole.rows)} if whole else {}
     groups = list(dict.fromkeys(question.group for question in comparison.questions))
     for number, question in enumerate(comparison.questions, 1):
-        answers = {name: own[question.id] for name, own in comparison.answers.items()}
+        answers = {name: own[question.id] for name, own in comparison.answers.items() if question.id in own}
         points: dict[str, float] = {}
         if whole is not None and question.id in places:
             points = {name: each[places[question.id]] for name, each in whole.points.items()}

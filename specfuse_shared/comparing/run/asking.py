@@ -29,16 +29,20 @@ MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A member alone, the whole ensemble, or the ensemble without a member. `config`: with these members only."""
+    """A member alone, the whole ensemble, or the ensemble without a member. `config`: with these members only.
+
+    `is_sampled`: the answers were chosen among several samples of a member (`specfuse_shared.comparing.EqualCompute`).
+    """
 
     name: str
     config: EnsembleConfig
     without: str | None = None
+    is_sampled: bool = False
 
     @property
     def is_member(self) -> bool:
-        """Whether it is a single member."""
-        return len(self.config.names) == 1
+        """Whether it is a single member, asked once."""
+        return len(self.config.names) == 1 and not self.is_sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,11 @@ def new_engine(config: EnsembleConfig) -> EnsembleEngine:
 def size_of(run: RunFile, member: EnsembleConfig, what: str) -> int:
     """A member's "memory_bytes" or "parameters", as its engine told; 0 where they are unknown."""
     return int((run.get(key_of(member, "member")) or {}).get(what, 0))
+
+
+def _is_part(config: EnsembleConfig, whole: EnsembleConfig) -> bool:
+    """Whether an engine over `whole` gives the answers of `config`."""
+    return set(config.names) <= set(whole.names) and config == whole.only(config.names)
 
 
 class Asking:
@@ -152,7 +161,7 @@ class Asking:
         """Whose answers one engine can give: those of members of the same ensemble."""
         left = [a for a in self.askers if any(self._is_open(a, q) for q in self.questions)]
         for whole in sorted(self.askers, key=lambda a: -len(a.config.names)):
-            served = [a for a in left if a.config == whole.config.only(a.config.names)]
+            served = [a for a in left if _is_part(a.config, whole.config)]
             left = [a for a in left if a not in served]
             if served:
                 names = {name for asker in served for name in asker.config.names}
@@ -205,6 +214,11 @@ class Asking:
                     facts = {name: getattr(report, name) for name in ("dtype", "memory_bytes", "parameters")}
                     self.run.add(key, {"member": report.name, **facts})
             yield engine
+
+    def sizes(self) -> dict[str, int]:
+        """Member → parameters; 0 where they are not known."""
+        configs = {name: asker.config.only([name]) for asker in self.askers for name in asker.config.names}
+        return {name: size_of(self.run, config, "parameters") for name, config in configs.items()}
 
     def _member_bytes(self, config: EnsembleConfig) -> int:
         return size_of(self.run, config, "memory_bytes")

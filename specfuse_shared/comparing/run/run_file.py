@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
@@ -35,7 +36,8 @@ _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "r
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer in a comparison. `pieces`: (author, text) of each segment. `forwards`: forward passes of all members.
-    `alone`: nothing else ran at the same time, so its seconds can be compared."""
+    `alone`: nothing else ran at the same time, so its seconds can be compared. `work`: (member, tokens of its prompt,
+    tokens that went through it after the prompt). `logprob`: mean log p of a token, of samples only."""
 
     text: str
     finish: str
@@ -48,6 +50,8 @@ class Answer:
     alone: bool = False
     seconds: float = 0.0
     first_seconds: float = 0.0
+    work: tuple[tuple[str, int, int], ...] = ()
+    logprob: float | None = None
 
     @classmethod
     def of(cls, result: EnsembleResult) -> Self:
@@ -63,13 +67,16 @@ class Answer:
             faults=tuple(fault.member for fault in result.warnings),
             seconds=result.total_seconds,
             first_seconds=result.first_segment_seconds or result.total_seconds,
+            work=tuple((name, usage.prompt, usage.fed) for name, usage in result.usage.members.items()),
+            logprob=fmean(token.logprob for token in result.logprobs) if result.logprobs else None,
         )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         pieces = tuple((str(who), str(what)) for who, what in known.get("pieces", ()))
-        return cls(**{**known, "pieces": pieces, "faults": tuple(known.get("faults", ()))})
+        work = tuple((str(who), int(prompt), int(fed)) for who, prompt, fed in known.get("work", ()))
+        return cls(**{**known, "pieces": pieces, "work": work, "faults": tuple(known.get("faults", ()))})
 
 
 def key_of(config: EnsembleConfig, asked: Any) -> str:
@@ -83,9 +90,26 @@ def key_of(config: EnsembleConfig, asked: Any) -> str:
 
 def answer_key(config: EnsembleConfig, question: Question, max_tokens: int | None) -> str:
     """Of an answer by all members of the configuration."""
-    params = question.params(max_tokens)
+    return key_of(config, _asked(question, max_tokens))
+
+
+def sample_key(
+    config: EnsembleConfig, question: Question, max_tokens: int | None, temperature: float, seed: int
+) -> str:
+    """Of one sample of a member."""
+    return key_of(config, ["sample", temperature, seed, *_asked(question, max_tokens)])
+
+
+def together_key(
+    config: EnsembleConfig, question: Question, max_tokens: int | None, temperature: float, count: int
+) -> str:
+    """Of the seconds that so many samples of a member take, asked together."""
+    return key_of(config, ["together", temperature, count, *_asked(question, max_tokens)])
+
+
+def _asked(question: Question, max_tokens: int | None) -> list[Any]:
     choices = list(question.choices) if question.kind == "choice" else []
-    return key_of(config, [question.prompt, params.max_tokens, choices])
+    return [question.prompt, question.params(max_tokens).max_tokens, choices]
 
 
 class RunFile:

@@ -1,0 +1,162 @@
+"""Which members to put together: what their answers alone tell, before any ensemble is asked.
+
+An ensemble can gain where another member is right and the best one is not; it loses where others outvote a right best
+one. Both are counted for each pair and trio. What an ensemble makes of them is not known before it runs: the prediction
+is a rule of thumb (`WON`), for telling sets of members apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specfuse_shared.comparing.intervals import Interval, difference
+from specfuse_shared.comparing.verdict import FAR, FEWEST_ROWS
+
+LARGEST = 3
+"""Members of the sets that are looked at."""
+MOST_TOLD = 20
+"""Sets that are told of: with many members there are hundreds, most of no use."""
+WON = 1 / 3
+"""Of what the best answer to a question has above the mean of all answers, this share is predicted to be won: of two
+members of which one is right, it is followed in two of three cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A pair or trio of members, and what their answers alone tell of an ensemble of them, in points.
+
+    `best`: the best of them. `gap`: how far the worst is below it. `added`: what the best answer to each question has
+    above those of `best` (of right and wrong answers: how often only others are right). `contradicted`: how far the
+    others are below `best` where it is better (how often they contradict it when it is right). `predicted`: the
+    predicted difference of their ensemble to `best`, and `to_best` to the best of all members. The intervals are those
+    of the questions; that of a prediction does not say how wrong the rule may be.
+    """
+
+    members: tuple[str, ...]
+    best: str
+    gap: Interval
+    added: Interval
+    contradicted: Interval
+    predicted: Interval
+    to_best: Interval
+
+    @property
+    def is_far(self) -> bool:
+        """Whether members are so far apart that nobody has seen an ensemble gain."""
+        return self.gap.mean > FAR
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        names = ("gap", "added", "contradicted", "predicted", "to_best")
+        intervals = {name: getattr(self, name).to_dict() for name in names}
+        return {"members": list(self.members), "best": self.best, **intervals}
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What to try. `means`: member → points. `combinations`: the most promising first. `rows`: questions with
+    references that all members answered. `sets`: how many were looked at. `remarks`: what was left out, and why."""
+
+    rows: int
+    means: Mapping[str, float]
+    combinations: tuple[Combination, ...]
+    sets: int
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> str:
+        """The best member."""
+        return max(self.means, key=lambda name: self.means[name])
+
+    @property
+    def recommended(self) -> Combination | None:
+        """The most promising set, if it is predicted to be better than the best member."""
+        first = self.combinations[0]
+        return first if first.to_best.above and self.rows >= FEWEST_ROWS else None
+
+    @property
+    def headline(self) -> str:
+        """The recommendation in a sentence."""
+        first, names = self.combinations[0], " + ".join(self.combinations[0].members)
+        told = f"{first.to_best} points to {self.best} alone are predicted, on {self.rows} questions"
+        if self.rows < FEWEST_ROWS:
+            return f"Too few questions to say: for {names}, {told}; at least {FEWEST_ROWS} are needed."
+        if self.recommended is not None:
+            return f"Try {names}: {told}."
+        if first.to_best.mean > 0:
+            return f"These questions cannot tell whether to try {names}: {told}."
+        return f"Use {self.best} alone: for the most promising ensemble, {names}, {told}."
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sets whose members are far apart."""
+        return tuple(
+            f"{' + '.join(each.members)}: members are {each.gap.mean:.1f} points apart; beyond {FAR:.0f} others found "
+            f"losses"
+            for each in self.combinations
+            if each.is_far
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        recommended = self.recommended
+        return {
+            "headline": self.headline,
+            "rows": self.rows,
+            "sets": self.sets,
+            "means": dict(self.means),
+            "best": self.best,
+            "recommended": None if recommended is None else list(recommended.members),
+            "combinations": [each.to_dict() for each in self.combinations],
+            "warnings": list(self.warnings),
+            "remarks": list(self.remarks),
+        }
+
+
+def suggestion_of(points: Mapping[str, Sequence[float]], remarks: Sequence[str] = ()) -> Suggestion:
+    """From the points of each member, question by question."""
+    means = {name: float(np.mean(each)) for name, each in points.items()}
+    best = points[max(means, key=lambda name: means[name])]
+    sizes = range(2, min(LARGEST, len(points)) + 1)
+    sets = [{name: points[name] for name in names} for size in sizes for names in combinations(points, size)]
+    sets.sort(key=lambda each: -float(_predicted(_together(each)).mean()))
+    told = tuple(combination_of(each, best) for each in sets[:MOST_TOLD])
+    return Suggestion(len(best), means, told, len(sets), tuple(remarks))
+
+
+def combination_of(points: Mapping[str, Sequence[float]], best_of_all: Sequence[float] | None = None) -> Combination:
+    """From the points of its members, question by question; `best_of_all`: those of the best of all members."""
+    together, names = _together(points), list(points)
+    order = np.argsort(-together.mean(axis=1), kind="stable")
+    best, worst, predicted = together[order[0]], together[order[-1]], _predicted(together)
+    below = np.maximum(0.0, best - together[order[1:]]).mean(axis=0)
+    return Combination(
+        tuple(names),
+        names[order[0]],
+        gap=_difference(best, worst),
+        added=_difference(together.max(axis=0), best),
+        contradicted=_difference(below, np.zeros_like(below)),
+        predicted=_difference(predicted, best),
+        to_best=_difference(predicted, best if best_of_all is None else np.asarray(best_of_all, dtype=float)),
+    )
+
+
+def _together(points: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
+    """Points (members, questions)."""
+    return np.asarray(list(points.values()), dtype=float)
+
+
+def _predicted(together: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Points of the ensemble, question by question."""
+    mean = together.mean(axis=0)
+    return np.asarray(mean + WON * (together.max(axis=0) - mean))
+
+
+def _difference(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Interval:
+    return difference(ours.tolist(), theirs.tolist())

@@ -1,0 +1,242 @@
+"""What the best member reaches by itself with what the ensemble costs: as much compute, or as many seconds.
+
+The best member is asked several times, and its samples vote. How often is counted, not guessed: compute is
+2 · parameters · tokens that went through a model, as the engine counted them, and seconds were measured. A prompt
+counts once a model, as samples share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
+from specfuse_shared.comparing.run.run_file import Answer
+from specfuse_shared.comparing.run.sampling import Sampler, Timed, Wanted
+from specfuse_shared.comparing.sample_choice import best_by_references, chosen
+from specfuse_shared.comparing.scores import ALL, Column, flop_of, mains_of
+from specfuse_shared.comparing.verdict import FEWEST_ROWS
+from specfuse_shared.settings.config import EnsembleConfig
+
+if TYPE_CHECKING:
+    from specfuse_shared.comparing.comparison import Comparison
+
+Choose = Callable[[Question, Sequence[Answer]], Answer]
+NO_REFERENCES = "no question has references, so nothing tells which answer is better"
+NOT_TIMED = "the ensemble and the best member were not timed on the same question (--timed)"
+NOT_COUNTED = "answers of this run were kept before their work was counted: begin another one (--run)"
+
+
+@dataclass(frozen=True, slots=True)
+class EqualCompute:
+    """How often the best member was sampled, and why.
+
+    `members`: group of questions → its best member, which was sampled. `paid`: group → samples that the ensemble's
+    compute pays for; infinite where a sample takes nothing behind the prompt. `samples`: "compute" and "seconds" →
+    group → how many were asked: rounded up, at most `most`; 1 is the member's greedy answer. `columns`: "compute",
+    "seconds" and "ceiling" → the name of the asker in the comparison. `untold`: the same → why there is none.
+    """
+
+    temperature: float
+    most: int
+    members: Mapping[str, str] = field(default_factory=dict)
+    paid: Mapping[str, float] = field(default_factory=dict)
+    samples: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    untold: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self, columns: Mapping[str, Column]) -> dict[str, Any]:
+        """Plain JSON, with the differences of the ensemble to what the samples gave."""
+        return {
+            "temperature": self.temperature,
+            "most": self.most,
+            "members": dict(self.members),
+            "paid": {group: paid if math.isfinite(paid) else None for group, paid in self.paid.items()},
+            "samples": {what: dict(counts) for what, counts in self.samples.items()},
+            "columns": dict(self.columns),
+            "differences": {
+                what: {title: column.between(ENSEMBLE, name).to_dict() for title, column in columns.items()}
+                for what, name in self.columns.items()
+            },
+            "untold": dict(self.untold),
+        }
+
+
+def with_equal_compute(comparison: Comparison, config: EnsembleConfig, sampler: Sampler) -> Comparison:
+    """The comparison with columns of the best member's samples. `config`: that of the ensemble."""
+    sampling = sampler.sampling
+    if not comparison.columns:
+        untold = {"compute": NO_REFERENCES, "seconds": NO_REFERENCES}
+        return replace(comparison, equal=EqualCompute(sampling.temperature, sampling.most, untold=untold))
+    return _Sampled(comparison, config, sampler).added()
+
+
+class _Sampled:
+    """The questions that can be scored, and the member that is sampled for each: the best one of its group, or of all
+    questions where the group is too small to say."""
+
+    def __init__(self, comparison: Comparison, config: EnsembleConfig, sampler: Sampler) -> None:
+        whole = comparison.columns[ALL]
+        self._comparison, self._config, self._sampler = comparison, config, sampler
+        self._questions = [question for question in comparison.questions if question.scored]
+        mains = mains_of(comparison.columns)
+        self._members = {g: c.best if len(c.rows) >= FEWEST_ROWS else whole.best for g, c in mains.items()}
+        self._samples: dict[str, Mapping[str, int]] = {}
+        self._untold: dict[str, str] = {}
+
+    def added(self) -> Comparison:
+        """Count, ask, and add the columns."""
+        paid = self._count_by_compute()
+        timed = self._timed()
+        self._sampler.time(timed)
+        self._count_by_seconds(timed)
+        self._sampler.ask([self._wanted(question) for question in self._questions])
+        columns: dict[str, str] = {}
+        answers: dict[str, Mapping[str, Answer]] = {}
+        for what, counts, choose in self._columns():
+            if missing := self._missing(counts):
+                self._untold[what] = missing
+                continue
+            columns[what] = self._name(what, counts)
+            answers[columns[what]] = self._chosen(counts, choose, timed)
+        sampling = self._sampler.sampling
+        equal = EqualCompute(
+            sampling.temperature, sampling.most, self._members, paid, self._samples, columns, self._untold
+        )
+        return self._with(answers, equal)
+
+    def _with(self, answers: Mapping[str, Mapping[str, Answer]], equal: EqualCompute) -> Comparison:
+        members = list(dict.fromkeys(self._members.values()))
+        alone = self._config.only(members)
+        weight = max(self._comparison.weights.get(name, 0) for name in members)
+        return replace(
+            self._comparison,
+            askers=(*self._comparison.askers, *(Asker(name, alone, is_sampled=True) for name in answers)),
+            answers={**self._comparison.answers, **answers},
+            weights={**self._comparison.weights, **dict.fromkeys(answers, weight)},
+            equal=equal,
+        )
+
+    # ── how many ─────────────────────────────────────────────────────────────────────────────────
+
+    def _count_by_compute(self) -> dict[str, float]:
+        """Group → samples that the ensemble's compute pays for; empty where that is not known."""
+        unknown = [name for name in self._config.names if not self._comparison.sizes.get(name)]
+        paid = {} if unknown else {group: self._paid(group) for group in self._members}
+        if unknown:
+            self._untold["compute"] = f"how many parameters {', '.join(unknown)} has is not known"
+        elif any(each is None for each in paid.values()):
+            self._untold["compute"] = NOT_COUNTED
+        else:
+            known = {group: each for group, each in paid.items() if each is not None}
+            self._samples["compute"] = {group: self._rounded(each) for group, each in known.items()}
+            return known
+        return {}
+
+    def _paid(self, group: str) -> float | None:
+        """(the ensemble's compute − that of reading the prompt) ÷ that of one answer behind the prompt."""
+        budget = each = 0.0
+        sizes = self._comparison.sizes
+        for question in (q for q in self._questions if q.group == group):
+            alone = self._greedy(question)
+            whole, one = flop_of(self._ours(question), sizes), flop_of(alone, sizes)
+            prompt = flop_of(replace(alone, work=tuple((who, read, 0) for who, read, _ in alone.work)), sizes)
+            if whole is None or one is None or prompt is None:
+                return None
+            budget, each = budget + whole - prompt, each + one - prompt
+        return budget / each if each else math.inf
+
+    def _timed(self) -> list[Timed]:
+        """The questions at which both the ensemble and the member were asked alone."""
+        both = [q for q in self._questions if self._ours(q).alone and self._greedy(q).alone]
+        counts = self._samples.get("compute", {})
+        return [Timed(self._alone(q), q, counts.get(str(q.group), 1), self._ours(q).seconds) for q in both]
+
+    def _count_by_seconds(self, timed: Sequence[Timed]) -> None:
+        """How many samples, asked together, take as long as the ensemble's answer: the mean of the timed questions."""
+        counts = []
+        for row in timed:
+            times = self._times(row)
+            if len(times) > 1 or self._sampler.sampling.most == 1:
+                counts.append(np.interp(row.seconds, np.maximum.accumulate(list(times.values())), list(times)))
+        if counts:
+            self._samples["seconds"] = dict.fromkeys(self._members, self._rounded(float(np.mean(counts))))
+        else:
+            self._untold["seconds"] = "; ".join(self._sampler.failures.values()) or NOT_TIMED
+
+    def _times(self, row: Timed) -> dict[int, float]:
+        """How many samples → the seconds that they take; one is the greedy answer."""
+        return {1: self._greedy(row.question).seconds, **self._sampler.times(row)}
+
+    def _rounded(self, paid: float) -> int:
+        """Upwards, which favours the member."""
+        return max(1, math.ceil(min(paid, self._sampler.sampling.most)))
+
+    # ── columns ──────────────────────────────────────────────────────────────────────────────────
+
+    def _columns(self) -> Iterator[tuple[str, Mapping[str, int], Choose]]:
+        for what, counts in self._samples.items():
+            yield what, counts, chosen
+        counts = next(iter(self._samples.values()), {})
+        if any(count > 1 for count in counts.values()):
+            yield "ceiling", counts, best_by_references
+
+    def _name(self, what: str, counts: Mapping[str, int]) -> str:
+        who = next(iter(self._members.values())) if len(set(self._members.values())) == 1 else "best of each kind"
+        least, most = min(counts.values()), max(counts.values())
+        many = f"{most} sample{'' if most == 1 else 's'}" if least == most else f"{least} to {most} samples"
+        if what == "ceiling":
+            return f"{who}, best of {many} (ceiling)"
+        same = len(self._samples) > 1 and len(set(map(str, self._samples.values()))) == 1
+        return f"{who}, {many} ({'equal compute and seconds' if same else f'equal {what}'})"
+
+    def _chosen(self, counts: Mapping[str, int], choose: Choose, timed: Sequence[Timed]) -> dict[str, Answer]:
+        """The answer to each question, with the work of all its samples."""
+        times = {row.question.id: self._times(row) for row in timed}
+        found = {}
+        for question in self._questions:
+            count, samples = counts[str(question.group)], self._of(question, counts)
+            known = times.get(question.id, {})
+            seconds = float(np.interp(count, list(known), list(known.values()))) if known else None
+            found[question.id] = _with_work(choose(question, samples), samples, seconds)
+        return found
+
+    def _of(self, question: Question, counts: Mapping[str, int]) -> list[Answer]:
+        """A question's samples; a single one is the greedy answer."""
+        count = counts[str(question.group)]
+        if count == 1:
+            return [self._greedy(question)]
+        return self._sampler.samples(Wanted(self._alone(question), question, count))
+
+    def _missing(self, counts: Mapping[str, int]) -> str:
+        """How many samples are missing, and why; empty where all are there."""
+        wanted = sum(counts[str(question.group)] for question in self._questions)
+        there = sum(len(self._of(question, counts)) for question in self._questions)
+        reason = "; ".join(f"{name}: {why}" for name, why in self._sampler.failures.items())
+        return "" if there == wanted else f"{wanted - there} of {wanted} samples failed ({reason})"
+
+    def _wanted(self, question: Question) -> Wanted:
+        count = max((counts[str(question.group)] for counts in self._samples.values()), default=1)
+        return Wanted(self._alone(question), question, count if count > 1 else 0)
+
+    def _alone(self, question: Question) -> EnsembleConfig:
+        return self._config.only([self._members[str(question.group)]])
+
+    def _greedy(self, question: Question) -> Answer:
+        return self._comparison.answers[self._members[str(question.group)]][question.id]
+
+    def _ours(self, question: Question) -> Answer:
+        return self._comparison.answers[ENSEMBLE][question.id]
+
+
+def _with_work(answer: Answer, samples: Sequence[Answer], seconds: float | None) -> Answer:
+    """A chosen sample that costs what all of them cost; its first words come when the last sample is there."""
+    work = tuple((who, read, sum(s.work[n][2] for s in samples)) for n, (who, read, _) in enumerate(samples[0].work))
+    forwards = sum(sample.forwards for sample in samples)
+    took = seconds or 0.0
+    return replace(answer, forwards=forwards, work=work, alone=seconds is not None, seconds=took, first_seconds=took)

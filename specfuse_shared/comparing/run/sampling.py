@@ -1,0 +1,215 @@
+"""Samples of members alone: several answers to a question, each with a seed of its own, kept in the run's file.
+
+So a run that goes on asks only the samples that are missing, and finds the same ones in each. Besides, it measures how
+long so many samples take that are asked together, which is the fastest way to have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run.asking import MakeEngine, OnProgress, Progress, new_engine
+from specfuse_shared.comparing.run.run_file import Answer, RunFile, sample_key, together_key
+from specfuse_shared.comparing.run.together import asked_together
+from specfuse_shared.errors import EngineClosedError, SpecFuseError
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.validation import check
+
+if TYPE_CHECKING:
+    from specfuse_shared.serving.engine import EnsembleEngine
+
+TEMPERATURE = 0.7
+"""As in most published votes among samples of one model (self-consistency, arXiv 2203.11171)."""
+MOST_SAMPLES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Samples 1 to `count` of a member, whose configuration holds nothing else."""
+
+    member: EnsembleConfig
+    question: Question
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A question at which samples of a member are timed: `count` of them, and 2, 4, 8 … until that takes `seconds`."""
+
+    member: EnsembleConfig
+    question: Question
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How members are sampled: at which `temperature`, and at `most` how often. Raises `ConfigError`."""
+
+    temperature: float = TEMPERATURE
+    most: int = MOST_SAMPLES
+
+    def __post_init__(self) -> None:
+        greedy = SamplingParams(temperature=self.temperature).greedy
+        check(not greedy, f"samples need a temperature above 0, not {self.temperature!r}: at 0 they are all the same")
+        check(self.most >= 1, f"there must be 1 sample or more at most, not {self.most!r}")
+
+
+class Sampler:
+    """Asks members for samples. `failures`: member → why samples are missing."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        sampling: Sampling,
+        *,
+        max_tokens: int | None = None,
+        make_engine: MakeEngine | None = None,
+        on_progress: OnProgress = lambda progress: None,
+    ) -> None:
+        self.run = run
+        self.sampling = sampling
+        self.failures: dict[str, str] = {}
+        self._max_tokens = max_tokens
+        self._make_engine = make_engine or new_engine
+        self._on_progress = on_progress
+        self._done = self._total = 0
+
+    def samples(self, wanted: Wanted) -> list[Answer]:
+        """Those that there are, in the order of their seeds."""
+        found = (self.run.answer(self._key(wanted, seed)) for seed in range(1, wanted.count + 1))
+        return [answer for answer in found if answer is not None]
+
+    def ask(self, everything: Sequence[Wanted]) -> None:
+        """Ask for what is missing, one member after another, the samples of a question at the same time."""
+        self._total = sum(wanted.count for wanted in everything)
+        self._done = self._total - sum(1 for _ in self._missing(everything))
+        self._tell("samples of the best member")
+        for member in _members(everything):
+            own = [wanted for wanted in everything if wanted.member == member]
+            if next(self._missing(own), None) is None:
+                continue
+            with self._loaded(member) as engine:
+                for (each, seed), outcome in asked_together(
+                    engine, self._missing(own), lambda pair: self._generate(engine, *pair, logprobs=True)
+                ):
+                    self._keep(each, seed, outcome.result)
+                    self._done += 1
+                    self._tell("samples of the best member")
+
+    def time(self, rows: Sequence[Timed]) -> None:
+        """Measure how long samples take when nothing else runs, where that is not known yet."""
+        for member in _members(rows):
+            own = [row for row in rows if row.member == member]
+            if all(self._unmeasured(row) is None for row in own):
+                continue
+            with self._loaded(member) as engine:
+                for row in own:
+                    while (wanted := self._unmeasured(row)) is not None and self._time(engine, wanted):
+                        pass
+
+    def times(self, row: Timed) -> dict[int, float]:
+        """How many samples of the row → their seconds, as far as it was measured."""
+        counts = sorted({row.count, *self._doublings()})
+        known = {count: self.seconds(Wanted(row.member, row.question, count)) for count in counts}
+        return {count: seconds for count, seconds in known.items() if seconds is not None}
+
+    def _doublings(self) -> list[int]:
+        return [1 << n for n in range(1, self.sampling.most.bit_length()) if 1 << n <= self.sampling.most]
+
+    def _unmeasured(self, row: Timed) -> Wanted | None:
+        """What is to be measured next."""
+        exact = Wanted(row.member, row.question, row.count)
+        if row.count > 1 and self.seconds(exact) is None:
+            return exact
+        for count in self._doublings():
+            wanted = Wanted(row.member, row.question, count)
+            known = self.seconds(wanted)
+            if known is None:
+                return wanted
+            if known > row.seconds:
+                return None
+        return None
+
+    def seconds(self, wanted: Wanted) -> float | None:
+        """How long the samples took, asked together; None if that was not measured."""
+        found = self.run.get(self._together(wanted))
+        return None if found is None else float(found["seconds"])
+
+    def _time(self, engine: EnsembleEngine, wanted: Wanted) -> bool:
+        """Whether that could be measured."""
+        self._tell(f"{wanted.member.names[0]}, {wanted.count} samples together")
+        with ThreadPoolExecutor(wanted.count, thread_name_prefix="specfuse-sampling") as pool:
+
+            def ask_all(generate: Callable[[int], object]) -> float:
+                started = time.monotonic()
+                for future in [pool.submit(generate, seed) for seed in range(1, wanted.count + 1)]:
+                    future.result()
+                return time.monotonic() - started
+
+            try:
+                with suppress(SpecFuseError):  # a first batch of a size pays for what later ones find
+                    ask_all(lambda seed: engine.generate("Hello", SamplingParams(max_tokens=2)))
+                seconds = ask_all(lambda seed: self._generate(engine, wanted, seed))
+            except EngineClosedError:
+                raise
+            except SpecFuseError as error:
+                self.failures.setdefault(wanted.member.names[0], str(error))
+                return False
+        record = {"member": wanted.member.names[0], "together": wanted.count, "seconds": seconds}
+        self.run.add(self._together(wanted), record)
+        return True
+
+    def _generate(self, engine: EnsembleEngine, wanted: Wanted, seed: int, logprobs: bool = False) -> Answer:
+        greedy = wanted.question.params(self._max_tokens)
+        params = replace(greedy, temperature=self.sampling.temperature, seed=seed, logprobs=logprobs)
+        return Answer.of(engine.generate(wanted.question.prompt, params, members=list(wanted.member.names)))
+
+    def _keep(self, wanted: Wanted, seed: int, answer: Callable[[], Answer]) -> None:
+        try:
+            found = answer()
+        except EngineClosedError:
+            raise
+        except SpecFuseError as error:
+            self.failures.setdefault(wanted.member.names[0], str(error))
+            return
+        record = {"sample_of": wanted.member.names[0], "to": wanted.question.id, "seed": seed}
+        self.run.add(self._key(wanted, seed), {**record, **asdict(found)})
+
+    def _missing(self, everything: Sequence[Wanted]) -> Iterator[tuple[Wanted, int]]:
+        for wanted in everything:
+            for seed in range(1, wanted.count + 1):
+                if self._key(wanted, seed) not in self.run:
+                    yield wanted, seed
+
+    @contextmanager
+    def _loaded(self, member: EnsembleConfig) -> Iterator[EnsembleEngine]:
+        """An engine that forgets prompts: a batch whose prompt an earlier one left would seem faster than it is."""
+        self._tell(f"loading {member.names[0]}")
+        with self._make_engine(replace(member, reuse_prefixes=False)) as engine:
+            engine.load()
+            yield engine
+
+    def _tell(self, stage: str) -> None:
+        self._on_progress(Progress(stage, self._done, self._total))
+
+    def _key(self, wanted: Wanted, seed: int) -> str:
+        return sample_key(wanted.member, wanted.question, self._max_tokens, self.sampling.temperature, seed)
+
+    def _together(self, wanted: Wanted) -> str:
+        return together_key(wanted.member, wanted.question, self._max_tokens, self.sampling.temperature, wanted.count)
+
+
+def _members(wanted: Sequence[Wanted | Timed]) -> list[EnsembleConfig]:
+    found: list[EnsembleConfig] = []
+    for each in wanted:
+        if each.member not in found:
+            found.append(each.member)
+    return found

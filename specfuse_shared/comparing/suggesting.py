@@ -1,0 +1,60 @@
+"""Ask each member alone, and say which of them to put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from specfuse_shared.comparing.combinations import Suggestion, suggestion_of
+from specfuse_shared.comparing.comparison import config_of, enough_answers, question_set, rows_of_all
+from specfuse_shared.comparing.libraries import check_libraries
+from specfuse_shared.comparing.question_files import QuestionSet
+from specfuse_shared.comparing.questions import Question
+from specfuse_shared.comparing.run.asking import Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.run.run_file import RunFile
+from specfuse_shared.comparing.scores import ALL, columns_of
+from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.validation import check
+
+
+def suggest(
+    members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"],
+    questions: QuestionSet | Sequence[Question | str | Mapping[str, Any]] | str | Path | None = None,
+    *,
+    run: str | Path | None = None,
+    timed: int = 3,
+    max_tokens: int | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    make_engine: MakeEngine | None = None,
+) -> Suggestion:
+    """Which pairs and trios of members are worth a comparison: asks each member alone, and no ensemble.
+
+    The parameters are those of `compare`, which goes on from the same `run`. Members are loaded one after another.
+    Raises `ConfigError` if no question has references."""
+    check_libraries()
+    config, asked = config_of(members), question_set(questions)
+    check(len(config.names) > 1, "a suggestion takes two members or more")
+    scored = [question for question in asked.questions if question.scored]
+    check(bool(scored), "a suggestion takes questions with references: without any, nothing tells who is right")
+    with RunFile(run) as file:
+        asking = Asking(
+            [asker for asker in askers_of(config) if asker.is_member],
+            scored,
+            file,
+            max_tokens=max_tokens,
+            timed=timed,
+            make_engine=make_engine,
+            on_progress=on_progress,
+        )
+        asking.ask_all()
+    answers, kept, told = enough_answers(asking)
+    remarks = [*asked.remarks, *told]
+    if len(kept) < 2:
+        raise SpecFuseError(f"too few answers came to suggest anything: {'; '.join(remarks)}")
+    rows = rows_of_all(asking, answers, kept, remarks)
+    names = [asker.name for asker in kept]
+    points = columns_of(rows, {name: answers[name] for name in names}, names)[ALL].points
+    return suggestion_of(points, remarks)

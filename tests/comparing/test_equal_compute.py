@@ -1,0 +1,278 @@
+"""The best member with as much compute, or as many seconds, as the ensemble: how often it is asked, what is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import ConfigError, EnsembleEngine
+from specfuse_shared.comparing import ENSEMBLE, Comparison, Question, Sampling, compare
+from specfuse_shared.comparing.run.run_file import RunFile
+from specfuse_shared.comparing.run.sampling import Sampler, Wanted
+from specfuse_shared.members.stages import Close, Draft, DraftAlone, Fault, StageRequest
+from tests.comparing.fakes import Fakes, Script
+from tests.comparing.made import answer
+
+ROWS = [{"text": f"question {n}", "references": ["the sea"]} for n in range(30)]
+SCRIPT: Script = {
+    "first": {f"question {n}": "the sea ." if n % 3 else "a bird ." for n in range(30)},
+    "second": {"": "a bird ."},
+}
+SIZES = {"first": 1000, "second": 1000}
+RIGHT = ("the sea .", "the sea .", "a bird .")
+COLUMN = "first, 3 samples (equal compute)"
+
+
+def fakes(**given: object) -> Fakes:
+    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **given})  # type: ignore[arg-type]
+
+
+def compared(made: Fakes, rows: list[dict[str, object]] = ROWS, timed: int = 0, **how: object) -> Comparison:  # type: ignore[assignment]
+    return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})  # type: ignore[arg-type]
+
+
+def told(found: Comparison, title: str) -> str:
+    return next((point.text for point in found.verdict.points if point.title == title), "")
+
+
+def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> None:
+    """Of two members as large as each other: prompts of 2 words; the fake counts 2 words an answer, and none for
+    verifications. (2 · (2 + 2) − 2) ÷ 2 = 3."""
+    made = fakes()
+    found = compared(made)
+    assert found.equal is not None
+    assert found.equal.paid == {"short": pytest.approx(3.0)}
+    assert found.equal.samples["compute"] == {"short": 3}
+    assert found.equal.columns == {"compute": COLUMN, "ceiling": "first, best of 3 samples (ceiling)"}
+    assert made.sampled == 2 * 3 * 30, "each is read twice: to answer, and to tell its log p"
+    assert found.columns["all"].means["first"] == pytest.approx(100 * 2 / 3)
+    assert found.columns["all"].means[COLUMN] == 100, "two of three samples are right, so their vote is"
+    assert found.costs[COLUMN].flop == found.costs[ENSEMBLE].flop == 2 * 1000 * 8
+
+
+def test_a_larger_member_is_paid_fewer_samples_and_a_smaller_one_more() -> None:
+    large = compared(fakes(sizes={"first": 1000, "second": 100})).equal
+    small = compared(fakes(sizes={"first": 1000, "second": 4000})).equal
+    assert large is not None
+    assert small is not None
+    assert large.paid["short"] == pytest.approx((1000 * 4 + 100 * 4 - 1000 * 2) / 2000)
+    assert large.samples["compute"] == {"short": 2}, "rounded up, which favours the member"
+    assert small.samples["compute"] == {"short": 9}
+
+
+def test_a_single_sample_is_the_greedy_answer() -> None:
+    made = fakes()
+    found = compared(made, equal_compute=Sampling(most=1), timed=1)
+    assert made.sampled == 0
+    name = "first, 1 sample (equal compute and seconds)"
+    assert {q: a.text for q, a in found.answers[name].items()} == {q: a.text for q, a in found.answers["first"].items()}
+    assert "ceiling" not in found.equal.columns  # type: ignore[union-attr]
+    assert "pays for: 3.0 (at most 1 are asked)" in told(found, "Equal compute")
+
+
+def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
+    found = compared(fakes(), timed=2)
+    assert "points more than the best member, first, asked once, on 30 questions" in found.verdict.headline
+    compute, seconds = told(found, "Equal compute"), told(found, "Equal seconds")
+    assert compute.startswith("worse: the ensemble has -"), compute
+    assert "points more than first, 3 samples; samples that its compute pays for: 3.0;" in compute
+    assert "the ensemble has " in seconds
+    assert "(medians of 2)" in seconds
+    assert "chosen by references" in told(found, "Ceiling")
+    assert any("0.7 is the only temperature" in limit for limit in found.verdict.limits)
+    plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert plain["equal"]["differences"]["compute"]["all"]["rows"] == 30
+    assert plain["equal"]["differences"]["compute"]["all"]["high"] < 0
+    html = found.to_html()
+    assert COLUMN.removesuffix("s (equal compute)") in html
+    assert "compute</th>" in html
+
+
+def test_without_the_option_nothing_is_sampled_or_told() -> None:
+    made = fakes()
+    found = compared(made, equal_compute=False)
+    assert found.equal is None
+    assert made.sampled == 0
+    assert "asked once" not in found.verdict.headline
+    assert not told(found, "Equal compute")
+    assert found.to_dict()["equal"] is None
+
+
+def kept_samples(run: Path) -> int:
+    """Samples in the file of a run, none of them twice."""
+    records = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
+    keys = [record["key"] for record in records if "sample_of" in record]
+    assert len(set(keys)) == len(keys)
+    return len(keys)
+
+
+# ── resume ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_run_asks_nothing_and_other_settings_ask_what_they_lack(tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    first = compared(fakes(), run=run, timed=2)
+    assert 3 * 30 <= kept_samples(run) <= 32 * 30, "three for the compute; how many for the seconds was measured"
+    again = fakes()
+    assert compared(again, run=run, timed=2).to_dict() == first.to_dict()
+    assert not again.engines
+    fewer = fakes()
+    compared(fewer, run=run, equal_compute=Sampling(most=2))
+    assert fewer.sampled == 0
+    before = kept_samples(run)
+    compared(fakes(), run=run, equal_compute=Sampling(temperature=1.0, most=2))
+    assert kept_samples(run) == before + 2 * 30
+    compared(fakes(), run=run, max_tokens=7, equal_compute=Sampling(most=2))
+    assert kept_samples(run) == before + 4 * 30
+
+
+def test_more_rows_and_a_dearer_ensemble_ask_only_further_samples(tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    compared(fakes(), ROWS[:20], run=run, equal_compute=Sampling(most=2))
+    assert kept_samples(run) == 2 * 20
+    compared(fakes(), ROWS[:20], run=run)
+    assert kept_samples(run) == 3 * 20
+    compared(fakes(), run=run)
+    assert kept_samples(run) == 3 * 30
+
+
+def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    compared(fakes(), run=run, equal_compute=False)
+    old = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
+    run.write_text("".join(json.dumps({k: v for k, v in each.items() if k != "work"}) + "\n" for each in old))
+    found = compared(fakes(), run=run)
+    assert "before their work was counted" in told(found, "Equal compute")
+
+
+# ── edges ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_references_nothing_is_asked_and_the_reason_is_told() -> None:
+    made = fakes()
+    found = compared(made, [{"text": f"question {n}"} for n in range(3)])
+    assert made.sampled == 0
+    assert told(found, "Equal compute").startswith("not told: no question has references")
+    assert told(found, "Equal seconds").startswith("not told: no question has references")
+
+
+def test_questions_without_references_are_not_sampled() -> None:
+    made = fakes()
+    rows = [*ROWS, {"text": "tell me of the sea"}]
+    found = compared(made, rows)
+    assert made.sampled == 2 * 3 * 30
+    assert len(found.answers[COLUMN]) == 30
+    assert len(found.answers["first"]) == 31
+    assert "tell me of the sea" in found.to_html()
+
+
+def test_unknown_sizes_are_named_and_seconds_are_told_all_the_same() -> None:
+    found = compared(fakes(sizes={"first": 1000}), timed=2)
+    assert told(found, "Equal compute") == "not told: how many parameters second has is not known."
+    assert "the ensemble has" in told(found, "Equal seconds")
+
+
+def test_without_timed_answers_equal_seconds_are_not_told() -> None:
+    assert "--timed" in told(compared(fakes()), "Equal seconds")
+
+
+def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_else(tmp_path: Path) -> None:
+    run, failing = tmp_path / "run.jsonl", set[int]()
+
+    def disturb(request: StageRequest) -> Fault | None:
+        op = request.op
+        if not isinstance(op, Close) and not getattr(getattr(op, "params", None), "greedy", True):
+            failing.add(request.answer)
+        drafts = isinstance(op, (Draft, DraftAlone)) and request.answer in failing
+        return Fault("RuntimeError", "out of order") if drafts and request.answer % 2 else None
+
+    found = compared(fakes(disturb=disturb), run=run)
+    assert len(found.questions) == 30
+    reason = told(found, "Equal compute")
+    assert reason.startswith("not told: ")
+    assert "of 90 samples failed (first: " in reason
+    assert "out of order" in reason
+    well = fakes()
+    assert compared(well, run=run).equal.columns["compute"] == COLUMN  # type: ignore[union-attr]
+    assert 0 < well.sampled < 2 * 3 * 30, "only what failed is asked again"
+
+
+def test_where_one_member_is_left_it_is_the_one_that_is_sampled() -> None:
+    def disturb(request: StageRequest) -> Fault | None:
+        drafts = request.member == "second" and isinstance(request.op, (Draft, DraftAlone))
+        return Fault("RuntimeError", "out of order") if drafts else None
+
+    found = compared(fakes(disturb=disturb))
+    assert found.members == ("first",)
+    assert found.equal is not None
+    assert found.equal.members == {"short": "first"}
+    assert found.equal.samples["compute"]["short"] >= 1
+
+
+def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enough() -> None:
+    counts = [Question(f"count {n}", references=["7"]) for n in range(20)]
+    rows = [*ROWS, *({"text": each.text, "references": each.references} for each in counts)]
+    rows += [{"text": f"name {n}", "references": ["a bird"], "group": "few"} for n in range(3)]
+    script = {
+        "first": {**{str(row["text"]): "the sea ." for row in ROWS}, **{each.prompt: "8 ." for each in counts}},
+        "second": {"": "a bird .", **{each.prompt: "7 ." for each in counts}},
+    }
+    found = compared(fakes(script=script, samples={}), rows)
+    assert found.equal is not None
+    assert found.equal.members == {"short": "first", "number": "second", "few": "first"}
+    assert found.equal.columns["compute"].startswith("best of each kind, ")
+    assert "; short (30, F1) " in told(found, "Equal compute")
+    assert "few (3" not in told(found, "Equal compute")
+
+
+def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="samples need a temperature above 0"):
+        Sampling(temperature=0)
+    with pytest.raises(ConfigError, match="1 sample or more"):
+        Sampling(most=0)
+    made = fakes()
+    with pytest.raises(ConfigError, match="equal_compute must be True, False or a Sampling, not 4"):
+        compared(made, equal_compute=4)
+    assert not made.engines
+
+
+def test_samples_are_no_member() -> None:
+    """So that they are neither dropped nor the best member."""
+    found = compared(fakes())
+    assert found.members == ("first", "second")
+    assert found.columns["all"].best == "first"
+    assert COLUMN not in told(found, "Which to drop")
+    assert COLUMN not in told(found, "In circles")
+
+
+def test_the_work_of_samples_counts_the_prompt_once() -> None:
+    found = compared(fakes())
+    some = next(iter(found.answers[COLUMN].values()))
+    assert some.work == (("first", 2, 6),)
+    assert replace(answer("x"), work=some.work).work == some.work
+
+
+def test_samples_of_a_real_member_hang_on_their_seeds_alone(tiny_engine: EnsembleEngine) -> None:
+    """Asked together with others, or one by one."""
+    config = tiny_engine.config
+    member = config.only([config.names[0]])
+    question = Question("What does the log say of the moon?", references=["the moon is full"], max_tokens=6)
+    wanted = Wanted(member, question, 5)
+    with RunFile(None) as run:
+        sampler = Sampler(run, Sampling(temperature=0.9))
+        sampler.ask([wanted, Wanted(member, Question("And the sea?", references=["no"]), 3)])
+        together = sampler.samples(wanted)
+    params = replace(question.params(), temperature=0.9)
+    alone = [
+        tiny_engine.generate(question.prompt, replace(params, seed=seed), members=list(member.names))
+        for seed in range(1, 6)
+    ]
+    assert [sample.text for sample in together] == [result.text for result in alone]
+    assert len({sample.text for sample in together}) > 1
+    for sample, result in zip(together, alone, strict=True):
+        usage = result.usage.members[member.names[0]]
+        assert sample.work == ((member.names[0], usage.prompt, usage.fed),)
+        assert sample.logprob is None or sample.logprob < 0

@@ -1,0 +1,78 @@
+"""Which of a member's samples is its answer: what was said most often, in whatever words, then what it is surest of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specfuse_shared.comparing import Answer, Question
+from specfuse_shared.comparing.metrics import final_answer
+from specfuse_shared.comparing.sample_choice import best_by_references, chosen
+from tests.comparing.made import answer
+
+NUMBER = Question("How many?", references=["12"])
+SHORT = Question("Where?", references=["the sea"])
+CHOICE = Question("Which?", references=["this"], choices=["this", "that"])
+TEXT = Question("Why?", references=["Light of short waves is scattered much more than others."])
+
+
+def said(*pairs: tuple[str, float | None]) -> list[Answer]:
+    return [answer(text, logprob=logprob) for text, logprob in pairs]
+
+
+@pytest.mark.parametrize(
+    ("question", "text", "final"),
+    [
+        (NUMBER, "3 and 9 make 1,200.50", "1200.5"),
+        (NUMBER, "It is 12.", "12.0"),
+        (NUMBER, "I do not know.", None),
+        (SHORT, "In the Sea!", "in sea"),
+        (SHORT, "A", "A"),
+        (SHORT, " ", None),
+        (CHOICE, "B, as it seems", "B"),
+        (CHOICE, "neither", None),
+        (TEXT, "Light of short waves.", None),
+    ],
+)
+def test_what_an_answer_says_in_the_end(question: Question, text: str, final: str | None) -> None:
+    assert final_answer(question, text) == final
+
+
+def test_large_numbers_that_begin_alike_are_not_the_same() -> None:
+    assert final_answer(NUMBER, "12345678") != final_answer(NUMBER, "12345679")
+
+
+@pytest.mark.parametrize(
+    ("question", "samples", "wins"),
+    [
+        (NUMBER, said(("It is 7", -0.1), ("so 12.", -2.0), ("3 · 4 = 12", -1.0)), "3 · 4 = 12"),
+        (SHORT, said(("a bird", -0.1), ("The sea", -3.0), ("the sea.", -2.0)), "the sea."),
+        (CHOICE, said(("A", -0.1), ("B", -0.9), ("B", -0.8)), "B"),
+    ],
+)
+def test_the_most_frequent_answer_wins_and_its_surest_wording_is_shown(
+    question: Question, samples: Sequence[Answer], wins: str
+) -> None:
+    assert chosen(question, samples).text == wins
+
+
+def test_of_as_frequent_answers_that_with_the_higher_mean_log_p_wins() -> None:
+    split = said(("7", -0.1), ("12", -0.5), ("7", -1.9), ("12", -0.6))
+    assert chosen(NUMBER, split).text == "12", "the means count, not the surest single sample"
+
+
+def test_samples_that_say_nothing_in_the_end_do_not_outvote_one_that_does() -> None:
+    assert chosen(NUMBER, said(("no idea", -0.1), ("who knows", -0.1), ("12", -3.0))).text == "12"
+    assert chosen(NUMBER, said(("no idea", -0.2), ("who knows", -0.1))).text == "who knows"
+
+
+def test_of_open_texts_the_surest_is_taken_and_an_empty_one_never() -> None:
+    assert chosen(TEXT, said(("Blue.", -0.9), ("Waves.", -0.4), ("", None))).text == "Waves."
+    assert chosen(TEXT, said(("", None), ("", None))).text == ""
+
+
+def test_the_ceiling_is_chosen_by_references() -> None:
+    samples = said(("a bird", -0.1), ("a bird", -0.1), ("the sea", -5.0))
+    assert best_by_references(SHORT, samples).text == "the sea"
+    assert chosen(SHORT, samples).text == "a bird"

@@ -1,0 +1,149 @@
+"""Which members to put together, from their answers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import ConfigError, SpecFuseError
+from specfuse_shared.comparing import ENSEMBLE, Suggestion, compare, suggest
+from specfuse_shared.comparing.combinations import MOST_TOLD, combination_of, suggestion_of
+from specfuse_shared.members.stages import Draft, DraftAlone, Fault, StageRequest
+from tests.comparing.fakes import Fakes, Script
+
+ROWS = [{"text": f"question {n}", "references": ["the sea"]} for n in range(40)]
+
+
+def points(right: int, first: int = 0) -> list[float]:
+    """Of forty questions, those from `first` on that are answered well."""
+    return [100.0 * (first <= n < first + right) for n in range(40)]
+
+
+def test_of_right_and_wrong_answers_the_parts_are_shares_of_the_questions() -> None:
+    """20 right, 16 right, 12 of them both."""
+    found = combination_of({"worse": points(16, first=8), "better": points(20)})
+    assert found.best == "better"
+    assert found.members == ("worse", "better")
+    assert found.gap.mean == pytest.approx(10.0)
+    assert found.added.mean == pytest.approx(10.0), "4 of 40 that only the worse one knows"
+    assert found.contradicted.mean == pytest.approx(20.0), "8 of 40 on which it contradicts a right better one"
+    assert found.predicted.mean == pytest.approx(100 * (12 + 2 / 3 * 12) / 40 - 50), "two of three that one knows"
+    assert found.predicted.low < found.predicted.mean < found.predicted.high
+
+
+def test_members_that_say_the_same_gain_nothing() -> None:
+    same = combination_of({"one": points(20), "two": points(20)})
+    assert (same.gap.mean, same.added.mean, same.contradicted.mean, same.predicted.mean) == (0, 0, 0, 0)
+
+
+def test_near_members_that_know_different_things_come_first_and_far_ones_last() -> None:
+    found = suggestion_of({"good": points(24), "other": points(24, first=12), "twin": points(24), "bad": points(4)})
+    sets = [each.members for each in found.combinations]
+    assert found.sets == len(sets) == 6 + 4
+    assert sets[0] in (("good", "other"), ("other", "twin"), ("good", "other", "twin"))
+    assert "bad" in sets[-1]
+    predicted = [each.to_best.mean for each in found.combinations]
+    assert predicted == sorted(predicted, reverse=True)
+
+
+def test_a_gain_is_recommended_where_its_interval_is_above_zero() -> None:
+    found = suggestion_of({"one": points(20), "two": points(20, first=20)})
+    assert found.recommended is found.combinations[0]
+    assert found.headline.startswith("Try one + two: +16.7 [+")
+    unsure = suggestion_of({"one": points(20), "two": points(20, first=2)})
+    assert unsure.recommended is None
+    assert unsure.headline.startswith("These questions cannot tell whether to try one + two: +")
+    worse = suggestion_of({"one": points(20), "two": points(2)})
+    assert worse.headline.startswith("Use one alone: for the most promising ensemble, one + two, -")
+
+
+def test_few_questions_recommend_nothing() -> None:
+    few = suggestion_of({"one": [100.0] * 10 + [0.0] * 9, "two": [0.0] * 9 + [100.0] * 10})
+    assert few.recommended is None
+    assert few.headline.startswith("Too few questions to say: for one + two, +")
+
+
+def test_a_pair_of_weaker_members_is_measured_by_the_best_of_all() -> None:
+    found = suggestion_of({"best": points(30), "one": points(10), "two": points(10, first=10)})
+    weak = next(each for each in found.combinations if each.members == ("one", "two"))
+    assert weak.predicted.mean > 0 > weak.to_best.mean
+
+
+def test_members_more_than_ten_points_apart_are_warned_of() -> None:
+    far = suggestion_of({"one": points(30), "two": points(25)})
+    assert far.warnings == ("one + two: members are 12.5 points apart; beyond 10 others found losses",)
+    assert not suggestion_of({"one": points(30), "two": points(26)}).warnings, "ten are not above ten"
+
+
+def test_of_many_members_the_most_promising_sets_are_told() -> None:
+    found = suggestion_of({f"m{n}": points(20, first=n) for n in range(8)})
+    assert found.sets == 28 + 56
+    assert len(found.combinations) == MOST_TOLD
+
+
+# ── asking ───────────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT: Script = {
+    "one": {f"question {n}": "the sea ." if n < 20 else "a bird ." for n in range(40)},
+    "two": {f"question {n}": "a bird ." if n < 20 else "the sea ." for n in range(40)},
+    "three": {"": "a bird ."},
+}
+NAMES = ["one", "two", "three"]
+
+
+def suggested(fakes: Fakes, **how: object) -> Suggestion:
+    return suggest(NAMES, ROWS, make_engine=fakes, **{"timed": 0, **how})  # type: ignore[arg-type]
+
+
+def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:
+    fakes = Fakes(SCRIPT)
+    found = suggested(fakes)
+    assert [config.names for config in fakes.engines] == [("one",), ("two",), ("three",)]
+    assert fakes.opened == 3 * 40
+    assert found.rows == 40
+    assert found.best == "one"
+    assert found.means == {"one": 50.0, "two": 50.0, "three": 0.0}
+    assert found.recommended is not None
+    assert found.recommended.members == ("one", "two")
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["recommended"] == ["one", "two"]
+
+
+def test_a_comparison_goes_on_from_the_same_file_and_the_other_way_round(tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    first = suggested(Fakes(SCRIPT), run=run, timed=2)
+    again = Fakes(SCRIPT)
+    assert suggested(again, run=run, timed=2) == first
+    assert not again.engines
+    fakes = Fakes(SCRIPT)
+    found = compare(["one", "two"], ROWS, run=run, make_engine=fakes, timed=2)
+    assert fakes.opened == 2 * 40 + 2, "the ensemble alone, and once before its first timed answer"
+    assert {found.costs[name].timed for name in ("one", "two", ENSEMBLE)} == {2}
+    predicted = found.to_dict()["columns"]["all"]["suggested"]
+    pair = next(each for each in first.combinations if each.members == ("one", "two"))
+    assert predicted["predicted"] == pair.predicted.to_dict()
+
+
+def test_a_member_that_fails_is_left_out_by_name() -> None:
+    def disturb(request: StageRequest) -> Fault | None:
+        drafts = request.member == "three" and isinstance(request.op, (Draft, DraftAlone))
+        return Fault("RuntimeError", "out of order") if drafts else None
+
+    found = suggested(Fakes(SCRIPT, disturb=disturb))
+    assert list(found.means) == ["one", "two"]
+    assert "three has no answer to 40 of 40 questions, and is left out" in found.remarks[0]
+
+
+def test_what_cannot_be_suggested_is_refused() -> None:
+    with pytest.raises(ConfigError, match="two members or more"):
+        suggest(["one"], ROWS, make_engine=Fakes(SCRIPT))
+    with pytest.raises(ConfigError, match="takes questions with references"):
+        suggest(NAMES, ["question 1"], make_engine=Fakes(SCRIPT))
+
+    def disturb(request: StageRequest) -> Fault | None:
+        drafts = request.member != "one" and isinstance(request.op, (Draft, DraftAlone))
+        return Fault("RuntimeError", "out of order") if drafts else None
+
+    with pytest.raises(SpecFuseError, match="too few answers came to suggest anything: two has no answer"):
+        suggested(Fakes(SCRIPT, disturb=disturb))
