@@ -91,7 +91,7 @@ class ModelServer:
         self.size = int(self.model.config.vocab_size)
         self.name, self.root, self.ways = ways.model or str(folder), str(folder), ways
         self._lock = threading.Lock()
-        self.next_logits = lru_cache(1024)(self._next_logits)
+        self.next_logits = lru_cache(256)(self._next_logits)
         """Logits behind ids. Kept, since a member asks for the same place again and again; never written into."""
         get = {"/v1/models": self._models, "/version": self._version, "/metrics": self._metrics}
         post = {"/tokenize": self._tokenize, "/v1/completions": self._completions}
