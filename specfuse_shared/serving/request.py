@@ -52,6 +52,7 @@ class Request:
         """Which of its members will be late next, and when."""
         if self.over or self.round_deadline is None:
             return frozenset(), math.inf
-        asked = self.asked & self.round_deadline.clocks.keys()
-        late, at = self.round_deadline.late(asked, self.answered)
+        clocks = self.round_deadline.clocks  # those that only let the answer go have none
+        answered = {name: at for name, at in self.answered.items() if name in clocks}
+        late, at = self.round_deadline.late(self.asked & clocks.keys(), answered)
         return late, at if late else math.inf

@@ -19,6 +19,7 @@ from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.lane_thread import LaneThread
 from specfuse_shared.members.stages import Close, Commit, Draft, DraftAlone, Fault, Open, StageRequest, Verify
+from specfuse_shared.policies import ExitDecision
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberAbsence
 from tests.support.against_naive import assert_equals_naive_with_absences, local_members
@@ -231,6 +232,28 @@ def test_many_short_rounds_alone_do_not_make_a_member_leave() -> None:
         result = engine.generate("tell me", SamplingParams(max_tokens=90))
     assert sum(bool(names) for names in absent(result)) > 20
     assert not any(record.exits for record in result.rounds), "it had no time to come back"
+
+
+@pytest.mark.parametrize("sleeper", ["a", "c"])
+def test_a_member_that_leaves_by_exit_is_no_answer_to_a_round_with_a_deadline(sleeper: str) -> None:
+    """Its cache is let go beside the next stages; that the others wait for it too ended the whole engine."""
+    first, second = two()
+    third = FakeLane({"c": scripted(TALE)})
+
+    def leaves(totals: Sequence[float], round_index: int) -> ExitDecision:
+        return ExitDecision((), (1,) if len(totals) == 3 else ())
+
+    def delay(request: StageRequest) -> float:
+        return 0.3 if request.member == sleeper and of_round(request) == 2 else 0
+
+    lanes = [SlowLane(lane, delay) for lane in (first, second, third)]
+    with fake(*lanes) as engine:
+        engine.config = replace(engine.config, exit=leaves)
+        result = engine.generate("tell me", PARAMS)
+        assert result.text == WHOLE_TALE
+        assert [leaving.member for record in result.rounds for leaving in record.exits] == ["b"]
+        assert [sleeper] in absent(result)
+        until(lambda: not engine.metrics().running)
 
 
 # ── many ─────────────────────────────────────────────────────────────────────────────────────────
