@@ -18,7 +18,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
-QUESTION, FACTS = "How do bees make honey?", "Who was the first person on the Moon, and in which year?"
+QUESTION, FACTS = "Why is exercise good for you?", "Who was the first person on the Moon, and in which year?"
 WIDTH, HEIGHT, SCALE, COLOURS = 1280, 880, 2, 96
 WHILE, EACH = (Path(__file__).with_name(name) for name in ("page.png", "each.png"))
 GROWN = 5
@@ -36,7 +36,7 @@ def grow(page: Page, address: str) -> None:
     page.fill("#tokens", "120")
     page.fill("#question", QUESTION)
     page.click("#send")
-    expect(page.locator(f".s{GROWN}")).to_be_attached(timeout=600_000)
+    expect(page.locator(f".s{GROWN}")).to_be_attached(timeout=120_000)
 
 
 def ask_each(page: Page, address: str) -> None:
