@@ -149,9 +149,11 @@ class watched_threads:
 
 
 PROGRAM = """
+import signal
 import sys
 from langchain_specfuse import ChatSpecFuse
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has jobs in the background ignore it
 model = ChatSpecFuse(members=sys.argv[2:], max_tokens=400, seed=1)
 model.load()
 questions = [f"Tell a story of {n} foxes." for n in range(400)]
