@@ -33,10 +33,10 @@ from specfuse_shared import (
     EnsembleConfig,
     EnsembleEngine,
     EnsembleResult,
-    MemberConfig,
     SamplingParams,
     demo_members,
 )
+from specfuse_shared.cli.setup import member_of
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.loading import load_in_process
@@ -77,14 +77,6 @@ class Mixed(EnsembleEngine):
         return Assembly(members, local.own, (SlowLane(pipe, lambda request: self.slowness.delay(request)),))
 
 
-def member_of(model: str) -> MemberConfig:
-    """A member as its argument names it: behind a server, on llama.cpp, or here in float32."""
-    name, at, rest = model.partition("@http")
-    if at:
-        return MemberConfig(name, server=f"http{rest}")
-    return MemberConfig(name, backend="llama.cpp") if name.endswith(".gguf") else MemberConfig(name, dtype="float32")
-
-
 def main(
     member: Annotated[list[str] | None, typer.Option(help="a model, a GGUF file, or MODEL@http://…/v1")] = None,
     rows: Annotated[int, typer.Option(help="questions")] = 6,
@@ -95,7 +87,7 @@ def main(
     lines = files("specfuse_shared.comparing").joinpath("own_questions.jsonl").read_text("utf-8").splitlines()
     questions = [json.loads(line)["question"] for line in lines[:: max(1, len(lines) // rows)]][:rows]
     params = SamplingParams(max_tokens=tokens)
-    members = [member_of(model) for model in member] if member else demo_members()
+    members = [member_of(model, _here(model)) for model in member] if member else demo_members()
     table = Table(title=f"{rows} answers of up to {tokens} tokens, one at a time", title_justify="left")
     for head in ("members", "preset", "round_seconds", "first words", "tokens a second", "late rounds", "left"):
         table.add_column(head)
@@ -110,6 +102,11 @@ def main(
             table.add_row(slowness.title, preset, str(limit), *told.values())
             console.print(slowness.title, preset, limit, dict(told))
     console.print(table)
+
+
+def _here(model: str) -> Mapping[str, str]:
+    """Settings of a member that no server runs: on llama.cpp, or in float32."""
+    return {"backend": "llama.cpp"} if model.endswith(".gguf") else {"dtype": "float32"}
 
 
 def figures(results: Sequence[EnsembleResult]) -> Mapping[str, str]:

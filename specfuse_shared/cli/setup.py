@@ -19,7 +19,7 @@ import typer
 
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading.config_files import read_ensemble
-from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.config import DEMO, EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 
 MembersOption = Annotated[
@@ -51,10 +51,10 @@ def ensemble_of(
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnsembleConfig:
     """Settings, those that are not None, are checked before the demo models are looked for."""
-    if models and list(models) == ["demo"] and not Path("demo").exists():
+    if models and list(models) == [DEMO] and not Path(DEMO).exists():
         models = None
     settings = {name: value for name, value in given.items() if value is not None}
-    members = [_member_of(model, member) for model in models or ["of the demo"]]
+    members = [member_of(model, member) for model in models or ["of the demo"]]
     config = EnsembleConfig.preset(preset, members, **settings)
     if models:
         return config
@@ -84,7 +84,7 @@ def chosen_ensemble(
     return read_ensemble(file)
 
 
-def _member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
+def member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
     """A model, or MODEL@http://… for one that a server runs, which says itself in how many bits."""
     name, at, rest = model.partition("@http")
     if not at:

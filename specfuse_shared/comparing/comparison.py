@@ -20,7 +20,7 @@ from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
 from specfuse_shared.comparing.verdict import Point, Verdict, judged
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.config import DEMO, EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check
 
@@ -183,7 +183,7 @@ def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["
     """The configuration that `members` stands for. Raises `ConfigError`."""
     if isinstance(members, EnsembleConfig):
         return members
-    if members == "demo":
+    if members == DEMO:
         from specfuse_shared.loading.demo import demo_members
 
         return EnsembleConfig(demo_members())

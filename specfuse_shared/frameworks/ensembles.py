@@ -13,7 +13,7 @@ from specfuse_shared.errors import ConfigError
 from specfuse_shared.frameworks.local_paths import found, without_paths
 from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble
 from specfuse_shared.loading.demo import demo_members
-from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.config import DEMO, EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 
 Members = Annotated[
@@ -48,7 +48,7 @@ def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> Ensembl
     if isinstance(ensemble, EnsembleConfig):
         return ensemble
     members = _as_members(ensemble)
-    return _demo_config() if members == "demo" else EnsembleConfig(members or ())
+    return _demo_config() if members == DEMO else EnsembleConfig(members or ())
 
 
 @cache
@@ -57,8 +57,8 @@ def _demo_config() -> EnsembleConfig:
 
 
 def _as_members(value: Any) -> Members:
-    if value is None or value == "demo":
-        return "demo" if value else None
+    if value is None or value == DEMO:
+        return DEMO if value else None
     if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
         hint = f"[{value!r}] is an ensemble of one" if isinstance(value, str) else f"give {SOURCES}"
         raise ConfigError(f"members is {value!r}: it is a list of models, {hint}")

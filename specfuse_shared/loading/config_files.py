@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.config import DEMO, EnsembleConfig
 from specfuse_shared.settings.member_config import BACKSLASHES, MemberConfig
 from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
 
@@ -79,7 +79,7 @@ def ensemble_of_table(name: str, table: Any) -> EnsembleConfig:
 
 
 def _members(value: Any, where: str) -> list[MemberConfig | str]:
-    if value == "demo":
+    if value == DEMO:
         from specfuse_shared.loading.demo import demo_members
 
         return list(demo_members())

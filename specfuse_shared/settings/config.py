@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from specfuse_shared import policies
 from specfuse_shared.errors import ConfigError
@@ -36,7 +36,7 @@ FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
 EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
-DEMO = "demo"
+DEMO: Final = "demo"
 """The word that stands for all members of the demo; it is no model."""
 _WHOLE = 4.0
 """How much clearer an early lead has to be where candidates are better compared as wholes."""
@@ -173,12 +173,10 @@ class EnsembleConfig(Settings):
         self.check_types()
         members = tuple(as_member(m) for m in self.members)
         check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
-        for member in members:
-            here = member.server is None and member.model == DEMO
-            check(
-                not here or Path(DEMO).exists(),
-                f"{DEMO!r} in a list of members is no model: members={DEMO!r} or demo_members() are the demo's two",
-            )
+        check(
+            not any(m.server is None and m.model == DEMO for m in members) or Path(DEMO).exists(),
+            f"{DEMO!r} in a list of members is no model: members={DEMO!r} or demo_members() are the demo's two",
+        )
         object.__setattr__(self, "members", unique_names(members))
         for name in ("segment_tokens", "first_segment_tokens"):
             count = getattr(self, name)
