@@ -1,40 +1,475 @@
-"""`ChatSpecFuse`: an ensemble of local models as one LangChain chat model. It translates; the engine answers."""
+"""`ChatSpecFuse`: an ensemble of local models as one LangChain chat model. It translates; the engine answers.
+
+Batches: as many inputs at once as the engine answers at once, a thread for each, and Ctrl-C that ends them.
+
+Custom events for verified segments, whichever way LangChain runs the model.
+
+Every way tells the callbacks of a run each chunk once, in `on_llm_new_token`, so that is where the events come from.
+
+What a model says of itself: its name and sampling to traces, its sizes as a profile, and all of it to `dumps`.
+
+Structured output: which request asks for a value, and which parser reads it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from operator import itemgetter
+from typing import Any, Literal, Self, TypeVar, cast
+from uuid import UUID
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LangSmithParams, LanguageModelInput
+from langchain_core.callbacks import (
+    AsyncCallbackHandler,
+    AsyncCallbackManager,
+    AsyncCallbackManagerForLLMRun,
+    BaseCallbackHandler,
+    CallbackManager,
+    CallbackManagerForLLMRun,
+    Callbacks,
+)
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
-from pydantic import ConfigDict, Field, model_validator
+from langchain_core.language_models.model_profile import ModelProfile
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.output_parsers import (
+    BaseOutputParser,
+    JsonOutputKeyToolsParser,
+    JsonOutputParser,
+    PydanticOutputParser,
+    PydanticToolsParser,
+)
+from langchain_core.output_parsers.base import BaseGenerationOutputParser
+from langchain_core.outputs import ChatGenerationChunk, ChatResult, GenerationChunk, LLMResult
+from langchain_core.runnables import (
+    Runnable,
+    RunnableConfig,
+    RunnableLambda,
+    RunnableMap,
+    RunnablePassthrough,
+    ensure_config,
+)
+from langchain_core.runnables.config import get_config_list
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from langchain_specfuse.answers import PROVIDER, ChunkBuilder
-from langchain_specfuse.batching import EngineBatches
-from langchain_specfuse.callbacks import SegmentEvents
 from langchain_specfuse.errors import UnknownModelError, as_langchain
-from langchain_specfuse.identity import DescribedModel, InferredProfile
-from langchain_specfuse.interrupts import belonging
-from langchain_specfuse.messages import in_order, to_messages
-from langchain_specfuse.structured import structured_output
-from langchain_specfuse.tools import ToolLike, to_choice, to_tools, to_value
-from specfuse_shared import CallOptions, ConfigError, EnsembleConfig, Event, Message, SamplingParams
+from langchain_specfuse.interrupts import belonging, interruptible
+from langchain_specfuse.messages import (
+    PROVIDER,
+    ChunkBuilder,
+    SegmentChunk,
+    ToolLike,
+    in_order,
+    json_schema_of,
+    plain_options,
+    schema_tool,
+    to_choice,
+    to_messages,
+    to_tools,
+    to_value,
+    usage_metadata,
+)
+from specfuse_shared import (
+    CallOptions,
+    ConfigError,
+    EnsembleConfig,
+    Event,
+    Message,
+    SamplingParams,
+    UnfinishedValueError,
+)
 from specfuse_shared.frameworks import (
     CLOSED,
     TRANSPORT_OPTIONS,
     Engine,
     Ensembles,
+    EnsembleSettings,
     ToolUse,
     Whole,
     config_of,
     members_of_model,
 )
+
+Configs = RunnableConfig | Sequence[RunnableConfig] | None
+
+
+class EngineBatches(BaseChatModel):
+    """A chat model whose inputs of one batch are in the engine together; `max_concurrency` may allow fewer."""
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Answers to all inputs."""
+        each = self._side_by_side(config, len(inputs), kwargs)
+        whole = super().batch
+        flag: Any = return_exceptions
+        [answers] = interruptible(lambda: iter([whole(inputs, each, return_exceptions=flag, **kwargs)]))
+        return answers
+
+    def batch_as_completed(
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: Configs = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """Index and answer of each input, in the order in which they are finished."""
+        each = self._side_by_side(config, len(inputs), kwargs)
+        flag: Any = return_exceptions
+        completed: Callable[..., Iterator[tuple[int, Any]]] = super().batch_as_completed
+        return interruptible(lambda: completed(inputs, each, return_exceptions=flag, **kwargs))
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Answers to all inputs."""
+        each = self._side_by_side(config, len(inputs), kwargs)
+        return await super().abatch(inputs, each, return_exceptions=return_exceptions, **kwargs)
+
+    def abatch_as_completed(
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: Configs = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Index and answer of each input, in the order in which they are finished."""
+        each = self._side_by_side(config, len(inputs), kwargs)
+        flag: Any = return_exceptions
+        answers: AsyncIterator[tuple[int, Any]]
+        answers = super().abatch_as_completed(inputs, each, return_exceptions=flag, **kwargs)
+        return answers
+
+    def _side_by_side(self, config: Configs, count: int, options: Mapping[str, Any]) -> list[RunnableConfig]:
+        limit = self._most_at_once(options)
+        each = get_config_list(config, count)
+        return [{**one, "max_concurrency": min(limit, one.get("max_concurrency") or limit)} for one in each]
+
+    def _most_at_once(self, options: Mapping[str, Any]) -> int:
+        """How many answers the engine of a call runs at once."""
+        raise NotImplementedError
+
+
+SEGMENT_EVENT = "specfuse_segment"
+"""Name of the event; its data is the segment's record and the `text` that it added to the answer."""
+
+Version = Literal["v1", "v2", "v3"]
+Chunk = GenerationChunk | ChatGenerationChunk | None
+Listeners = TypeVar("Listeners", CallbackManagerForLLMRun, AsyncCallbackManagerForLLMRun)
+
+
+class _SegmentEvents(BaseCallbackHandler):
+    """Tells the other handlers of a run about its segments."""
+
+    run_inline = True
+
+    def __init__(self, others: CallbackManager) -> None:
+        self._others = others
+
+    def on_llm_new_token(self, token: Any, *, chunk: Chunk = None, run_id: UUID, **kwargs: Any) -> None:
+        for data in _segments(chunk):
+            self._others.on_custom_event(SEGMENT_EVENT, data, run_id=run_id)
+
+
+class _AsyncSegmentEvents(AsyncCallbackHandler):
+    """The same on an event loop."""
+
+    run_inline = True
+
+    def __init__(self, others: AsyncCallbackManager) -> None:
+        self._others = others
+
+    async def on_llm_new_token(self, token: Any, *, chunk: Chunk = None, run_id: UUID, **kwargs: Any) -> None:
+        for data in _segments(chunk):
+            await self._others.on_custom_event(SEGMENT_EVENT, data, run_id=run_id)
+
+
+_OWN = (_SegmentEvents, _AsyncSegmentEvents)
+
+
+class SegmentEvents(BaseChatModel):
+    """A chat model that dispatches a custom event for every segment of its answers, if asked to."""
+
+    segment_events: bool = False
+    """Dispatch a custom event "specfuse_segment" for every verified segment."""
+
+    def generate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return super().generate(messages, stop, self._listening(callbacks, kwargs), **plain_options(kwargs))
+
+    async def agenerate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        heard = self._alistening(callbacks, kwargs)
+        return await super().agenerate(messages, stop, heard, **plain_options(kwargs))
+
+    def stream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessageChunk]:
+        return super().stream(input, self._told(config), stop=stop, **kwargs)
+
+    def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        return super().astream(input, self._atold(config), stop=stop, **kwargs)
+
+    def stream_events(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
+    ) -> Any:
+        config = self._told(config) if version == "v3" else config  # the others ask `stream`
+        return super().stream_events(input, config, version=version, **kwargs)
+
+    def astream_events(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, version: Version = "v2", **kwargs: Any
+    ) -> Any:
+        config = self._atold(config) if version == "v3" else config
+        return super().astream_events(input, config, version=version, **kwargs)
+
+    def _heard(self, run: Listeners | None, options: Mapping[str, Any]) -> Listeners | None:
+        """Who hears of the chunks of a call that is no stream: where streams are switched off, only `segment_events`.
+
+        LangGraph, for one, would show them as a stream.
+        """
+        by_tools = self.disable_streaming == "tool_calling" and bool(options.get("tools"))
+        unasked = "stream" in options and not options["stream"]
+        off = self.disable_streaming is True or by_tools or unasked or getattr(self, "streaming", None) is False
+        if run is None or not off:
+            return run
+        own: list[BaseCallbackHandler] = [handler for handler in run.handlers if isinstance(handler, _OWN)]
+        return type(run)(run_id=run.run_id, handlers=own, inheritable_handlers=[], parent_run_id=run.parent_run_id)
+
+    def _told(self, config: RunnableConfig | None) -> RunnableConfig:
+        config = ensure_config(config)
+        return {**config, "callbacks": self._listening(config.get("callbacks"), config)}
+
+    def _atold(self, config: RunnableConfig | None) -> RunnableConfig:
+        config = ensure_config(config)
+        return {**config, "callbacks": self._alistening(config.get("callbacks"), config)}
+
+    def _listening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
+        """The callbacks of a call, with one more that tells them and the model's own ones about segments."""
+        if not self.segment_events or _listens(callbacks):
+            return callbacks
+        others = CallbackManager.configure(
+            callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
+        )
+        return _joined(callbacks, _SegmentEvents(others))
+
+    def _alistening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
+        if not self.segment_events or _listens(callbacks):
+            return callbacks
+        others = AsyncCallbackManager.configure(
+            callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
+        )
+        return _joined(callbacks, _AsyncSegmentEvents(others))
+
+
+def _listens(callbacks: Callbacks) -> bool:
+    """Whether somebody tells of segments already: a stream that is switched off is made of a call."""
+    handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers if callbacks is not None else []
+    return any(isinstance(handler, _OWN) for handler in handlers)
+
+
+def _joined(callbacks: Callbacks, handler: BaseCallbackHandler) -> Callbacks:
+    if callbacks is None or isinstance(callbacks, list):
+        return [*(callbacks or ()), handler]
+    manager = callbacks.copy()
+    manager.add_handler(handler, inherit=False)
+    return manager
+
+
+def _segments(chunk: Chunk) -> Iterator[dict[str, Any]]:
+    if isinstance(chunk, SegmentChunk):
+        yield chunk.segment
+
+
+class InferredProfile(dict[str, Any]):
+    """A profile that a model found out about itself, and nobody set."""
+
+
+class DescribedModel(EnsembleSettings, BaseChatModel):
+    """A chat model over an ensemble, as far as it only says what it is.
+
+    `model_name` and `model` are always a name: that of the ensemble or of the server's model where none was chosen, as
+    those who read it of other models expect.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)  # a property cannot stand in the place of pydantic's field
+        return self._model_name() if name == "model_name" and found is None else found
+
+    @property
+    def model(self) -> str:
+        """The name of the ensemble, or of a server's model."""
+        return self._model_name()
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What a trace and the key of a cache hold: name and sampling, and for all the rest its digest."""
+        kwargs = json.dumps(self.to_json()["kwargs"], sort_keys=True, default=repr)
+        return {**self._traced(), "settings": hashlib.sha256(kwargs.encode()).hexdigest()[:16]}
+
+    def to_json(self) -> Any:
+        """The model as LangChain's `dumps` writes and `loads` reads it: without keys, engines and local paths.
+
+        `loads` has to be told that it may make one: `allowed_objects=[ChatSpecFuse]`, `valid_namespaces=[…]` of it.
+        Local folders are named; they are found again in the same process.
+        """
+        told = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        named = {} if self.base_url and self._chosen_model is None else {"model_name": self._model_name()}
+        kwargs = {**self.model_dump(exclude_defaults=True), **told, **named}
+        return {"lc": 1, "type": "constructor", "id": self.lc_id(), "kwargs": kwargs, "name": type(self).__name__}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        """`max_input_tokens` is the smallest member's, as far as it is known yet; `load` learns it."""
+        limit = self._context_limit()
+        profile = ModelProfile(
+            **({} if limit is None else {"max_input_tokens": limit}),
+            name=self._model_name(),
+            max_output_tokens=self.max_tokens,
+            text_inputs=True,
+            text_outputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            tool_calling=True,
+            tool_choice=True,
+            structured_output=True,
+            reasoning_output=self._thinks(),
+        )
+        return cast("ModelProfile", InferredProfile(profile))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other settings; an inferred `profile` follows `max_tokens`."""
+        copied = super().model_copy(update=update, deep=deep)
+        if isinstance(copied.profile, InferredProfile) and "max_tokens" in (update or {}):
+            copied.profile = cast("ModelProfile", InferredProfile(copied.profile, max_output_tokens=copied.max_tokens))
+        return copied
+
+    def load(self, on_progress: Any = None) -> Self:
+        """Load the members now, or ask the server for its model; `profile` has their sizes then.
+
+        Raises `MemberLoadError`.
+        """
+        with as_langchain():
+            super().load(on_progress)
+        if isinstance(self.profile, InferredProfile):
+            self.profile = self._resolve_model_profile()
+        return self
+
+
+Method = Literal["json_schema", "function_calling", "json_mode"]
+Schema = dict[str, Any] | type | None
+Parser = BaseOutputParser[Any] | BaseGenerationOutputParser[Any]
+ModelAndParser = tuple[Runnable[LanguageModelInput, Any], Parser]
+"""A model that is bound to a schema, and the parser of what it says."""
+
+
+def structured_output(
+    model: ChatSpecFuse,
+    schema: Schema,
+    *,
+    include_raw: bool,
+    method: Method,
+    strict: bool | None,
+    **kwargs: Any,
+) -> Runnable[LanguageModelInput, Any]:
+    """The model bound to a schema, followed by the parser of its values."""
+    if method not in ("json_schema", "function_calling", "json_mode"):
+        raise ConfigError(f"method {method!r} is unknown: use json_schema, function_calling or json_mode")
+    if schema is None and method != "json_mode":
+        raise ConfigError(f'method "{method}" needs a schema; only "json_mode" goes without one')
+    bind = _calling if method == "function_calling" else _answering
+    bound, parser = bind(model, schema, method, strict, **_tracing(method, schema), **kwargs)
+    return with_raw(bound, parser) if include_raw else bound | parser
+
+
+def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any) -> ModelAndParser:
+    tool = schema_tool(schema, strict)
+    bound = model.bind_tools([tool], tool_choice=tool.name, whole=True if strict else CLOSED, **kwargs)
+    if (of_class := _pydantic(schema)) is not None:
+        return bound, PydanticToolsParser(tools=[of_class], first_tool_only=True)
+    return bound, JsonOutputKeyToolsParser(key_name=tool.name, first_tool_only=True)
+
+
+def _answering(
+    model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any
+) -> ModelAndParser:
+    wanted: dict[str, Any] = {"type": "json_object"}
+    if schema is not None:
+        spec = {"schema": json_schema_of(schema), "strict": bool(strict)}
+        wanted = {"type": "json_schema", "json_schema": spec, "shown": method == "json_schema"}
+    bound = model.bind(response_format=wanted, **kwargs)
+    of_class = _pydantic(schema)
+    return bound, JsonOutputParser() if of_class is None else PydanticOutputParser(pydantic_object=of_class)
+
+
+def _pydantic(schema: Schema) -> type[BaseModel] | None:
+    return schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
+
+
+def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnable[LanguageModelInput, Any]:
+    """The value next to the message that holds it, and what went wrong instead of an error."""
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    read = parsed.with_fallbacks([failed], exception_key="parsing_error")
+    asked: Runnable[Any, Any] = itemgetter("given") | RunnableMap(raw=model) | read
+    known = (UnfinishedValueError,)
+    answered = asked.with_fallbacks([RunnableLambda(_cut)], exceptions_to_handle=known, exception_key="cut")
+    return RunnableMap(given=RunnablePassthrough()) | answered
+
+
+def _cut(call: dict[str, Any]) -> dict[str, Any]:
+    """The beginning of a value that `max_tokens` cut; a parser might take it for the whole."""
+    cut: UnfinishedValueError = call["cut"]
+    usage = None if cut.usage is None else usage_metadata(cut.usage)
+    raw = AIMessage(cut.text, response_metadata={"finish_reason": "length"}, usage_metadata=usage)
+    return {"raw": raw, "parsed": None, "parsing_error": cut}
+
+
+def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
+    """What LangSmith shows of the schema, in LangChain's own words; the chat model takes it out of the call again."""
+    if schema is None:
+        return {}
+    named = {"title": "output", **json_schema_of(schema)} if isinstance(schema, Mapping) else schema
+    return {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": convert_to_openai_tool(named)}}
+
 
 _TRANSPORT = TRANSPORT_OPTIONS | {"api_key", "base_url", "max_retries"}
 """LangChain's standard parameters among them; a secret is not kept."""

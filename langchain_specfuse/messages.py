@@ -1,14 +1,21 @@
-"""LangChain messages as the engine's messages."""
+"""LangChain messages as the engine's messages.
+
+The engine's events of one answer as LangChain's chunks.
+
+LangChain's tools, tool choices and response formats as the engine's tools and grammars.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from langchain_core.messages import (
     AIMessage,
+    AIMessageChunk,
     BaseMessage,
     ChatMessage,
     FunctionMessage,
@@ -16,10 +23,53 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import ToolCallChunk
+from langchain_core.outputs import ChatGenerationChunk
+from langchain_core.tools import BaseTool
+from langchain_core.tools import Tool as SimpleTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_function
+from pydantic import BaseModel, Field
 
-from specfuse_shared import Message, ToolCall
+from specfuse_shared import (
+    ConfigError,
+    EnsembleResult,
+    Event,
+    FinishEvent,
+    Grammar,
+    Message,
+    SegmentEvent,
+    ThinkingEvent,
+    Tool,
+    ToolCall,
+    Usage,
+)
 from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import SILENT_BLOCKS, TEXT_BLOCKS, Role, arguments_said, block_text
+from specfuse_shared.frameworks import (
+    RESPONSE_FORMATS,
+    SILENT_BLOCKS,
+    TEXT_BLOCKS,
+    CallDelta,
+    CallReader,
+    Detail,
+    Role,
+    TextDelta,
+    Thoughts,
+    Whole,
+    arguments_said,
+    block_text,
+    check_whole,
+    choice_of,
+    finish_reason,
+    last_parts,
+    ledger,
+    openai_logprobs,
+    reasoning_tokens,
+    response_schema,
+    segment_record,
+    usage_record,
+    value_of,
+)
 
 _ROLES: dict[type[BaseMessage], Role] = {
     SystemMessage: "system",
@@ -130,3 +180,250 @@ def _plain_file(block: Mapping[str, Any]) -> str:
     except (binascii.Error, UnicodeDecodeError) as error:
         raise RequestError(f"a text-plain block holds no text in UTF-8 as base64: {error}") from error
     return f"[a text file: {block.get('title') or block.get('url') or block.get('file_id') or 'empty'}]"
+
+
+PROVIDER = "specfuse"
+_FIRST_CALL = 2
+"""Blocks are merged by their index, and LangChain gives thoughts and text the first two."""
+
+
+class SegmentChunk(ChatGenerationChunk):
+    """The chunk of a verified segment; callbacks find its record here, and so does nobody else."""
+
+    segment: dict[str, Any] = Field(exclude=True, repr=False)
+    """The segment's text and record."""
+
+
+class ChunkBuilder:
+    """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
+
+    `detail`: how much of the record goes with it. `reader`: of calls, if tools were offered; text that may be one is
+    held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it; `may_close`: not
+    where brackets and quotes were enough to close it.
+    """
+
+    def __init__(
+        self,
+        model_name: Callable[[], str],
+        detail: Detail,
+        *,
+        reader: CallReader | None,
+        whole: Whole = "none",
+        may_close: bool = False,
+    ) -> None:
+        self._model_name = model_name
+        self._detail = detail
+        self._whole = whole
+        self._may_close = may_close
+        self._reader = reader
+        self._thoughts = Thoughts()
+
+    def chunks(self, event: Event) -> Iterator[ChatGenerationChunk]:
+        """The chunks of an event."""
+        if isinstance(event, ThinkingEvent):
+            yield from _reasoning(self._thoughts.feed(event))
+        if isinstance(event, (SegmentEvent, FinishEvent)):
+            yield from _reasoning(self._thoughts.rest())
+        if isinstance(event, SegmentEvent):
+            parts = self._reader.feed(event.text) if self._reader else (TextDelta(event.text),)
+            first, *rest = _chunks(parts, **self._kept({"specfuse_segments": [record := segment_record(event)]}))
+            yield SegmentChunk(message=first.message, segment={"text": first.message.text, **record})
+            yield from rest
+        if isinstance(event, FinishEvent):
+            yield from self._end(event.result)
+
+    def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {} if self._detail == "none" else {"additional_kwargs": kwargs}
+
+    def _end(self, result: EnsembleResult) -> Iterator[ChatGenerationChunk]:
+        check_whole(result, self._whole, self._reader, may_close=self._may_close)
+        usage = usage_metadata(result.usage)
+        if rest := last_parts(self._reader, result, may_close=self._may_close):
+            yield from _chunks(rest)
+        info: dict[str, Any] = {
+            "finish_reason": finish_reason(result, bool(self._reader and self._reader.calling)),
+            "model_name": self._model_name(),
+            "model_provider": PROVIDER,
+        }
+        if (logprobs := openai_logprobs(result)) is not None:
+            info["logprobs"] = logprobs
+        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        last = AIMessageChunk(
+            content="", chunk_position="last", usage_metadata=usage, response_metadata={**info, **record}
+        )
+        yield ChatGenerationChunk(message=last, generation_info=info)
+
+
+def usage_metadata(of: Usage) -> UsageMetadata:
+    """The tokens of an answer in LangChain's words."""
+    told, thoughts = usage_record(of), reasoning_tokens(of)
+    usage = UsageMetadata(
+        input_tokens=told["prompt_tokens"], output_tokens=told["completion_tokens"], total_tokens=told["total_tokens"]
+    )
+    return {**usage, "output_token_details": {"reasoning": thoughts}} if thoughts else usage
+
+
+def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:
+    """`content_blocks` makes reasoning blocks of this key, as it does for ChatOllama."""
+    if thoughts:
+        yield from _chunks((), additional_kwargs={"reasoning_content": thoughts})
+
+
+def _chunks(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> Iterator[ChatGenerationChunk]:
+    """One chunk, or one of text and one of calls: LangChain makes blocks of calls only where there is no text."""
+    text, calls = "", dict[int, ToolCallChunk]()
+    for part in parts:
+        if isinstance(part, TextDelta):
+            text += part.text
+        elif (known := calls.get(part.index)) is not None:  # a message holds one chunk of a call
+            known["args"] = f"{known['args']}{part.arguments}"
+        else:
+            calls[part.index] = ToolCallChunk(
+                name=part.name,
+                args=part.arguments,
+                id=part.id,
+                index=_FIRST_CALL + part.index,
+                type="tool_call_chunk",
+            )
+    if text or not calls:
+        yield ChatGenerationChunk(message=AIMessageChunk(content=text, **fields))
+    if calls:
+        rest = {} if text else fields
+        yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[*calls.values()], **rest))
+
+
+Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+ToolLike = Foreign | Tool
+_SCHEMA_KEYS = ("parameters", "input_schema", "schema")
+"""Where the descriptions of functions that are in use keep the schema of their arguments."""
+
+
+def to_tools(tools: Sequence[ToolLike], strict: bool | None = None) -> list[Tool]:
+    """Functions, classes, `BaseTool`s, or tools and schemas as dictionaries. `strict` overrides what they say."""
+    return [_to_tool(tool, strict) for tool in tools]
+
+
+def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
+    """Any form of `tool_choice`: None, a bool, "auto", "any", "required", "none", a name, or a dictionary of these.
+
+    True calls the only tool, False says nothing. Raises `ConfigError` for a tool that is not bound.
+    """
+    names = [tool.name for tool in tools]
+    if choice is True and len(names) == 1:
+        return names[0]
+    asked = choice_of(choice)
+    if asked in (*names, "auto", "none") or (asked == "any" and names):
+        return asked
+    if not names:
+        raise ConfigError(f"tool_choice {choice!r} needs tools, and none are bound: bind tools, or leave it out")
+    raise ConfigError(f"tool_choice {asked!r} is none of the bound tools {names} and no word like 'any'")
+
+
+def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:
+    """The JSON schema of a response format, None for plain text, and whether it must be enforced to the letter.
+
+    Takes {"type": "text" | "json_object" | "json_schema"}, a JSON schema, a Pydantic class or a TypedDict.
+    """
+    if isinstance(response_format, Mapping) and response_format.get("type") in RESPONSE_FORMATS:
+        return response_schema(response_format)
+    return json_schema_of(response_format), False
+
+
+def json_schema_of(schema: Any) -> dict[str, Any]:
+    """The JSON schema that a class or dictionary stands for; a JSON schema stays as it is."""
+    if isinstance(schema, Mapping):
+        function = _function_of(schema)
+        inner = next((function[key] for key in _SCHEMA_KEYS if _is_named(function, key)), None)
+        if inner is None:
+            return dict(schema)
+        told = {"title": function["name"], "description": function.get("description")}
+        return {**{key: value for key, value in told.items() if value}, **inner}
+    if _is_model(schema):
+        return dict(schema.model_json_schema())
+    return convert_to_json_schema(schema)
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call as a cache may know them: a class is its schema, since its name may outlive its fields."""
+    wanted = options.get("response_format")
+    return {**options, "response_format": json_schema_of(wanted)} if isinstance(wanted, type) else dict(options)
+
+
+def to_value(response_format: Any, grammar: Grammar | None) -> tuple[Grammar | None, list[Message]]:
+    """What an answer must be, and what the members are told about it."""
+    if response_format is None:
+        return grammar, []
+    if grammar is not None:
+        raise ConfigError("a call takes a response_format or a grammar, not both: both say what the answer is")
+    schema, strict = to_schema(response_format)
+    return value_of(schema, strict, not isinstance(response_format, Mapping) or response_format.get("shown", True))
+
+
+def schema_tool(schema: Any, strict: bool | None = None) -> Tool:
+    """The tool whose arguments are a value of the schema; one without a title is called "output"."""
+    if isinstance(schema, Mapping) and "name" not in _function_of(schema) and not schema.get("title"):
+        schema = {"title": "output", **schema}
+    return _to_tool(schema, strict)
+
+
+def _to_tool(tool: ToolLike, strict: bool | None) -> Tool:
+    if isinstance(tool, Tool):
+        return tool
+    function = _as_function(tool)
+    return Tool(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters=function.get("parameters") or {"type": "object", "properties": {}},
+        strict=bool(function.get("strict") if strict is None else strict),
+    )
+
+
+def _as_function(tool: Foreign) -> dict[str, Any]:
+    """Name, description and parameters as they are given; what has no JSON schema yet is converted."""
+    if isinstance(tool, Mapping):
+        return _mapped(tool)
+    if _is_model(tool):
+        name = tool.model_config.get("title") or tool.__name__
+        return {
+            "name": name,
+            "description": inspect.cleandoc(tool.__doc__ or ""),
+            "parameters": tool.model_json_schema(),
+        }
+    if isinstance(tool, BaseTool) and not (isinstance(tool, SimpleTool) and not tool.args_schema):
+        arguments = tool.tool_call_schema
+        schema = arguments.model_json_schema() if _is_model(arguments) else arguments
+        if isinstance(schema, Mapping):
+            return {"name": tool.name, "description": tool.description, "parameters": schema}
+    return convert_to_openai_function(tool)
+
+
+def _mapped(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if "toolSpec" in tool:
+        return convert_to_openai_function(tool)
+    function = _function_of(tool)
+    kind, schema = tool.get("type"), next((function[key] for key in _SCHEMA_KEYS if key in function), None)
+    if "name" in function and (schema is not None or kind in (None, "function", "custom")):
+        return {**function, "parameters": schema}
+    if title := tool.get("title"):
+        rest = {key: value for key, value in tool.items() if key not in ("title", "description")}
+        return {"name": title, "description": tool.get("description"), "parameters": rest}
+    if kind is not None and kind not in ("function", "object"):
+        raise ConfigError(
+            f"a tool of type {kind!r} is run by another provider, not here: give a function, a class, a BaseTool or "
+            '{"type": "function", "function": {"name": …, "parameters": {…}}}'
+        )
+    raise ConfigError(f"a tool needs a name (or its JSON schema a title), but has only {sorted(tool)}")
+
+
+def _function_of(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What stands under "function" in OpenAI's dictionaries, else the dictionary itself."""
+    function = description.get("function")
+    return function if isinstance(function, Mapping) else description
+
+
+def _is_named(function: Mapping[str, Any], key: str) -> bool:
+    return isinstance(function.get("name"), str) and isinstance(function.get(key), Mapping)
+
+
+def _is_model(value: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(value, type) and issubclass(value, BaseModel)

@@ -9,7 +9,7 @@ import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.answers import ChunkBuilder
+from langchain_specfuse.messages import ChunkBuilder
 from specfuse_shared import EnsembleEngine, SegmentEvent, ThinkingEvent
 from specfuse_shared.frameworks import CallReader
 

@@ -16,7 +16,7 @@ from langchain_core.outputs import LLMResult
 from langgraph.checkpoint.memory import InMemorySaver
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.answers import ChunkBuilder
+from langchain_specfuse.messages import ChunkBuilder
 from specfuse_shared import (
     EnsembleConfig,
     EnsembleEngine,

@@ -15,8 +15,8 @@ from langchain_core.output_parsers import JsonOutputParser
 
 from langchain_specfuse import ChatSpecFuse
 from langchain_specfuse import errors as translated_errors
+from langchain_specfuse.chat_models import with_raw
 from langchain_specfuse.errors import UnfinishedValueError, as_langchain, translated
-from langchain_specfuse.structured import with_raw
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, SamplingParams, errors
 
 LONG = "Tell me about the sea. " * 400

@@ -15,7 +15,7 @@ from pydantic import BaseModel, RootModel
 from typing_extensions import TypedDict
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.tools import json_schema_of, schema_tool, to_schema, to_tools
+from langchain_specfuse.messages import json_schema_of, schema_tool, to_schema, to_tools
 from specfuse_shared import Grammar
 from specfuse_shared.errors import ConfigError, GrammarError, RequestError, UnfinishedValueError
 

@@ -12,8 +12,7 @@ from jsonschema import validate
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.answers import Thoughts
-from langchain_specfuse.messages import to_messages
+from langchain_specfuse.messages import Thoughts, to_messages
 from specfuse_shared import EnsembleConfig, EnsembleEngine, ThinkingEvent
 from tests.support.tiny import THINKING
 

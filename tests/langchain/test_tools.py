@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.tools import to_choice, to_schema, to_tools
+from langchain_specfuse.messages import to_choice, to_schema, to_tools
 from specfuse_shared import EnsembleEngine, Tool
 from specfuse_shared.errors import ConfigError, GrammarError, RequestError
 
