@@ -8,6 +8,6 @@ except ImportError as error:
     raise MissingExtraError("llamaindex_specfuse", "llamaindex") from error
 
 from llamaindex_specfuse.base import SpecFuseLLM
-from llamaindex_specfuse.events import SpecFuseSegmentEvent
+from llamaindex_specfuse.messages import SpecFuseSegmentEvent
 
 __all__ = ["SpecFuseLLM", "SpecFuseSegmentEvent"]

@@ -1,10 +1,22 @@
-"""`SpecFuseLLM`: an ensemble of local models as one LlamaIndex LLM. It translates; the engine answers."""
+"""`SpecFuseLLM`: an ensemble of local models as one LlamaIndex LLM. It translates; the engine answers.
+
+Streams that stop the compute when they are closed.
+
+LlamaIndex wraps a stream to report its end, and when the wrapper is closed early, it reports the exception that closes
+it and leaves the stream itself to the garbage collector. A handler that keeps the exception keeps the stream, and the
+members would go on to `max_tokens` for nobody.
+
+Structured prediction: the members are told the fields of the class and draft under its grammar: it is valid JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, fields, replace
+from functools import wraps
+from typing import Annotated, Any, Self, TypeVar
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -18,19 +30,238 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
 )
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
+from llama_index.core.instrumentation.events.llm import (
+    LLMStructuredPredictEndEvent,
+    LLMStructuredPredictInProgressEvent,
+    LLMStructuredPredictStartEvent,
+)
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from pydantic import ConfigDict, Field, model_validator
+from llama_index.core.llms.llm import LLM
+from llama_index.core.program.utils import FlexibleModel, create_flexible_model
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.types import Model, PydanticProgramMode
+from llama_index_instrumentation import get_dispatcher
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+from pydantic_core import from_json
 
-from llamaindex_specfuse.answers import AnswerFold, AnswerStep
-from llamaindex_specfuse.calling import ToolCalling, to_tools
-from llamaindex_specfuse.folds import afold, alast_of, fold, last_of, seen
-from llamaindex_specfuse.messages import react_stops, to_messages
-from llamaindex_specfuse.streams import acloses_source, closes_source, source
-from llamaindex_specfuse.structured import GrammarField, StructuredPrediction
-from specfuse_shared import CallOptions, Message, SamplingParams
+from llamaindex_specfuse.messages import (
+    AnswerFold,
+    AnswerStep,
+    ToolCalling,
+    afold,
+    alast_of,
+    fold,
+    last_of,
+    react_stops,
+    seen,
+    to_messages,
+    to_tools,
+)
+from specfuse_shared import CallOptions, Grammar, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
-from specfuse_shared.frameworks import CLOSED, EnsembleSettings, ToolUse, Whole, choice_of, members_of_model
+from specfuse_shared.frameworks import CLOSED, EnsembleSettings, ToolUse, Whole, choice_of, members_of_model, value_of
+
+Source = TypeVar("Source", bound=Generator[Any, None, None] | AsyncGenerator[Any, None])
+
+_sources: ContextVar[list[Any] | None] = ContextVar("specfuse_sources", default=None)
+
+
+def source(stream: Source) -> Source:
+    """Mark what computes, in the body of an endpoint below; elsewhere it changes nothing."""
+    if (sources := _sources.get()) is not None:
+        sources.append(stream)
+    return stream
+
+
+def closes_source(endpoint: Callable[..., Any]) -> Callable[..., Generator[Any, None, None]]:
+    """A streaming endpoint whose stream closes its source with itself."""
+
+    @wraps(endpoint)
+    def call(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+        sources: list[Any] = []
+        token = _sources.set(sources)
+        try:
+            stream = endpoint(*args, **kwargs)
+        finally:
+            _sources.reset(token)
+
+        def responses() -> Generator[Any, None, None]:
+            with closing(sources[0]), closing(stream):
+                yield from stream
+
+        return responses()
+
+    return call
+
+
+def acloses_source(
+    endpoint: Callable[..., Coroutine[Any, Any, Any]],
+) -> Callable[..., Coroutine[Any, Any, AsyncGenerator[Any, None]]]:
+    """`closes_source` for an asynchronous endpoint."""
+
+    @wraps(endpoint)
+    async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        sources: list[Any] = []
+        token = _sources.set(sources)
+        try:
+            stream = await endpoint(*args, **kwargs)
+        finally:
+            _sources.reset(token)
+
+        async def responses() -> AsyncGenerator[Any, None]:
+            async with aclosing(sources[0]), aclosing(stream):
+                async for response in stream:
+                    yield response
+
+        return responses()
+
+    return call
+
+
+_dispatcher = get_dispatcher(__name__)
+_OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
+"""What callers pass on to a program that calls functions; a value under a grammar has no use for it."""
+
+
+def _as_grammar(value: Any) -> Grammar | None:
+    if value is None or isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) and set(value) == {part.name for part in fields(Grammar)}:
+        return Grammar(**value)
+    raise ConfigError(f"grammar is {value!r}: give a Grammar, such as Grammar.choice([...])")
+
+
+GrammarField = Annotated[
+    Grammar | None,
+    PlainValidator(_as_grammar),
+    PlainSerializer(lambda value: value and asdict(value)),
+]
+"""A grammar as a setting, which a dictionary of the LLM holds as plain JSON."""
+
+
+class StructuredPrediction(LLM):
+    """The four structured predicts of an LLM whose chats take a `grammar`.
+
+    `pydantic_program_mode="llm"` keeps LlamaIndex's own way: a prompt and a parser, no grammar.
+    """
+
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An instance of `output_cls`. Raises `UnfinishedValueError` if `max_tokens` has no room for it."""
+        if self._by_prompt:
+            output: Model = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return output
+        _say_start(output_cls, prompt, prompt_args)
+        response = self.chat(**self._structured_call(output_cls, prompt, llm_kwargs, prompt_args))
+        return _whole(output_cls, response)
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """`structured_predict`, asynchronously."""
+        if self._by_prompt:
+            output: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return output
+        _say_start(output_cls, prompt, prompt_args)
+        response = await self.achat(**self._structured_call(output_cls, prompt, llm_kwargs, prompt_args))
+        return _whole(output_cls, response)
+
+    def stream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Model | FlexibleModel, None, None]:
+        """The value as it grows; the last one is an instance of `output_cls`."""
+        if self._by_prompt:
+            yield from super().stream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return
+        _say_start(output_cls, prompt, prompt_args)
+        growing = _Growing(output_cls)
+        for response in self.stream_chat(**self._structured_call(output_cls, prompt, llm_kwargs, prompt_args)):
+            yield growing.take(response)
+        yield _whole(output_cls, response)
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Model | FlexibleModel, None]:
+        """`stream_structured_predict`, asynchronously."""
+        if self._by_prompt:
+            return await super().astream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+
+        async def values() -> AsyncGenerator[Model | FlexibleModel, None]:
+            _say_start(output_cls, prompt, prompt_args)
+            growing = _Growing(output_cls)
+            call = self._structured_call(output_cls, prompt, llm_kwargs, prompt_args)
+            async for response in await self.astream_chat(**call):
+                yield growing.take(response)
+            yield _whole(output_cls, response)
+
+        return values()
+
+    @property
+    def _by_prompt(self) -> bool:
+        return self.pydantic_program_mode not in (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
+
+    def _structured_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None,
+        prompt_args: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The arguments of the chat that writes the value."""
+        options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
+        messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
+        grammar, told = value_of(output_cls.model_json_schema(), strict=False)
+        turns = [ChatMessage(message.content, role=message.role) for message in told]
+        return {"whole": CLOSED, **options, "messages": [*messages, *turns], "grammar": grammar}
+
+
+class _Growing:
+    """Reads a value from the beginning of its JSON."""
+
+    def __init__(self, output_cls: type[BaseModel]) -> None:
+        self._output_cls = output_cls
+        self._partial_cls = create_flexible_model(output_cls)
+
+    def take(self, response: ChatResponse) -> Any:
+        """An instance of the class if the value is one already, else of a class whose fields are all optional."""
+        text = response.message.content or ""
+        value = from_json(text, allow_partial="trailing-strings") if text else {}
+        try:
+            found: BaseModel = self._output_cls.model_validate(value)
+        except ValidationError:
+            found = self._partial_cls.model_validate(value)
+        _dispatcher.event(LLMStructuredPredictInProgressEvent(output=found))
+        return found
+
+
+def _say_start(output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> None:
+    start = LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=prompt_args)
+    _dispatcher.event(start)
+
+
+def _whole(output_cls: type[Model], response: ChatResponse) -> Model:
+    output = output_cls.model_validate_json(response.message.content or "")
+    _dispatcher.event(LLMStructuredPredictEndEvent(output=output))
+    return output
+
 
 _SOURCES = ("members", "config", "engine", "base_url")
 PROMPT_ROOM = 620

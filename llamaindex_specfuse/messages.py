@@ -1,26 +1,72 @@
-"""LlamaIndex messages as the engine's messages."""
+"""LlamaIndex messages as the engine's messages.
+
+From the engine's events to LlamaIndex's responses: one fold for every endpoint.
+
+Function calling: LlamaIndex's tools as the engine's, and the calls of an answer as LlamaIndex's.
+
+The instrumentation event of a verified segment.
+
+The events of an answer as its pieces, streamed and at once, in this thread and on an event loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
+    ChatResponse,
     CitableBlock,
     CitationBlock,
+    CompletionResponse,
     DocumentBlock,
+    LogProb,
     MessageRole,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
 )
+from llama_index.core.chat_engine.types import AgentChatResponse
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.program import function_program
+from llama_index.core.tools import FunctionTool
+from llama_index.core.tools.types import BaseTool
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.dispatcher import active_instrument_tags
+from llama_index_instrumentation.span import active_span_id
 from pydantic_core import from_json
 
-from specfuse_shared import Message, ToolCall
-from specfuse_shared.errors import RequestError
-from specfuse_shared.frameworks import CUT_MARK, Role, arguments_said, block_text
+from specfuse_shared import EnsembleResult, Message, TokenLogprob, Tool, ToolCall, TopLogprob
+from specfuse_shared.errors import RequestError, UnfinishedValueError, ValueTooLongError
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent, ThinkingEvent
+from specfuse_shared.frameworks import (
+    CLOSED,
+    CUT_MARK,
+    CallDelta,
+    CallReader,
+    Detail,
+    Role,
+    TextDelta,
+    Whole,
+    arguments_said,
+    block_text,
+    candidate_records,
+    check_whole,
+    choice_of,
+    finish_reason,
+    last_parts,
+    ledger,
+    segment_record,
+    usage_record,
+)
 
 _ROLES: dict[MessageRole, Role] = {
     MessageRole.SYSTEM: "system",
@@ -134,3 +180,301 @@ def arguments_so_far(call: ToolCallBlock) -> dict[str, Any]:
     except ValueError:
         parsed = None
     return parsed if isinstance(parsed, dict) else {}
+
+
+ToolLike = BaseTool | Tool | Mapping[str, Any]
+ToolChoice = str | bool | Mapping[str, Any] | None
+CUT_NOTE = "(cut short and not run: call it again with shorter arguments)"
+"""Stands behind the name of a tool whose call was cut; agents tell the ensemble that they found no such tool."""
+
+
+class NoToolCallError(RequestError, ValueError):
+    """An answer calls no tool where one was expected; LlamaIndex expects a `ValueError` there."""
+
+
+class ToolCalling(FunctionCallingLLM):
+    """What makes an LLM of messages, `tools` and `tool_choice` one of LlamaIndex's function calling models."""
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: ToolChoice = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Arguments of a chat that may call `tools`; `tool_choice` wins over `tool_required`."""
+        is_output = _is_output(tools)
+        asked = [ChatMessage(user_msg, role=MessageRole.USER)] if isinstance(user_msg, str) else [user_msg]
+        return {
+            **({"whole": CLOSED} if is_output else {}),
+            **kwargs,
+            "messages": [*(chat_history or ()), *(message for message in asked if message is not None)],
+            "tools": to_tools(tools),
+            "tool_choice": choice_of(tool_choice, tool_required or is_output),
+            "parallel_tool_calls": allow_parallel_tool_calls,
+        }
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of a response; while it streams, the last one with the arguments that are written so far.
+
+        Raises `NoToolCallError` if there is none. One that was cut names no tool, so that agents, which do not ask for
+        an error, carry nothing out and tell the ensemble why.
+        """
+        calls = begun_in(response.message)
+        if error_on_no_tool_call and not any(map(is_whole, calls)):
+            raise NoToolCallError("the answer calls no tool, or max_tokens cut the call: tool_required=True forces one")
+        return [
+            ToolSelection(
+                tool_id=call.tool_call_id or "",
+                tool_name=call.tool_name if is_whole(call) else f"{call.tool_name} {CUT_NOTE}",
+                tool_kwargs=arguments_so_far(call),
+            )
+            for call in calls
+            if is_whole(call) or not error_on_no_tool_call
+        ]
+
+    def predict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        """Let the ensemble choose a tool, and call it; where text would be an error, a call is forced.
+
+        Raises `UnfinishedValueError` if `max_tokens` has no room for the call.
+        """
+        return super().predict_and_call(tools, *args, **_forced(kwargs))
+
+    async def apredict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        """`predict_and_call`, asynchronously; parallel calls run at the same time."""
+        return await super().apredict_and_call(tools, *args, **_forced(kwargs))
+
+
+def _forced(options: dict[str, Any]) -> dict[str, Any]:
+    forced = options.get("error_on_no_tool_call", True)
+    return {"tool_required": forced, "whole": True if forced else "call", **options}
+
+
+def _is_output(tools: Sequence[BaseTool]) -> bool:
+    """The one tool stands for a class: LlamaIndex's programs need its call, and do not say so where they stream."""
+    made = [tool for tool in tools or () if isinstance(tool, FunctionTool)]
+    return len(tools or ()) == 1 and any(tool.real_fn.__module__ == function_program.__name__ for tool in made)
+
+
+def to_tools(tools: Sequence[ToolLike] | None) -> list[Tool]:
+    """LlamaIndex's tools, the engine's, or OpenAI's dictionaries (`ToolMetadata.to_openai_tool`)."""
+    return [_to_tool(tool) for tool in tools or ()]
+
+
+def _to_tool(tool: ToolLike) -> Tool:
+    if isinstance(tool, Tool):
+        return tool
+    if isinstance(tool, Mapping):
+        return Tool.from_dict(tool)
+    metadata = tool.metadata
+    return Tool(metadata.get_name(), metadata.description or "", metadata.get_parameters_dict())
+
+
+def call_block(call: ToolCall) -> ToolCallBlock:
+    return ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """A call as far as it is written."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def as_openai(self) -> dict[str, Any]:
+        """The call as OpenAI writes it; LlamaIndex's programs look for it in a message's `additional_kwargs`."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class SpecFuseSegmentEvent(BaseEvent):
+    """One verified segment of an answer, sent to LlamaIndex's dispatcher before the segment is streamed.
+
+    `span_id` and `tags` are those of the call that asked, also when the answer is consumed after its span closed or
+    in another thread.
+    """
+
+    text: str
+    """The new text of the answer."""
+    record: dict[str, Any]
+    """What the streamed response holds in `raw["specfuse"]`: round, member, scores, weights, candidates, offsets."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "SpecFuseSegmentEvent"
+
+
+_dispatcher = get_dispatcher(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStep:
+    """One step of an answer: the new text, the text so far, and what stands behind it."""
+
+    delta: str
+    text: str
+    raw: dict[str, Any]
+    calls: tuple[ToolCall, ...] = ()
+    """The tool calls that are complete."""
+    begun: tuple[BegunCall, ...] = ()
+    """All tool calls, the last of which may still be written."""
+    thoughts: tuple[ThinkingBlock, ...] = ()
+    """What each member that thinks has thought so far."""
+    thinking_delta: str = ""
+    """New thoughts, before the answer begins."""
+    counted: Mapping[str, Any] = field(default_factory=dict)
+    """How the answer ended and its tokens, with the last piece."""
+    logprobs: list[list[LogProb]] | None = None
+    """Of the whole answer, with the last piece, where they were asked for."""
+
+    def completion(self) -> CompletionResponse:
+        """Its `additional_kwargs` stay empty: LlamaIndex would copy them into a message."""
+        return CompletionResponse(text=self.text, delta=self.delta, raw=self.raw, logprobs=self.logprobs)
+
+    def chat(self) -> ChatResponse:
+        """The text always has a block: without one, LlamaIndex writes the turn as "assistant: None"."""
+        message = ChatMessage(
+            role=MessageRole.ASSISTANT,
+            blocks=[*self.thoughts, TextBlock(text=self.text), *map(call_block, self.calls)],
+            additional_kwargs={"tool_calls": [call.as_openai() for call in self.begun]} if self.begun else {},
+        )
+        return ChatResponse(
+            message=message,
+            delta=self.delta,
+            raw=self.raw,
+            logprobs=self.logprobs,
+            additional_kwargs={"thinking_delta": self.thinking_delta} if self.thinking_delta else dict(self.counted),
+        )
+
+
+class AnswerFold:
+    """Folds the events of one answer into pieces, and tells everyone who listens about each segment.
+
+    Made in the body of an endpoint: there the call's span is still open, whose id every segment carries. `whole`: what
+    `max_tokens` cut raises `UnfinishedValueError`; `may_close`: not where brackets and quotes were enough to close it.
+    """
+
+    def __init__(
+        self,
+        reader: CallReader | None,
+        detail: Detail,
+        observe: Callable[[Event], None],
+        whole: Whole = "none",
+        model_name: Callable[[], str] = lambda: "",
+        *,
+        may_close: bool = False,
+    ) -> None:
+        self._observe = observe
+        self._detail = detail
+        self._whole = whole
+        self._may_close = may_close
+        self._model_name = model_name
+        self._text = ""
+        self._reader = reader
+        self._begun: list[BegunCall] = []
+        self._thoughts: dict[str, str] = {}
+        self._span = active_span_id.get()
+        self._tags = dict(active_instrument_tags.get())
+
+    def piece(self, event: Event) -> AnswerStep | None:
+        """What an event adds to the answer; None if it adds nothing."""
+        self._observe(event)
+        if isinstance(event, ThinkingEvent):
+            return self._thought(event)
+        if isinstance(event, SegmentEvent):
+            return self._segment(event)
+        if isinstance(event, FinishEvent):
+            return self._last(event.result)
+        return None
+
+    def _thought(self, event: ThinkingEvent) -> AnswerStep:
+        self._thoughts[event.member] = self._thoughts.get(event.member, "") + event.text
+        record = {"specfuse": {"member": event.member, "thinking": event.text}}
+        return replace(self._grown([], record), thinking_delta=event.text)
+
+    def _segment(self, event: SegmentEvent) -> AnswerStep:
+        record = {**segment_record(event), "candidates": candidate_records(event)}
+        _dispatcher.event(SpecFuseSegmentEvent(text=event.text, record=record, span_id=self._span, tags=self._tags))
+        parts = self._reader.feed(event.text) if self._reader else [TextDelta(event.text)]
+        return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
+
+    def _last(self, result: EnsembleResult) -> AnswerStep:
+        check_whole(result, self._whole, self._reader, may_close=self._may_close)
+        parts = last_parts(self._reader, result, may_close=self._may_close)
+        usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
+        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        raw = {"model": self._model_name(), "usage": usage, "finish_reason": reason, **record}
+        last = self._grown(parts, raw)
+        return replace(last, counted={**usage, "finish_reason": reason}, logprobs=_logprobs(result))
+
+    def _grown(self, parts: Sequence[TextDelta | CallDelta], raw: dict[str, Any]) -> AnswerStep:
+        delta = "".join(part.text for part in parts if isinstance(part, TextDelta))
+        self._text += delta
+        for part in parts:
+            if isinstance(part, CallDelta):
+                self._write(part)
+        calls = tuple(self._reader.calls) if self._reader else ()
+        return AnswerStep(delta, self._text, raw, calls, tuple(self._begun), tuple(map(_block, self._thoughts.items())))
+
+    def _write(self, part: CallDelta) -> None:
+        if part.index == len(self._begun):
+            self._begun.append(BegunCall(part.id or "", part.name or ""))
+        call = self._begun[part.index]
+        self._begun[part.index] = replace(call, arguments=call.arguments + part.arguments)
+
+
+def _block(thought: tuple[str, str]) -> ThinkingBlock:
+    member, text = thought
+    return ThinkingBlock(content=text, additional_information={"member": member})
+
+
+def _logprobs(result: EnsembleResult) -> list[list[LogProb]] | None:
+    """One list a token, as LlamaIndex has them: the token that was written, then the most probable in its place."""
+    if result.logprobs is None:
+        return None
+    return [[_logprob(token), *map(_logprob, token.top)] for token in result.logprobs]
+
+
+def _logprob(token: TokenLogprob | TopLogprob) -> LogProb:
+    return LogProb(token=token.token, logprob=token.logprob, bytes=list(token.bytes))
+
+
+logger = logging.getLogger(__name__)
+
+
+def fold(answer: AnswerFold, events: Iterator[Event]) -> Generator[AnswerStep, None, None]:
+    with seen(), closing(cast(Generator[Event], events)):
+        yield from filter(None, map(answer.piece, events))
+
+
+async def afold(answer: AnswerFold, events: AsyncIterator[Event]) -> AsyncGenerator[AnswerStep, None]:
+    with seen():
+        async with aclosing(cast(AsyncGenerator[Event], events)):
+            async for event in events:
+                if piece := answer.piece(event):
+                    yield piece
+
+
+@contextmanager
+def seen() -> Iterator[None]:
+    """LlamaIndex may go on without a value that found no room, and hides what it logs itself."""
+    try:
+        yield
+    except (UnfinishedValueError, ValueTooLongError) as error:
+        logger.warning("a structured answer failed: %s", error)
+        raise
+
+
+def last_of(pieces: Iterator[AnswerStep]) -> AnswerStep:
+    return deque(pieces, maxlen=1).pop()
+
+
+async def alast_of(pieces: AsyncGenerator[AnswerStep, None]) -> AnswerStep:
+    async with aclosing(pieces):
+        return [piece async for piece in pieces][-1]

@@ -16,7 +16,7 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from llamaindex_specfuse.answers import AnswerFold, AnswerStep
+from llamaindex_specfuse.messages import AnswerFold, AnswerStep
 from specfuse_shared import EnsembleResult, FinishReason, SamplingParams
 from specfuse_shared.errors import ClosedValueWarning
 from specfuse_shared.events import FinishEvent, SegmentEvent
