@@ -4,7 +4,7 @@ import os
 import sys
 from contextlib import suppress
 
-from specfuse_shared.cli.complaints import INTERRUPTED, PROGRAM
+from specfuse_shared.cli.setup import INTERRUPTED, PROGRAM
 
 
 def main() -> int:

@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specfuse_shared.cli import machine_tables, side_by_side, terminal
-from specfuse_shared.cli.complaints import in_options
-from specfuse_shared.cli.loading import consoles, loaded
-from specfuse_shared.cli.options import (
+from specfuse_shared.cli import side_by_side, terminal
+from specfuse_shared.cli.setup import (
     MEMBER,
     SAMPLING,
     BackendOption,
+    EnsembleFileOption,
     MaxTokens,
+    MembersOption,
     Preset,
     Quantization,
     Seed,
     System,
     Temperature,
     Verbose,
+    chosen_ensemble,
+    consoles,
+    in_options,
+    loaded,
 )
-from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent
 from specfuse_shared.messages import Message
@@ -163,7 +166,7 @@ class ChatSession:
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
     def _show_members(self, _: str) -> None:
-        machine_tables.show_members(self._engine.describe(), self._notes)
+        terminal.show_members(self._engine.describe(), self._notes)
 
     def _show_rounds(self, _: str) -> None:
         if self._last is None:

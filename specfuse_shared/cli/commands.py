@@ -16,14 +16,14 @@ from typing import Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from specfuse_shared.cli import machine_tables, terminal
+from specfuse_shared.cli import terminal
 from specfuse_shared.cli.chat import chat
 from specfuse_shared.cli.compare import compare
-from specfuse_shared.cli.complaints import INTERRUPTED, PROGRAM, in_options, usage_line
-from specfuse_shared.cli.files import check_writable, write_report
-from specfuse_shared.cli.loading import consoles, loaded
-from specfuse_shared.cli.options import (
+from specfuse_shared.cli.serve import serve
+from specfuse_shared.cli.setup import (
+    INTERRUPTED,
     MEMBER,
+    PROGRAM,
     SAMPLING,
     Answers,
     AsJson,
@@ -31,10 +31,12 @@ from specfuse_shared.cli.options import (
     Context,
     Devices,
     Dtype,
+    EnsembleFileOption,
     Exit,
     Explain,
     Feedback,
     MaxTokens,
+    MembersOption,
     Planned,
     Preset,
     Quantization,
@@ -47,15 +49,16 @@ from specfuse_shared.cli.options import (
     System,
     Temperature,
     Verbose,
-)
-from specfuse_shared.cli.serve import serve
-from specfuse_shared.cli.setup import (
-    EnsembleFileOption,
-    MembersOption,
+    check_writable,
     chosen_ensemble,
     configure_logging,
+    consoles,
     ensemble_of,
+    in_options,
+    loaded,
     skip_retries_offline,
+    usage_line,
+    write_report,
 )
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
@@ -180,7 +183,7 @@ def doctor(
     if as_json:
         print(json.dumps(asdict(checkup)))
     else:
-        machine_tables.show_checkup(checkup, terminal.stdout())
+        terminal.show_checkup(checkup, terminal.stdout())
     for problem in checkup.problems:
         _complain(problem, FAILED)
     return FAILED if checkup.problems else 0
@@ -193,7 +196,7 @@ def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: in
     if as_json:
         print(json.dumps(plan.to_dict()))
     else:
-        machine_tables.show_plan(plan, terminal.stdout())
+        terminal.show_plan(plan, terminal.stdout())
     return 0 if plan.problem is None else _complain(plan.problem, FAILED)
 
 

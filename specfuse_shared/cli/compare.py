@@ -18,9 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.cli import terminal
-from specfuse_shared.cli.files import check_writable, write_report
-from specfuse_shared.cli.options import AsJson, LibrariesVerbose, Preset
-from specfuse_shared.cli.setup import EnsembleFileOption, MembersOption, chosen_ensemble, configure_logging
+from specfuse_shared.cli.setup import (
+    AsJson,
+    EnsembleFileOption,
+    LibrariesVerbose,
+    MembersOption,
+    Preset,
+    check_writable,
+    chosen_ensemble,
+    configure_logging,
+    write_report,
+)
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.validation import check_choice

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specfuse_shared.cli.options import LibrariesVerbose
-from specfuse_shared.cli.setup import MembersOption, configure_logging, ensemble_of
+from specfuse_shared.cli.setup import LibrariesVerbose, MembersOption, configure_logging, ensemble_of
 from specfuse_shared.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:

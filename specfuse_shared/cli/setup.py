@@ -1,26 +1,46 @@
-"""What commands have in common: the ensemble that options describe, and libraries that keep quiet."""
+"""What commands have in common: the ensemble that options describe, and libraries that keep quiet.
+
+What went wrong, in the words of the command line.
+
+Files that commands write: whether they can be is found out before any model is loaded.
+
+An engine for a command, loaded in front of whoever waits, and where a command writes.
+
+Options that commands share, and their defaults: those of the settings that they stand for.
+"""
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
 import socket
+import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import typer
+from rich.console import Console
 
-from specfuse_shared.errors import ConfigError
+from specfuse_shared.cli import terminal
+from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.loading.config_files import read_ensemble
-from specfuse_shared.settings.config import DEMO, EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.loading.sources import check_sources
+from specfuse_shared.settings.config import DEMO, EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
+from specfuse_shared.settings.member_config import BACKENDS, DTYPES, QUANTIZATIONS, MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from specfuse_shared.serving.engine import EnsembleEngine
 
 MembersOption = Annotated[
     list[str] | None,
@@ -126,3 +146,116 @@ def skip_retries_offline() -> None:
     looking.join(_HUB_SECONDS)
     if lost:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+PROGRAM = "specfuse-llm"
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+_OPTIONS = (
+    *("member", "max_tokens", "temperature", "seed", "stop", "preset", "segment_tokens", "score", "feedback", "exit"),
+    *("backend", "dtype", "quantization", "host", "port", "api_key_env"),
+)
+"""Settings that are options of a command, too."""
+
+
+def usage_line(error: Any) -> str:
+    command = error.ctx.command_path if error.ctx else PROGRAM
+    option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if near:
+        best = difflib.get_close_matches(str(option), near, 1, 0) or sorted(near)
+        return f"no option {option}: did you mean {best[0]}?"
+    message = error.format_message()
+    return message if "Did you mean" in message else f"{message.rstrip('.')} (see {command} --help)"
+
+
+def in_options(message: str) -> str:
+    """Configuration speaks of `EnsembleConfig.max_tokens`, the command line of `--max-tokens`."""
+
+    def option(match: re.Match[str]) -> str:
+        name = {"members": "member", "model": "member", "server": "member"}.get(match[1], match[1])
+        return "--" + name.replace("_", "-") if name in _OPTIONS else match[0]
+
+    if "[ensembles." in message:  # a file has no options
+        return message
+    return re.sub(r"\b(?:EnsembleConfig|MemberConfig|SamplingParams|ServerSettings)\.(\w+)", option, message)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises `ConfigError` for a file that could not be written. Changes none."""
+    try:
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        hint = "name a file in a folder that exists and that you may write to"
+        raise ConfigError(f"{option} cannot be written to {path} ({error.strerror}): {hint}") from error
+
+
+def write_report(path: Path, html: str, what: str = "report") -> None:
+    """Raises `SpecFuseError` where it cannot be written after all."""
+    try:
+        path.write_text(html, "utf-8", errors="xmlcharrefreplace")
+    except OSError as error:
+        raise SpecFuseError(f"the {what} was not written to {path}: {error.strerror}") from error
+    print(f"{what}: {terminal.visible(str(path))}", file=sys.stderr)
+
+
+@contextmanager
+def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
+    configure_logging(verbose)
+    check_sources(config)
+    skip_retries_offline()
+    errors = Console(stderr=True)
+    with ExitStack() as stack:
+        with terminal.loading(errors) as on_progress:
+            from specfuse_shared.serving.engine import EnsembleEngine  # seconds of torch, behind the spinner
+
+            engine = stack.enter_context(EnsembleEngine(config))
+            engine.load(on_progress)
+        if verbose:
+            terminal.show_members(engine.describe(), errors)
+        yield engine
+
+
+def consoles() -> tuple[Console, Console]:
+    """The answer goes to stdout; what is said about it joins it on a terminal, else stderr."""
+    out = terminal.stdout()
+    return out, out if out.is_terminal else terminal.stderr()
+
+
+MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
+SAMPLING = SamplingParams()
+
+QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="The most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy decoding.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Makes a sampled answer reproducible.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="A string that ends the answer; can be repeated.")
+]
+Preset = Annotated[str, typer.Option("--preset", metavar="NAME", help=" | ".join(PRESETS))]
+SegmentTokens = Annotated[
+    int | None, typer.Option("--segment-tokens", metavar="L", help="The most tokens that a member drafts in a round.")
+]
+Score = Annotated[str | None, typer.Option("--score", metavar="NAME", help=" | ".join(SCORES))]
+Feedback = Annotated[str | None, typer.Option("--feedback", metavar="NAME", help=" | ".join(FEEDBACKS))]
+Exit = Annotated[str | None, typer.Option("--exit", metavar="NAME", help=" | ".join(EXITS))]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help=" | ".join(DTYPES))]
+Quantization = Annotated[str | None, typer.Option("--quantization", metavar="NAME", help=" | ".join(QUANTIZATIONS))]
+BackendOption = Annotated[str, typer.Option("--backend", metavar="NAME", help=" | ".join(BACKENDS))]
+Planned = Annotated[bool, typer.Option("--plan", help="Show where the members would go, without loading them.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="LIST", help='Plan for other hardware: "80GB", "4x24GB", "24GB,cpu:64GB"; GB is 10⁹ bytes.'
+    ),
+]
+Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Answers at once for which the plan makes room.")]
+Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context per answer, in the plan.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]
+Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML report of the answer.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show members and library messages on stderr.")]
+LibrariesVerbose = Annotated[bool, typer.Option("--verbose", help="Show messages of the libraries on stderr.")]
