@@ -1,43 +1,346 @@
-"""An engine behind `specfuse-llm serve`: the same events, errors and counts as in this process, over HTTP."""
+"""An engine behind `specfuse-llm serve`: the same events, errors and counts as in this process, over HTTP.
+
+Connections to a server: one client for threads, and one for each event loop, which ends with its loop.
+
+What a server tells of an answer, read back as events; needs httpx.
+
+When a request to a server is made again: nobody answered, or the server was busy. Never once an answer has begun.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+import re
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from copy import copy
 from dataclasses import fields
+from email.utils import parsedate_to_datetime
 from typing import Any, Self, Unpack
+from weakref import WeakKeyDictionary, finalize
 
 import httpx
-from tenacity import AsyncRetrying, Retrying
+from httpx import Response, TransportError
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from specfuse_shared import bounded_http
-from specfuse_shared.addresses import is_private, server_address
+from specfuse_shared.addresses import is_private, server_address, trusted
 from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.client import MAX_RETRIES
-from specfuse_shared.client.connections import CONNECT_SECONDS, Connections, checked_headers
-from specfuse_shared.client.events import RemoteStream, events_of, understood
-from specfuse_shared.client.retries import again
-from specfuse_shared.client.wire import error_from_json, request_to_json
-from specfuse_shared.errors import AuthenticationError, ConfigError, EngineClosedError, RequestError, SpecFuseError
-from specfuse_shared.events import Event
+from specfuse_shared.client.wire import error_from_json, event_from_json, request_to_json
+from specfuse_shared.errors import (
+    AuthenticationError,
+    ConfigError,
+    EngineClosedError,
+    GenerationError,
+    RequestError,
+    SpecFuseError,
+)
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.serving.calls import (
-    CallOptions,
-    Conversation,
-    check_options,
-    conversation_of,
-    params_of,
-    tools_of,
-)
+from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, params_of, tools_of
 from specfuse_shared.serving.streams import result_of
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import is_whole_text
+
+CONNECT_SECONDS = 10.0
+_NAME, _VALUE = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"), re.compile(r"[\x20-\x7e]*")
+_OWN = ("authorization", "accept-encoding", "connection", "content-length", "content-type", "transfer-encoding")
+"""Headers that a request has by itself."""
+
+
+def checked_headers(what: str, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Headers of a user's. Raises `ConfigError`, which repeats no value, for what can be none."""
+    if not isinstance(headers or {}, Mapping):
+        raise ConfigError(f'{what} must be names and values, such as {{"X-Team": "blue"}}')
+    for name, value in (headers or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(f"{what} holds {name!r}: names and values of headers are text")
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise ConfigError(f"{what} holds {name!r}, whose name or value is no header: use printable ASCII")
+        if name.lower() == "authorization":
+            raise ConfigError(f"{what} holds {name!r}: give the key as api_key=…, so that it is kept secret")
+        if name.lower() in _OWN:
+            raise ConfigError(f"{what} holds {name!r}, which a request sets by itself: leave it out")
+    return dict(headers or {})
+
+
+Loops = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, AsyncGenerator[None, None]]]
+
+
+class Connections:
+    """What is kept between requests to one server. Any number of threads and event loops may ask at once."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str | bytes]) -> None:
+        self._base_url = base_url
+        self._headers = headers
+        self._lock = threading.Lock()
+        self._client: httpx.Client | None = None
+        self._loops: Loops = WeakKeyDictionary()
+        self._process = os.getpid()
+
+    def client(self) -> httpx.Client:
+        """For the threads of this process."""
+        with self._lock:
+            self._check_process()
+            if self._client is None:
+                self._client = httpx.Client(**self._settings(bounded_http.bound))
+                finalize(self, self._client.close)  # one that is only dropped leaves its sockets open
+            return self._client
+
+    async def of_loop(self) -> httpx.AsyncClient:
+        """For the running event loop, which closes it when it ends: it closes its asynchronous generators."""
+        loop, begun = asyncio.get_running_loop(), None
+        with self._lock:
+            self._check_process()
+            for other in [each for each in self._loops if each.is_closed()]:
+                del self._loops[other]
+            if loop not in self._loops:
+                client = httpx.AsyncClient(**self._settings(bounded_http.abound))
+                begun = _closes(client)
+                self._loops[loop] = (client, begun)
+            client, _ = self._loops[loop]
+        if begun is not None:
+            await anext(begun)
+        return client
+
+    def close(self) -> None:
+        """Let the connections go; the next request makes new ones."""
+        with self._lock:
+            client = self._client
+            self._forget()
+        if client is not None:
+            client.close()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():  # connections do not survive a fork
+            self._forget()
+
+    def _forget(self) -> None:
+        self._client, self._loops, self._process = None, WeakKeyDictionary(), os.getpid()
+
+    def _settings(self, hook: Any) -> dict[str, Any]:
+        return {
+            "base_url": self._base_url,
+            "headers": self._headers,
+            "event_hooks": {"response": [hook]},
+            "verify": trusted(),
+            "timeout": httpx.Timeout(60, connect=CONNECT_SECONDS),
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
+        }
+
+
+async def _closes(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        await client.aclose()
+
+
+_DATA, _DONE = "data: ", "[DONE]"
+END_SECONDS = 1.0
+"""How long the end of a response may take whose answer is there; only one that was read to it leaves its connection."""
+
+
+class _Lines:
+    """Lines of a response. Line feeds alone end one: httpx also splits at U+2028, which texts may hold."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+
+    def take(self, part: bytes) -> list[str]:
+        """The lines that this part completes."""
+        self._begun.append(part)
+        if b"\n" not in part:
+            return []
+        *whole, rest = b"".join(self._begun).split(b"\n")
+        self._begun = [rest]
+        return [line.decode("utf-8", "replace").rstrip("\r") for line in whole]
+
+
+def _lines(response: Response) -> Iterator[str]:
+    lines = _Lines()
+    for part in response.iter_bytes():
+        yield from lines.take(part)
+
+
+async def _alines(response: Response) -> AsyncGenerator[str, None]:
+    lines = _Lines()
+    async for part in response.aiter_bytes():
+        for line in lines.take(part):
+            yield line
+
+
+class RemoteStream(Iterator[Event]):
+    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
+
+    `kept`: what would close the response's connection if it were dropped.
+    """
+
+    def __init__(self, response: Response, kept: object = None) -> None:
+        self._response = response
+        self._kept = kept
+        self._read = _EventReader()
+        self._lines = _lines(response)
+
+    def __next__(self) -> Event:
+        try:
+            for line in self._lines:
+                if (event := self._read.event(line)) is not None:
+                    if isinstance(event, FinishEvent):
+                        self.close()
+                    return event
+        except ResponseRefusedError as error:
+            self.close()
+            raise self._read.refused(error) from error
+        except TransportError as error:
+            raise self._read.lost() from error
+        except SpecFuseError:
+            self.close()
+            raise
+        if not self._read.over:
+            raise self._read.lost()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the answer."""
+        self._read.over, self._lines = True, iter(())
+        self._response.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+async def events_of(response: Response) -> AsyncGenerator[Event, None]:
+    """The same on an event loop."""
+    read, lines = _EventReader(), _alines(response)
+    try:
+        async for line in lines:
+            if (event := read.event(line)) is not None:
+                yield event
+            if read.over:
+                with suppress(TimeoutError, TransportError):
+                    async with asyncio.timeout(END_SECONDS):
+                        async for _ in lines:
+                            pass
+                return
+    except ResponseRefusedError as error:
+        raise read.refused(error) from error
+    except TransportError as error:
+        raise read.lost() from error
+    raise read.lost()
+
+
+@contextmanager
+def understood(server: str) -> Iterator[None]:
+    """Raises `SpecFuseError` where what a server sends has another form than SpecFuse's."""
+    try:
+        yield
+    except SpecFuseError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # pydantic's are ValueErrors
+        raise SpecFuseError(
+            f"{server} does not answer as a server of SpecFuse does ({type(error).__name__})"
+        ) from error
+
+
+class _EventReader:
+    """Reads lines of server-sent events, and knows the text so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.over = False
+
+    def event(self, line: str) -> Event | None:
+        """The event of a line; None for lines that tell of none. Raises the error that a line holds."""
+        if not line.startswith(_DATA) or line == _DATA + _DONE:
+            return None
+        with understood("the server"):
+            return self._event(json.loads(line.removeprefix(_DATA)))
+
+    def _event(self, data: Mapping[str, Any]) -> Event | None:
+        if (error := data.get("error")) is not None:
+            raise error_from_json(error.get("specfuse") or error)
+        told: Mapping[str, Any] = data["choices"][0].get("specfuse", {}) if data["choices"] else {}
+        for found in told.get("events", ()):
+            event = event_from_json(found)
+            self.text += event.text if isinstance(event, SegmentEvent) else ""
+            self.over = isinstance(event, FinishEvent)
+            return event
+        if (error := told.get("error")) is not None:
+            raise error_from_json(error)
+        return None
+
+    def refused(self, error: Exception) -> GenerationError:
+        return GenerationError(f"the server is not believed: {error}", member=None, text=self.text)
+
+    def lost(self) -> EngineClosedError:
+        return EngineClosedError("the server went away while it answered: try again", text=self.text)
+
+
+LONGEST_SECONDS = 60.0
+"""A server that asks for more patience is not asked again."""
+_LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+"""A timeout while it answers is none of them: the answer would take as long again."""
+_BUSY = (408, 429)
+_backoff = wait_exponential(multiplier=0.5, max=8) + wait_random(0, 0.5)
+
+
+def again(most: int, seconds: float | None = None) -> dict[str, Any]:
+    """How tenacity's `Retrying` and `AsyncRetrying` ask again: at most so often, and no later than after `seconds`.
+
+    What they call gives a response, whose last one they give back, or raises as httpx does.
+    """
+    stop = stop_after_attempt(most + 1)
+    return {
+        "stop": stop if seconds is None else stop | stop_before_delay(seconds),
+        "wait": _wait,
+        "retry": _may_be_asked_again,
+        "retry_error_callback": lambda state: state.outcome.result(),
+    }
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Seconds that the server asks to wait, from a number or a date."""
+    given = response.headers.get("retry-after", "").strip()
+    try:
+        seconds = float(given) if not given.endswith("GMT") else parsedate_to_datetime(given).timestamp() - time.time()
+    except ValueError:
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def _may_be_asked_again(state: RetryCallState) -> bool:
+    assert state.outcome is not None
+    if (error := state.outcome.exception()) is not None:
+        return isinstance(error, _LOST)
+    response = state.outcome.result()
+    if response.headers.get("x-should-retry", "").lower() == "false":
+        return False
+    busy = response.status_code in _BUSY or response.status_code >= 500
+    return busy and (retry_after(response) or 0) <= LONGEST_SECONDS
+
+
+def _wait(state: RetryCallState) -> float:
+    assert state.outcome is not None
+    asked = None if state.outcome.failed else retry_after(state.outcome.result())
+    return _backoff(state) if asked is None else asked
+
 
 KEY_ENV = "SPECFUSE_API_KEY"
 GRACE_SECONDS = 30.0

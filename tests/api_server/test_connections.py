@@ -16,7 +16,7 @@ from specfuse_shared import EnsembleEngine
 from specfuse_shared.api_server.replies.formats import line
 from specfuse_shared.api_server.replies.growing import GrowingAnswer
 from specfuse_shared.api_server.settings import ServerSettings
-from specfuse_shared.client.events import _Lines
+from specfuse_shared.client.engine import _Lines
 from tests.support.serving import QUESTION, serving, until
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
