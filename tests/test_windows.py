@@ -21,8 +21,8 @@ from rich.console import Console
 from specfuse_shared import ConfigError, EnsembleConfig, Event, MemberConfig, SpecFuseError
 from specfuse_shared.api_server.run import stop_signals
 from specfuse_shared.cli import commands, terminal
-from specfuse_shared.comparing.config_writing import check_config_file, write_ensemble
 from specfuse_shared.comparing.run.run_file import RunFile
+from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
 from specfuse_shared.frameworks.local_paths import found, hidden
 from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.serving import streams

@@ -2,7 +2,6 @@
 
 from specfuse_shared.comparing.combinations import Combination, Suggestion
 from specfuse_shared.comparing.comparison import Comparison, compare
-from specfuse_shared.comparing.config_writing import check_config_file, write_ensemble
 from specfuse_shared.comparing.equal_compute import EqualCompute
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.judging import Rating, Ratings, rate
@@ -15,7 +14,7 @@ from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits
 from specfuse_shared.comparing.suggesting import suggest
-from specfuse_shared.comparing.tuning import Tuned, tunable, tune
+from specfuse_shared.comparing.tuning import Tuned, check_config_file, tunable, tune, write_ensemble
 from specfuse_shared.comparing.verdict import Point, Verdict
 
 __all__ = [

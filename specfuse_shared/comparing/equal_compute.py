@@ -3,28 +3,56 @@
 The best member is asked several times, and its samples vote. How often is counted, not guessed: compute is
 2 · parameters · tokens that went through a model, as the engine counted them, and seconds were measured. A prompt
 counts once a model, as samples share it.
+
+Which of a member's samples is its answer: by nothing but what the member itself said, without references.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specfuse_shared.comparing.metrics import final_answer, score
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
 from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampler, Timed, Wanted
-from specfuse_shared.comparing.sample_choice import best_by_references, chosen
 from specfuse_shared.comparing.scores import ALL, Column, flop_of, mains_of
 from specfuse_shared.comparing.verdict import FEWEST_ROWS
 from specfuse_shared.settings.config import EnsembleConfig
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison
+
+
+def chosen(question: Question, samples: Sequence[Answer]) -> Answer:
+    """The most frequent final answer (letter, number, few words); of as frequent ones that with the highest mean log p.
+
+    Where answers cannot be counted, the sample of which the member itself is most certain: mean log p a token.
+    """
+    alike: dict[str, list[Answer]] = defaultdict(list)
+    for sample in samples:
+        if (said := final_answer(question, sample.text)) is not None:
+            alike[said].append(sample)
+    voted = max(alike.values(), key=lambda same: (len(same), fmean(map(certainty, same))), default=samples)
+    return max(voted, key=certainty)
+
+
+def best_by_references(question: Question, samples: Sequence[Answer]) -> Answer:
+    """The sample with the most points: a ceiling, as choosing it takes the references."""
+    return max(samples, key=lambda sample: next(iter(score(question, sample.text).values())))
+
+
+def certainty(sample: Answer) -> float:
+    """Mean log p of a token; nothing is less certain than an empty answer."""
+    return -math.inf if sample.logprob is None else sample.logprob
+
 
 Choose = Callable[[Question, Sequence[Answer]], Answer]
 NO_REFERENCES = "no question has references, so nothing tells which answer is better"

@@ -18,9 +18,16 @@ from pathlib import Path
 from specfuse_shared.comparing.comparison import Comparison
 from specfuse_shared.comparing.intervals import Interval, difference, share
 from specfuse_shared.comparing.questions import LETTERS, Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, MakeEngine, OnProgress, Progress, new_engine, size_of
+from specfuse_shared.comparing.run.asking import (
+    ENSEMBLE,
+    MakeEngine,
+    OnProgress,
+    Progress,
+    asked_together,
+    new_engine,
+    size_of,
+)
 from specfuse_shared.comparing.run.run_file import RunFile, key_of
-from specfuse_shared.comparing.run.together import asked_together
 from specfuse_shared.comparing.scores import ALL
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
 from specfuse_shared.errors import EngineClosedError, SpecFuseError

@@ -14,8 +14,8 @@ import pytest
 
 from specfuse_shared import ConfigError, EngineClosedError, EnsembleConfig, SpecFuseError
 from specfuse_shared.comparing import ENSEMBLE, Progress, compare
+from specfuse_shared.comparing.run.asking import asked_together
 from specfuse_shared.comparing.run.run_file import MARK
-from specfuse_shared.comparing.run.together import asked_together
 from specfuse_shared.members.stages import Close, Draft, DraftAlone, Fault, StageRequest
 from tests.comparing.fakes import Fakes, Script, pair_of
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from specfuse_shared.comparing import Answer, Question
+from specfuse_shared.comparing.equal_compute import best_by_references, chosen
 from specfuse_shared.comparing.metrics import final_answer
-from specfuse_shared.comparing.sample_choice import best_by_references, chosen
 from tests.comparing.made import answer
 
 NUMBER = Question("How many?", references=["12"])

@@ -9,9 +9,8 @@ import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig
 from specfuse_shared.comparing import ENSEMBLE, Question, Tuned, tune, write_ensemble
-from specfuse_shared.comparing.config_writing import check_config_file
 from specfuse_shared.comparing.intervals import Interval
-from specfuse_shared.comparing.tuning import halves
+from specfuse_shared.comparing.tuning import check_config_file, halves
 from specfuse_shared.loading.config_files import read_ensemble
 from tests.comparing.fakes import Fakes, Script
 
