@@ -23,7 +23,7 @@ from specfuse_shared.api_server.run import stop_signals
 from specfuse_shared.cli import commands, terminal
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
-from specfuse_shared.frameworks.local_paths import found, hidden
+from specfuse_shared.frameworks.settings import found, hidden
 from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.serving import streams
 from specfuse_shared.serving.streams import EventStream

@@ -3,12 +3,11 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
-from specfuse_shared.frameworks.ensembles import Ensembles, Members, config_of, members_of_model
-from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS
-from specfuse_shared.frameworks.openai_forms import RESPONSE_FORMATS, response_schema, value_of
 from specfuse_shared.frameworks.records import (
     CLOSED,
+    RESPONSE_FORMATS,
     Detail,
+    Thoughts,
     Whole,
     candidate_records,
     check_whole,
@@ -18,11 +17,21 @@ from specfuse_shared.frameworks.records import (
     logprobs_content,
     openai_logprobs,
     reasoning_tokens,
+    response_schema,
     segment_record,
     usage_record,
+    value_of,
 )
-from specfuse_shared.frameworks.settings import Engine, EnsembleSettings, OnSegment
-from specfuse_shared.frameworks.thoughts import Thoughts
+from specfuse_shared.frameworks.settings import (
+    TRANSPORT_OPTIONS,
+    Engine,
+    Ensembles,
+    EnsembleSettings,
+    Members,
+    OnSegment,
+    config_of,
+    members_of_model,
+)
 from specfuse_shared.loading.config_files import plain_config
 from specfuse_shared.messages import CUT_MARK, SILENT_BLOCKS, TEXT_BLOCKS, Role, arguments_said, block_text
 from specfuse_shared.serving.calls import choice_of

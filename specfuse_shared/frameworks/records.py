@@ -1,4 +1,9 @@
-"""Records of an answer as plain JSON, for the places where frameworks keep such things."""
+"""Records of an answer as plain JSON, for the places where frameworks keep such things.
+
+What OpenAI's API calls a tool choice and a response format, in the engine's words.
+
+What several members think, as the one text that clients have a place for.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from specfuse_shared.errors import ClosedValueWarning, UnfinishedValueError
-from specfuse_shared.events import SegmentEvent
+from specfuse_shared.errors import ClosedValueWarning, ConfigError, UnfinishedValueError
+from specfuse_shared.events import SegmentEvent, ThinkingEvent
 from specfuse_shared.loading.config_files import plain
+from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.grammars.schemas import schema_request
 from specfuse_shared.text.tool_calls import CALL_CLOSE, CallDelta, CallReader, TextDelta
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLogprob, TopLogprob, Usage
 
@@ -185,3 +193,55 @@ def _probable(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
 
 def _winner(record: RoundRecord) -> Candidate:
     return next(c for c in record.candidates if record.winner in c.drafters)
+
+
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
+
+
+def response_schema(response_format: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """The JSON schema of a response format, None for plain text, and whether it must be enforced to the letter.
+
+    Raises `ConfigError` for a type that is none of `RESPONSE_FORMATS`.
+    """
+    kind = response_format.get("type")
+    if kind == "text":
+        return None, False
+    if kind == "json_object":
+        return {"type": "object"}, False
+    if kind != "json_schema":
+        raise ConfigError(f"response_format is of type {kind!r}: use one of {', '.join(map(repr, RESPONSE_FORMATS))}")
+    spec = response_format.get("json_schema")
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("schema", spec), Mapping):
+        raise ConfigError('response_format of type "json_schema" needs {"json_schema": {"schema": {…}}}')
+    return dict(spec.get("schema", spec)), bool(spec.get("strict"))
+
+
+def value_of(
+    schema: Mapping[str, Any] | None, strict: bool, shown: bool = True
+) -> tuple[Grammar | None, list[Message]]:
+    """The grammar of a response format's values, and what the members are told about them if it is `shown`."""
+    if schema is None:
+        return None, []
+    told = schema_request(schema) if shown else None
+    return Grammar.json_schema(schema, strict=strict), [told] if told else []
+
+
+class Thoughts:
+    """Members think at the same time; as one text, the first one's comes as it grows, the others' behind it."""
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+        self._others: dict[str, str] = {}
+
+    def feed(self, event: ThinkingEvent) -> str:
+        """What can be told at once."""
+        self._first = self._first or event.member
+        if event.member == self._first:
+            return event.text
+        self._others[event.member] = self._others.get(event.member, "") + event.text
+        return ""
+
+    def rest(self) -> str:
+        """What was kept back, when the answer begins."""
+        kept, self._others = self._others, {}
+        return "".join(f"\n\n{thoughts}" for thoughts in kept.values())

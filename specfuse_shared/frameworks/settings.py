@@ -1,17 +1,31 @@
-"""The settings of a model over an ensemble, and the engine behind it."""
+"""The settings of a model over an ensemble, and the engine behind it.
+
+The ensemble of a model as its fields hold it: members or a configuration, checked, and as plain JSON.
+
+Options that other models take: which of them mean nothing here, and what to use instead of the others.
+
+Local folders and files in what leaves the process: dictionaries, dumps and traces tell a name, never a path.
+
+What reads them in the same process finds the path again; elsewhere the members have to be given anew.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from functools import cache
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     PrivateAttr,
     SecretStr,
@@ -22,15 +36,176 @@ from pydantic import (
 from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
-from specfuse_shared.frameworks.ensembles import SOURCES, Config, Members, config_of, named_config
-from specfuse_shared.frameworks.foreign import TRANSPORT_OPTIONS, known_here
 from specfuse_shared.frameworks.records import Detail
+from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble
 from specfuse_shared.loading.context_limits import stated_context
+from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.loading.sources import check_sources
-from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.config import DEMO, EnsembleConfig
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import unknown_setting
+
+TRANSPORT_OPTIONS = frozenset(
+    {
+        *("extra_body", "extra_headers", "extra_query", "metadata", "prompt_cache_key", "safety_identifier"),
+        *("service_tier", "store", "stream_options", "user"),
+    }
+)
+"""What components pass for a provider's HTTP client: accepted with a call, and without effect but for `extra_headers`,
+which go to a server."""
+_INSTEAD = {
+    "api_base": "use base_url=…, the address of specfuse-llm serve",
+    "best_of": 'ask several times, with different "seed"s',
+    "frequency_penalty": "use repetition_penalty=…, which multiplies where that one subtracts",
+    "format": "use with_structured_output or structured_predict, response_format=… or grammar=…",
+    "json_mode": 'use with_structured_output or structured_predict, or response_format={"type": "json_object"}',
+    "keep_alive": "members stay loaded until close(), or until close_idle_engines()",
+    "max_completion_tokens": "use max_tokens=…",
+    "max_new_tokens": "use max_tokens=…",
+    "n": "an ensemble gives one answer; ask several times, each with a seed",
+    "num_ctx": "use MemberConfig(max_context=…); without it a member has all of its model's context",
+    "num_gpu": "use MemberConfig(device=…), and specfuse-llm doctor --plan",
+    "num_predict": "use max_tokens=…",
+    "num_thread": "use the environment variable OMP_NUM_THREADS",
+    "presence_penalty": "use repetition_penalty=…, which multiplies where that one subtracts",
+    "reasoning": "use MemberConfig(thinking=True)",
+    "reasoning_effort": "use MemberConfig(thinking=True) and max_thinking_tokens=…",
+    "repeat_penalty": "use repetition_penalty=…",
+    "request_timeout": "use timeout=…",
+    "think": "use MemberConfig(thinking=True)",
+    "thinking": "use MemberConfig(thinking=True)",
+    "validate_model_on_init": "use load(), which loads the members or asks the server",
+}
+"""What Ollama's and OpenAI's models call something that has another name here, or another place."""
+_SAYS_NOTHING = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
+    **dict.fromkeys(("json_mode", "reasoning", "think", "thinking", "validate_model_on_init"), False),
+    **dict.fromkeys(("n", "repeat_penalty"), 1),
+}
+"""Values that ask for what happens anyway."""
+
+
+def known_here(options: Mapping[str, Any], own: Container[str] = ()) -> dict[str, Any]:
+    """The options without those that say nothing. Raises `ConfigError` for those of other models."""
+    foreign = {name for name in _INSTEAD if name in options and name not in own}
+    for name in sorted(foreign):
+        if options[name] not in (None, _SAYS_NOTHING.get(name)):
+            raise ConfigError(f"{name} is an option of other models: {_INSTEAD[name]}")
+    return {name: value for name, value in options.items() if name not in foreign}
+
+
+_SETTINGS = ("model", "tokenizer", "adapter")
+"""Settings of a member that may be paths."""
+_MARK = "local:"
+_PATHS: dict[str, str] = {}
+
+
+def without_paths(told: Any) -> Any:
+    """A member, an ensemble or several of them as plain JSON, with names in place of paths."""
+    if isinstance(told, Mapping):
+        return {k: hidden(v) if k in _SETTINGS and isinstance(v, str) else without_paths(v) for k, v in told.items()}
+    if isinstance(told, list):
+        return [hidden(each) if isinstance(each, str) else without_paths(each) for each in told]
+    return told
+
+
+def hidden(value: str) -> str:
+    """The name that stands for a path; a hub id stays as it is. Different paths have different names."""
+    if value.startswith(_MARK) or not _is_local(value):
+        return value
+    digest = hashlib.sha256(os.path.abspath(os.path.expanduser(value)).encode()).hexdigest()[:12]
+    name = f"{_MARK}{_path(value).name}#{digest}"
+    _PATHS[name] = value
+    return name
+
+
+def found(value: str) -> str:
+    """What `hidden` was given. Raises `ConfigError` for a path of another process."""
+    if not value.startswith(_MARK):
+        return value
+    if value not in _PATHS:
+        raise ConfigError(f"{value!r} is a folder or file that another process knew: give its path in members=[…]")
+    return _PATHS[value]
+
+
+def _is_local(value: str) -> bool:
+    """Also a path of Windows, wherever it is read, and of a folder that is not there now: no hub id looks like one."""
+    if value.startswith(("/", "~", "./", "../")) or "\\" in value or PureWindowsPath(value).drive:
+        return True
+    return os.path.exists(value)
+
+
+def _path(value: str) -> PurePath:
+    return PureWindowsPath(value) if "\\" in value or PureWindowsPath(value).drive else Path(value)
+
+
+Members = Annotated[
+    Literal["demo"] | Sequence[str | MemberConfig] | None,
+    PlainValidator(lambda value: _as_members(value)),
+    PlainSerializer(lambda value: without_paths(plain(value))),
+]
+Config = Annotated[
+    EnsembleConfig | str | Path | None,
+    PlainValidator(lambda value: named_config(value)),
+    PlainSerializer(lambda value: value and without_paths(plain_config(value))),
+]
+Ensembles = Annotated[Mapping[str, Any], PlainSerializer(lambda value: without_paths(plain(value)))]
+"""Ensembles by name, each as `members` or `config` take them."""
+SOURCES = (
+    'members="demo", a list of hub ids, folders or MemberConfigs; config=EnsembleConfig(...) or a TOML file; '
+    "engine=; "
+    'or base_url="http://…" of a server'
+)
+
+
+def members_of_model(values: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The settings of a model that was given as `model=…`, one or a list, as models of one provider take it."""
+    members = list(model) if isinstance(model, list | tuple) else [model]
+    return {**{k: v for k, v in values.items() if k not in ("model", "model_name")}, "members": members}
+
+
+def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
+    """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
+    if isinstance(ensemble, Mapping):
+        ensemble = named_config(ensemble)
+    if isinstance(ensemble, EnsembleConfig):
+        return ensemble
+    members = _as_members(ensemble)
+    return _demo_config() if members == DEMO else EnsembleConfig(members or ())
+
+
+@cache
+def _demo_config() -> EnsembleConfig:
+    return EnsembleConfig(demo_members())
+
+
+def _as_members(value: Any) -> Members:
+    if value is None or value == DEMO:
+        return DEMO if value else None
+    if isinstance(value, (str, MemberConfig, Mapping)) or not isinstance(value, Sequence):
+        hint = f"[{value!r}] is an ensemble of one" if isinstance(value, str) else f"give {SOURCES}"
+        raise ConfigError(f"members is {value!r}: it is a list of models, {hint}")
+    return EnsembleConfig([_as_member(member) for member in value]).member_configs
+
+
+def _as_member(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return found(value) if isinstance(value, str) else value
+    return MemberConfig.from_dict({k: found(v) if isinstance(v, str) else v for k, v in value.items()})
+
+
+def named_config(value: Any) -> EnsembleConfig | None:
+    """The configuration that `config` stands for: itself, one as plain JSON, or a TOML file of one."""
+    if isinstance(value, Mapping):
+        return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
+    if isinstance(value, (str, Path)):
+        return read_ensemble(value)
+    if value is None or isinstance(value, EnsembleConfig):
+        return value
+    raise ConfigError(f"config must be an EnsembleConfig or a TOML file, not {type(value).__name__}")
+
 
 OnSegment = Callable[[SegmentEvent], None]
 
