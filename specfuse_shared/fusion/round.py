@@ -1,21 +1,290 @@
-"""One round: the active members draft and verify, the best candidate is the segment, and they learn from the scores."""
+"""One round: the active members draft and verify, the best candidate is the segment, and they learn from the scores.
+
+What the members of a round say: all at once, or one first, whose draft the others take as a guess.
+
+A guess changes no draft: a member says what it would have said, and where that is what the leader said, one forward
+finds it.
+
+How probable given texts are to each member as the beginning of its answer; nothing is written.
+
+What a member thinks of an answer's tokens, with their texts.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from specfuse_shared.fusion.answer_text import TrimmedSegment
-from specfuse_shared.fusion.drafting import DistinctCandidate, Drafting, Results, RoundState
-from specfuse_shared.fusion.lateness import Wanted
-from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.fusion.value_loops import ValueLoop, loop_of
-from specfuse_shared.members.stages import CandidateVerdict, Drafted, ScoringQuery, Value, Verdicts, Verify
+from specfuse_shared.errors import GenerationError
+from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
+from specfuse_shared.fusion.participants import Lead, Participants, Traffic, Wanted
+from specfuse_shared.fusion.repetition import ValueLoop, is_stuck, loop_of, repeats
+from specfuse_shared.members.base import Member
+from specfuse_shared.members.stages import (
+    CandidateVerdict,
+    Close,
+    Draft,
+    DraftAlone,
+    Drafted,
+    Fault,
+    Op,
+    Open,
+    ScoringQuery,
+    StageResult,
+    Value,
+    Verdicts,
+    Verify,
+)
+from specfuse_shared.messages import Message
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
-from specfuse_shared.types import FinishReason, MemberAbsence, RoundRecord, RoundTiming
+from specfuse_shared.text.tool_calls import ToolUse
+from specfuse_shared.types import (
+    Candidate,
+    FinishReason,
+    MemberAbsence,
+    RoundRecord,
+    RoundTiming,
+    TokenLogprob,
+    TopLogprob,
+)
+
+Ops = Mapping[str, Op]
+"""Stages to run, by member."""
+Results = Mapping[str, StageResult]
+"""What came of them, by member."""
+Ask = Callable[[Ops], Generator[Wanted, Results, dict[str, Value]]]
+"""Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then, and
+those that were late are absent."""
+
+
+@dataclass(slots=True)
+class DistinctCandidate:
+    """A distinct candidate: the text that would be added, whether the turn ends behind it, and who drafted it.
+
+    Stop strings are unknown to it: they cut the answer that would have been given.
+    """
+
+    text: str
+    ends: bool
+    drafters: list[str]
+    tokens: int
+    overrun: str = ""
+    """What its first drafter began to say behind it."""
+    over: FinishReason | None = None
+    """Why the answer is over with this text under its grammar."""
+    scores: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
+    repeats: bool = False
+    """It says again what was said, and the guard took its score."""
+
+    @property
+    def finishes(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why the answer ends with this candidate, if it does."""
+        return self.over or (FinishReason.STOP if self.ends else None)
+
+    def record(self) -> Candidate:
+        drafters, scores = tuple(self.drafters), dict(self.scores)
+        return Candidate(self.text, drafters, self.finishes, self.tokens, scores, self.score, self.repeats)
+
+
+class AnswerPolicies:
+    """What stays the same in all rounds of an answer: its settings and policies, and how many rounds were verified."""
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        params: SamplingParams,
+        tools: ToolUse,
+        constraint: AnswerConstraint | None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.config = config
+        self.params = params
+        self.tools = tools
+        self.constraint = constraint
+        self.score = config.score_policy()
+        self.aggregate = config.aggregate_policy()
+        self.feedback = config.feedback_policy()
+        self.feedback_limit = config.feedback_limit if isinstance(config.feedback, str) else None
+        self.exit = config.exit_policy()
+        self.verified_rounds = 0
+        self.lead = Lead(traffic)
+        self.opened = False
+        """Whether the first segment is over: behind what was clear before its end, it goes on."""
+
+    def segment_limit(self, tokens: int) -> int:
+        """The most tokens of the next drafts, behind an answer of so many."""
+        first = 0 if self.opened else (self.config.first_segment_tokens or 0) - tokens
+        return max(first, self.config.segment_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundState:
+    """What takes part in round `index` of an answer; members are asked for stages by `ask`."""
+
+    policies: AnswerPolicies
+    participants: Participants
+    answer: AnswerText
+    index: int
+    ask: Ask
+
+    @property
+    def present(self) -> list[str]:
+        return self.participants.present
+
+    @property
+    def alone(self) -> bool:
+        """Whether one member is left, which decodes plainly; a grammar binds it as it binds several."""
+        return len(self.participants.active) == 1 and self.policies.constraint is None
+
+
+class Drafting:
+    """The drafts of a round. `leader`: who drafted first. `agreed`: all that drafted, and are present, said the same.
+
+    Drafts that are asked for again, with a higher limit, begin as before. Members know what they drafted; only a server
+    that samples drafts it anew.
+    """
+
+    def __init__(self, state: RoundState) -> None:
+        self._state = state
+        self._config = state.policies.config
+        self._constraint = state.policies.constraint
+        self.alone = state.alone
+        self.leader: str | None = None
+        self.judged: Drafted | None = None
+        """The draft of a member that is alone, where it says what it thinks of it."""
+        self._limit = 0
+        self._choices: list[DistinctCandidate] = []
+        self._who_drafted = list[str]()
+        self._drafted = dict[str, int]()
+
+    def run(self, limit: int) -> Generator[Wanted, Results, list[DistinctCandidate]]:
+        """Every present member's candidate of at most `limit` tokens; equal ones count once.
+
+        What the grammar dictates is every member's draft, and no model has to run for it.
+        """
+        self._limit = limit
+        if self._constraint is not None and (forced := self._constraint.forced()):
+            over = self._constraint.admit(forced, False).reason
+            self._who_drafted = list(self._state.present)
+            self._choices = [DistinctCandidate(forced, False, list(self._who_drafted), 0, over=over)]
+            return self._choices
+        self.leader = leader = self._chosen_leader()
+        drafts = (yield from self._led(leader)) if leader else (yield from self._state.ask(self._draft_ops()))
+        drafts = {name: drafts[name] for name in self._state.present if name in drafts}
+        self._who_drafted, self._choices = list(drafts), self._distinct(drafts)
+        return self._choices
+
+    @property
+    def agreed(self) -> bool:
+        return len(self._choices) == 1 and len(self._choices[0].drafters) == len(self._who_drafted)
+
+    def without(self, names: Collection[str]) -> list[DistinctCandidate]:
+        """The candidates, as if these members had not drafted."""
+        self._who_drafted = [name for name in self._who_drafted if name not in names]
+        for choice in self._choices:
+            choice.drafters = [name for name in choice.drafters if name not in names]
+        left = [choice for choice in self._choices if choice.drafters]
+        self._choices = sorted(left, key=lambda choice: self._who_drafted.index(choice.drafters[0]))
+        return self._choices
+
+    def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
+        choices: list[DistinctCandidate] = []
+        for name, draft in drafts.items():
+            assert isinstance(draft, Drafted)
+            self._count(name, draft)
+            self.judged = draft if draft.judged else None
+            choice = self._choice(name, draft)
+            same = next((c for c in choices if (c.text, c.ends) == (choice.text, choice.ends)), None)
+            if same is not None:
+                same.drafters.append(name)
+            elif choice.text or choice.finishes or self.alone:
+                choices.append(choice)
+        return choices
+
+    def _draft_ops(self) -> dict[str, Op]:
+        if not self.alone:
+            return {name: self._op() for name in self._drafters}
+        limit, side = self._limit, self._state.participants[self._state.present[0]]
+        if side is self._state.participants.reference:
+            limit = min(limit, self._state.policies.params.max_tokens - side.counts.answer)
+        side.alone = side.counts.answer
+        params = self._state.policies.params
+        top = params.top_logprobs if params.logprobs and side is self._state.participants.reference else None
+        return {side.member.name: DraftAlone(limit, self._state.index, self.min_tokens_left, top)}
+
+    @property
+    def _drafters(self) -> list[str]:
+        """Who drafts: under a grammar those that shall, or everybody where nobody shall."""
+        if self._constraint is None:
+            return self._state.present
+        willing = [n for n in self._state.present if self._state.participants[n].member.info.drafts_under_grammar]
+        return willing or self._state.present
+
+    def _op(self, guess: str = "") -> Draft:
+        return Draft(self._limit, self._state.index, self.min_tokens_left, guess)
+
+    # ── one first ────────────────────────────────────────────────────────────────────────────────
+
+    def _chosen_leader(self) -> str | None:
+        if self._config.speculation == "off" or self.alone:
+            return None
+        return self._state.policies.lead.leader(self._state.participants, self._drafters, self._limit)
+
+    def _led(self, leader: str) -> Generator[Wanted, Results, dict[str, Value]]:
+        """The leader's draft, then the others', to whom it is a guess."""
+        drafts = yield from self._state.ask({leader: self._op()})
+        first = drafts.get(leader)
+        guess = first.text + first.overrun if isinstance(first, Drafted) else ""
+        others = [name for name in self._drafters if name in self._state.present and name != leader]
+        drafts.update((yield from self._state.ask({name: self._op(guess) for name in others})) if others else {})
+        return drafts
+
+    @property
+    def min_tokens_left(self) -> int:
+        """So many tokens have to come before a member may end its turn."""
+        params = self._state.policies.params
+        return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._state.answer.tokens)
+
+    def _count(self, name: str, draft: Drafted) -> None:
+        side = self._state.participants[name]
+        side.drafted += max(0, draft.tokens - self._drafted.get(name, 0))
+        self._drafted[name] = draft.tokens
+        if self.alone:
+            side.alone = (side.alone or 0) + draft.tokens
+
+    def _choice(self, name: str, draft: Drafted) -> DistinctCandidate:
+        """A draft as far as the grammar admits it."""
+        if self._constraint is None:
+            ends = draft.ends and self._may_end(draft.text)
+            return DistinctCandidate(draft.text, ends, [name], draft.tokens, draft.overrun)
+        admitted = self._constraint.admit(draft.text, draft.ends)
+        overrun = draft.overrun if admitted.text == draft.text else ""
+        return DistinctCandidate(admitted.text, admitted.ends, [name], draft.tokens, overrun, admitted.reason)
+
+    def _may_end(self, text: str) -> bool:
+        """Whether the answer is long enough to end with `text`."""
+        return (
+            not self.min_tokens_left
+            or self.alone
+            or self._state.answer.tokens_with(text) >= self._state.policies.params.min_tokens
+        )
+
 
 T = TypeVar("T")
 
@@ -287,3 +556,152 @@ class Round:
 def _each(verdicts: Value) -> tuple[CandidateVerdict, ...]:
     assert isinstance(verdicts, Verdicts)
     return verdicts.each
+
+
+class ScoringSession:
+    """One prompt, put to members with texts that they shall judge; `scores` holds what each found.
+
+    A session like `AnswerSession`, whose answer is empty. A member that fails has no scores; where all do, it raises
+    `GenerationError`. Raises `RequestError` on construction if the request cannot be served.
+    """
+
+    text = ""
+    max_thinking_tokens = 0
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        members: Sequence[Member],
+        messages: Sequence[Message],
+        texts: Sequence[str],
+        tools: ToolUse,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.participants = Participants(config, members, messages, tools.offered, check)
+        self._prompts = {name: self.participants.scoring_prompt(name, texts) for name in self.participants.sides}
+        self._questions = tuple(ScoringQuery(text, False) for text in texts)
+        thoughts = {name: len(prompt) - len(self.participants[name].prompt) for name, prompt in self._prompts.items()}
+        self.max_tokens = max(thoughts[m.name] + len(m.codec.encode(text)) for m in members for text in texts)
+        self.scores: dict[str, tuple[float, ...]] = {}
+        self.events: deque[Event] = deque()
+        self.finished = False
+
+    def run(self) -> Generator[Wanted, Results, None]:
+        """Yields stages by member, is sent their results."""
+        began, sides = time.monotonic(), self.participants.sides
+        params = SamplingParams(max_tokens=max(1, self.max_tokens))
+        opened = yield Wanted({name: Open(prompt, params, 0) for name, prompt in self._prompts.items()})
+        faults = {name: result.error for name, result in opened.items() if result.error is not None}
+        ready = [name for name in sides if name not in faults]
+        judged = (yield Wanted({name: Verify(self._questions) for name in ready})) if ready else {}
+        for name in ready:
+            if (fault := judged[name].error) is not None:
+                faults[name] = fault
+            elif isinstance(verdicts := judged[name].value, Verdicts):
+                self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in verdicts.each)
+        yield Wanted({name: Close(remember=name in self.scores) for name in sides})
+        self._finish(faults, time.monotonic() - began)
+
+    def _finish(self, faults: Mapping[str, Fault], seconds: float) -> None:
+        if not self.scores:
+            name, fault = next(iter(faults.items()))
+            what = f"member {name!r} could not judge the texts"
+            raise GenerationError(f"{what}: {fault.message}", member=name, text="", public=f"{what} ({fault.kind})")
+        self.finished = True
+        usage = self.participants.usage("")
+        members = tuple(self.participants.sides)
+        result = EnsembleResult("", FinishReason.STOP, None, usage, (), members, None, 0.0, None, seconds)
+        self.events.append(FinishEvent(result))
+
+
+def token_logprobs(codec: Codec, text: str, verdict: CandidateVerdict) -> tuple[TokenLogprob, ...]:
+    """The member's `verdict` on a whole text, token by token."""
+    pieces = codec.pieces(text)
+    tops = verdict.tops or [()] * len(pieces)
+    alternatives = codec.alternatives(text, [[token for token, _ in top] for top in tops])
+    return _told(pieces, verdict, alternatives)
+
+
+class SegmentLogprobs:
+    """Log-probabilities that come with the text that they are of: those of each segment behind the ones before it.
+
+    `codec`: that of the member that judges. `told` counts the bytes of the tokens given out. A token that reaches from
+    one text into the next comes with the next. Where a token of a segment takes the place of one that was told already,
+    only what it adds is told. `is_over`: a segment was not judged, so that no later one can be placed.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.told = 0
+        self.is_over = False
+        self._codec = codec
+        self._encoding = Encoding()
+        self._waiting = deque[TokenLogprob]()
+        self._shown = 0
+        self._drafts: list[Drafted] = []
+        self._drafted: tuple[int, ...] = ()
+
+    def judged(self, text: str, verdict: CandidateVerdict) -> None:
+        """The verdict on a segment that goes on behind those before it."""
+        before, after = self._encoding, self._codec.extend(self._encoding, text)
+        pairs = enumerate(zip(before.ids, after.ids, strict=False))
+        base = next((n for n, (one, other) in pairs if one != other), min(len(before.ids), len(after.ids)))
+        pieces = self._codec.pieces_behind(after.ids[:base], after.ids[base:], text)
+        self._add(pieces, verdict)
+        self._encoding = after
+
+    def drafted(self, draft: Drafted) -> None:
+        """A draft of the member itself, which was committed as it was drafted; its text may come with a later one."""
+        self._drafts.append(draft)
+        ids = tuple(token for each in self._drafts for token in each.ids)
+        text, before = "".join(each.text for each in self._drafts), (*self._encoding.ids, *self._drafted)
+        if self._codec.text_after(before, ids) != text:
+            return
+        pieces = deque(self._codec.pieces_behind(before, ids, text))
+        for each in self._drafts:
+            assert each.judged is not None
+            self._add([pieces.popleft() for _ in each.ids], each.judged)
+        self._drafts, self._drafted = [], self._drafted + ids
+
+    def take(self, text: str) -> tuple[TokenLogprob, ...]:
+        """Those of the tokens that end in `text`, which is shown now."""
+        self._shown += len(text.encode())
+        found = []
+        while self._waiting and self.told + len(self._waiting[0].bytes) <= self._shown:
+            found.append(self._waiting.popleft())
+            self.told += len(found[-1].bytes)
+        return tuple(found)
+
+    def _add(self, pieces: Sequence[bytes], verdict: CandidateVerdict) -> None:
+        alternatives = self._codec.spelled([[token for token, _ in top] for top in verdict.tops or [()] * len(pieces)])
+        self._waiting.extend(_told(pieces, verdict, alternatives))
+
+
+def logprobs_behind(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
+    """The tokens of a whole answer that end behind its first `count` bytes."""
+    found, end = [], 0
+    for token in logprobs:
+        end += len(token.bytes)
+        if end > count:
+            found.append(token)
+    return tuple(found)
+
+
+def _told(
+    pieces: Sequence[bytes], verdict: CandidateVerdict, alternatives: Sequence[Sequence[bytes]]
+) -> tuple[TokenLogprob, ...]:
+    tops = verdict.tops or [()] * len(pieces)
+    return tuple(
+        TokenLogprob(
+            _shown(piece),
+            logprob,
+            tuple(piece),
+            tuple(
+                TopLogprob(_shown(other), chance, tuple(other)) for other, (_, chance) in zip(others, top, strict=True)
+            ),
+        )
+        for piece, logprob, top, others in zip(pieces, verdict.logprobs, tops, alternatives, strict=True)
+    )
+
+
+def _shown(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")

@@ -16,13 +16,19 @@ from dataclasses import replace
 from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
-from specfuse_shared.fusion.drafting import AnswerPolicies, Ops, Results, RoundState
-from specfuse_shared.fusion.lateness import Deadline, Late, Wanted
-from specfuse_shared.fusion.leading import Traffic
-from specfuse_shared.fusion.participants import Participants
-from specfuse_shared.fusion.round import Round, RoundEnd
-from specfuse_shared.fusion.token_logprobs import SegmentLogprobs, logprobs_behind, token_logprobs
-from specfuse_shared.fusion.value_loops import loop_of
+from specfuse_shared.fusion.participants import Deadline, Late, Participants, Traffic, Wanted
+from specfuse_shared.fusion.repetition import loop_of
+from specfuse_shared.fusion.round import (
+    AnswerPolicies,
+    Ops,
+    Results,
+    Round,
+    RoundEnd,
+    RoundState,
+    SegmentLogprobs,
+    logprobs_behind,
+    token_logprobs,
+)
 from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specfuse_shared.errors import RequestError
-from specfuse_shared.fusion.scoring import ScoringSession
+from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import MemberInfo
 from specfuse_shared.members.local.speculation import MOST_GUESSED

@@ -12,7 +12,7 @@ from typing import Self
 
 from specfuse_shared.errors import EngineClosedError, RequestError, RequestTimeoutError
 from specfuse_shared.events import Event
-from specfuse_shared.fusion.scoring import ScoringSession
+from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.base import Member
 from specfuse_shared.serving.calls import (

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specfuse_shared.events import Event
-from specfuse_shared.fusion.lateness import Deadline
-from specfuse_shared.fusion.scoring import ScoringSession
+from specfuse_shared.fusion.participants import Deadline
+from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.stages import StageResult
 from specfuse_shared.serving.admission import Need

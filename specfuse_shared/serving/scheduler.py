@@ -25,7 +25,7 @@ from specfuse_shared.errors import (
     UnfinishedValueError,
 )
 from specfuse_shared.events import Event
-from specfuse_shared.fusion.lateness import Wanted
+from specfuse_shared.fusion.participants import Wanted
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specfuse_shared.fusion.leading import Traffic
+from specfuse_shared.fusion.participants import Traffic
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.serving.telemetry.metrics import Metrics
 

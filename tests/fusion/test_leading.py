@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from specfuse_shared.fusion.leading import Lead, Traffic
+from specfuse_shared.fusion.participants import Lead, Traffic
 from specfuse_shared.serving.telemetry.metrics import Metrics
 from specfuse_shared.serving.traffic import traffic_of
 from tests.support.tiny import byte_level_tokenizer, save_model

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specfuse_shared.fusion.value_loops import ITEM_TIMES, PLAIN_ITEM_TIMES, ValueLoop, loop_of
+from specfuse_shared.fusion.repetition import ITEM_TIMES, PLAIN_ITEM_TIMES, ValueLoop, loop_of
 from specfuse_shared.text.tool_calls import CALL_OPEN
 
 

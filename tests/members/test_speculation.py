@@ -22,7 +22,7 @@ from specfuse_shared import (
     demo_members,
 )
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.fusion.leading import Lead
+from specfuse_shared.fusion.participants import Lead
 from specfuse_shared.members.local.speculation import Guesses, PromptLookup, Record
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.results import EnsembleResult
