@@ -26,8 +26,8 @@ from vllm_peer import Peer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
-from specfuse_shared.loading.backends import has_llama_cpp
 from specfuse_shared.loading.gguf import converted
+from specfuse_shared.loading.planning import has_llama_cpp
 from tests.support.against_naive import local_members
 
 if TYPE_CHECKING:

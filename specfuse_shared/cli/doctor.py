@@ -12,9 +12,8 @@ import torch
 import transformers
 
 from specfuse_shared.errors import MemberLoadError, SpecFuseError
-from specfuse_shared.loading.backends import has_llama_cpp
-from specfuse_shared.loading.ollama import ollama_models
-from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.gguf import ollama_models
+from specfuse_shared.loading.planning import has_llama_cpp, plan_ensemble
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.placement.devices import find_devices, planned_devices
 from specfuse_shared.placement.plan import Device, Plan

@@ -33,7 +33,7 @@ from rich.console import Console
 
 from specfuse_shared.cli import terminal
 from specfuse_shared.errors import ConfigError, SpecFuseError
-from specfuse_shared.loading.config_files import read_ensemble
+from specfuse_shared.loading.pretrained import read_ensemble
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.settings.config import DEMO, EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
 from specfuse_shared.settings.member_config import BACKENDS, DTYPES, QUANTIZATIONS, MemberConfig

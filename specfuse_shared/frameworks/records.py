@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from specfuse_shared.errors import ClosedValueWarning, ConfigError, UnfinishedValueError
 from specfuse_shared.events import SegmentEvent, ThinkingEvent
-from specfuse_shared.loading.config_files import plain
+from specfuse_shared.loading.pretrained import plain
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.text.grammars.grammar import Grammar

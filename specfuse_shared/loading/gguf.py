@@ -1,29 +1,344 @@
-"""GGUF files: where they are, and their weights and tokenizers as transformers reads them, converted once."""
+"""GGUF files: where they are, and their weights and tokenizers as transformers reads them, converted once.
+
+What a GGUF file says of itself, read from its head without the tables behind it.
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+Models in Ollama's store on this machine: names, files, adapters. Nothing is asked of its server, nothing fetched.
+
+A manifest, `manifests/<registry>/<namespace>/<name>/<tag>`, is JSON that lists layers; a layer's file is in `blobs`.
+"""
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import itertools
+import json
 import logging
 import os
+import re
 import shutil
+import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from importlib.metadata import version
+from os import SEEK_CUR
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from filelock import FileLock
 
 from specfuse_shared.errors import MemberLoadError
-from specfuse_shared.loading.gguf_head import gguf_parts, part_names
-from specfuse_shared.loading.ollama import ollama_model
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_MOST_ENTRIES = 65_536
+"""Of a head; real ones have some fifty."""
+_LONGEST_STRING = 4 * 2**20
+"""Bytes; chat templates have a hundred thousand at most."""
+_SHORT = 4096
+"""Longer arrays are tables of the vocabulary, and passed over."""
+_WHOLE = {0: "float32", 1: "float16", 32: "bfloat16"}
+"""Types of files (`general.file_type`) whose weights are no quantised ones."""
+_QUANTISED = {
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    36: "TQ1_0",
+    37: "TQ2_0",
+    38: "MXFP4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An array of metadata that was not read."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHead:
+    """Facts of a model of `size` bytes, all its parts together.
+
+    `values` are its metadata but for long tables, with the family's name cut off. Everything is as the file states it;
+    0 or None where it does not.
+    """
+
+    size: int
+    values: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values.get("general.architecture", ""))
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of context."""
+        return self._number("context_length") or None
+
+    @property
+    def whole_numbers(self) -> str | None:
+        """The number format of weights that are not quantised; None where they are, or where nobody knows."""
+        return _WHOLE.get(int(self.values.get("general.file_type", -1)))
+
+    @property
+    def quantization(self) -> str | None:
+        """The name of the quantisation of most weights; None for whole numbers, or where nobody tells."""
+        kind = self.values.get("general.file_type")
+        return None if kind is None or kind in _WHOLE else _QUANTISED.get(kind, "an unknown format")
+
+    @property
+    def kv_values(self) -> int:
+        """Numbers that a token adds to the caches; windows count as whole layers."""
+        heads, layers = self._number("attention.head_count"), self.layers
+        if not heads:
+            return 0
+        size = self._number("embedding_length") // heads
+        key, value = self._number("attention.key_length") or size, self._number("attention.value_length") or size
+        groups = self.values.get("attention.head_count_kv", heads)
+        each = list(groups) if isinstance(groups, tuple) else [groups or heads] * layers
+        return sum(int(group) for group in each) * (key + value)
+
+    @property
+    def layers(self) -> int:
+        return self._number("block_count")
+
+    @property
+    def vocabulary(self) -> int:
+        table = self.values.get("tokenizer.ggml.tokens")
+        return table.length if isinstance(table, Table) else 0
+
+    def _number(self, key: str) -> int:
+        value = self.values.get(key, 0)
+        return int(max(value, default=0) if isinstance(value, tuple) else value)
+
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""How llama.cpp's `llama-gguf-split` names the parts of a model."""
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """The names of all parts of the model that `name` is a part of, in order; `name` alone if it is whole."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return (name,)
+    count = match["count"]
+    return tuple(f"{match['stem']}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1))
+
+
+def gguf_parts(file: Path) -> tuple[Path, ...]:
+    """All files of the model that `file` is a part of. Raises `MemberLoadError` where one of them is missing."""
+    parts = tuple(file.with_name(name) for name in part_names(file.name))
+    if missing := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MemberLoadError(
+            f"{file} is one of {len(parts)} parts of a model, and {missing[0]}{more} is not beside it: put all parts "
+            "into one folder"
+        )
+    said = gguf_head(file, whole=False).values.get("split.count", 0)
+    if len(parts) != max(said, 1):
+        raise MemberLoadError(
+            f"{file} says that it is one of {said} parts of a model: name the parts as they were, such as "
+            f"{file.stem}-00001-of-{said:05}.gguf"
+        )
+    return parts
+
+
+def gguf_head(file: Path, whole: bool = True) -> GgufHead:
+    """The head of a model's file as it is now. `whole` False: the size of this part alone.
+
+    Raises `MemberLoadError` for a head that is none, and for a missing part.
+    """
+    try:
+        state = file.stat()
+        head = _head(file, state.st_size, state.st_mtime_ns)
+    except (OSError, ValueError, OverflowError, struct.error) as error:
+        raise MemberLoadError(f"{file} is no GGUF file, or its head is broken ({error}): fetch it again") from error
+    return replace(head, size=sum(part.stat().st_size for part in gguf_parts(file))) if whole else head
+
+
+@lru_cache(maxsize=64)
+def _head(path: Path, size: int, changed: int) -> GgufHead:
+    """Of the file in this state: `size` and time of change only tell when it has to be read again."""
+    values: dict[str, Any] = {}
+    with path.open("rb") as file:
+        magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
+        if magic != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        if count > _MOST_ENTRIES:
+            raise ValueError(f"it claims {count} entries")
+        for _ in range(count):
+            key, kind = _string(file), _number(file, "<I")
+            values[key] = _value(file, kind)
+    named = (key.removesuffix(".context_length") for key in values if key.endswith(".context_length"))
+    family = str(values.get("general.architecture") or next(named, "")) + "."
+    return GgufHead(size, {key.removeprefix(family): value for key, value in values.items()})
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    """A value of metadata; of long arrays and those of texts only their length."""
+    if kind == _STRING:
+        return _string(file)
+    if kind != _ARRAY:
+        return _number(file, _layout(kind))
+    inner, length = _number(file, "<I"), _number(file, "<Q")
+    if inner == _STRING:
+        for _ in range(length):  # a file that ends sooner ends this
+            _string(file)
+        return Table(length)
+    if length > _SHORT:
+        file.seek(length * struct.calcsize(_layout(inner)), SEEK_CUR)
+        return Table(length)
+    return tuple(_number(file, _layout(inner)) for _ in range(length))
+
+
+def _layout(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"it has a value of unknown kind {kind}")
+    return _SCALARS[kind]
+
+
+def _string(file: BinaryIO) -> str:
+    size = _number(file, "<Q")
+    if size > _LONGEST_STRING:
+        raise ValueError(f"it claims a text of {size} bytes")
+    return file.read(size).decode("utf-8", "replace")
+
+
+def _number(file: BinaryIO, layout: str) -> Any:
+    return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+
+
+_REGISTRY, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
+_MODEL, _ADAPTER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
+_NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_MOST_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaModel:
+    """A model as `ollama list` names it, its GGUF file, and LoRA adapters that go with it."""
+
+    name: str
+    file: Path
+    adapters: tuple[Path, ...]
+    size: int
+
+
+def ollama_store() -> Path:
+    """$OLLAMA_MODELS, or the user's own store."""
+    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models").expanduser()
+
+
+def ollama_models() -> tuple[OllamaModel, ...]:
+    """Every model in the store that can be read, by name."""
+    return tuple(found for name, path in sorted(_manifests().items()) if (found := _read(name, path)) is not None)
+
+
+def ollama_model(name: str, member: str) -> OllamaModel:
+    """The model of a name such as "llama3.2:3b". Raises `MemberLoadError`, which says what is there."""
+    manifests = _manifests()
+    path = manifests.get(_short(name))
+    if path is None:
+        there = list(manifests)
+        near = difflib.get_close_matches(_short(name), there, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed(there)}" if there else "it is empty"
+        raise MemberLoadError(
+            f"member {member!r}: Ollama's store {ollama_store()} has no model {name!r}: {hint} "
+            f"(`ollama pull {name}` fetches it)"
+        )
+    found = _read(_short(name), path)
+    if found is None:
+        raise MemberLoadError(
+            f"member {member!r}: Ollama's model {name!r} has no whole GGUF file in {ollama_store()} (some of its "
+            "models are in formats that only its own engine reads): pull it again, or name a GGUF file"
+        )
+    return found
+
+
+def _short(name: str) -> str:
+    """The name as `ollama list` writes it: with a tag, and without the registry and namespace that are its defaults."""
+    parts = name.strip().split("/")
+    if ":" not in parts[-1]:
+        parts[-1] += f":{_TAG}"
+    for default in (_REGISTRY, _NAMESPACE):
+        if len(parts) > 1 and parts[0] == default:
+            del parts[0]
+    return "/".join(parts)
+
+
+def _manifests() -> dict[str, Path]:
+    """The manifests of the store by name."""
+    root = ollama_store() / "manifests"
+    found: dict[str, Path] = {}
+    for path in root.glob("*/*/*/*"):
+        parts = path.relative_to(root).parts
+        if path.is_file() and all(_NAME_PART.fullmatch(part) for part in parts):
+            found[_short("/".join(parts[:-1]) + f":{parts[-1]}")] = path
+    return found
+
+
+def _read(name: str, manifest: Path) -> OllamaModel | None:
+    """The model of a manifest; None where its file is missing, or is no GGUF file."""
+    try:
+        data = json.loads(manifest.read_text("utf-8"))
+        layers = list(_layers(data))
+        [file] = [path for kind, path in layers if kind == _MODEL]
+        with file.open("rb") as opened:
+            is_gguf = opened.read(4) == b"GGUF"
+    except (OSError, ValueError):
+        return None
+    adapters = tuple(path for kind, path in layers if kind == _ADAPTER)
+    return OllamaModel(name, file, adapters, file.stat().st_size) if is_gguf else None
+
+
+def _layers(data: Any) -> Iterator[tuple[str, Path]]:
+    """Kinds of layers and their files; whatever a manifest says, a digest is no way out of the store."""
+    layers = data.get("layers") if isinstance(data, Mapping) else None
+    for layer in layers if isinstance(layers, list) else ():
+        match = _DIGEST.fullmatch(str(layer.get("digest"))) if isinstance(layer, Mapping) else None
+        if match is not None:
+            yield str(layer.get("mediaType")), ollama_store() / "blobs" / f"sha256-{match[1]}"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(sorted(names)[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
 
 logger = logging.getLogger(__name__)
 

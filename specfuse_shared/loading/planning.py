@@ -1,24 +1,241 @@
-"""From an ensemble's configuration to its plan: who is placed where, before any weight is read."""
+"""From an ensemble's configuration to its plan: who is placed where, before any weight is read.
+
+Which engine runs a member of this process, and why.
+
+What a member on llama.cpp needs of a device, from the head of its GGUF file.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from specfuse_shared.errors import ConfigError, MemberLoadError
-from specfuse_shared.loading.backends import backend_of
-from specfuse_shared.loading.gguf import OnStage, converted, gguf_file, has_tensor, known_conversion
-from specfuse_shared.loading.gguf_head import gguf_head, gguf_parts
-from specfuse_shared.loading.llama_spec import llama_spec
+from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, install_command
+from specfuse_shared.loading.gguf import (
+    GgufHead,
+    OnStage,
+    converted,
+    gguf_file,
+    gguf_head,
+    gguf_parts,
+    has_tensor,
+    known_conversion,
+    ollama_model,
+)
 from specfuse_shared.loading.pretrained import explained
-from specfuse_shared.placement.devices import find_devices
+from specfuse_shared.placement.devices import find_devices, has_accelerator
 from specfuse_shared.placement.packing import ANY_PRECISION, place
-from specfuse_shared.placement.plan import ANSWERS, CONTEXT, Device, MemberSpec, Plan, Workload
+from specfuse_shared.placement.plan import (
+    ANSWERS,
+    CONTEXT,
+    LOGIT_BYTES,
+    Device,
+    MemberSpec,
+    MemoryNeed,
+    Plan,
+    Split,
+    Workload,
+    format_bytes,
+)
 from specfuse_shared.placement.sizing import ModelSizes
 from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
+
+EXTRA = install_command("llamacpp")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The engine, and why it is that one; nothing where there was no choice."""
+
+    name: Literal["llama.cpp", "transformers"]
+    reason: str
+
+    @property
+    def is_llama_cpp(self) -> bool:
+        return self.name == "llama.cpp"
+
+
+def has_llama_cpp() -> bool:
+    """Whether llama-cpp-python is installed."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+def backend_of(config: MemberConfig, fetch: bool = True) -> Backend:
+    """What runs a member. Raises `MemberLoadError` where what it names does not go together, `MissingExtraError`.
+
+    `fetch`: a GGUF file on the hub may be fetched to find out.
+    """
+    if config.backend == "transformers":
+        return Backend("transformers", "as configured")
+    wanted = config.backend == "llama.cpp" or bool(config.needs_llama_cpp)
+    file = gguf_file(config, fetch)
+    reason = _against(config, file, wanted)
+    if reason is None:
+        if has_llama_cpp():
+            assert file is not None
+            return Backend("llama.cpp", "as configured" if wanted else f"{_kind(file)}, and llama-cpp-python is here")
+        if wanted:
+            raise MissingExtraError('MemberConfig(backend="llama.cpp")', "llamacpp")
+        assert file is not None
+        return Backend("transformers", _what_it_would_save(file))
+    if wanted:
+        named = "backend" if config.backend == "llama.cpp" else config.needs_llama_cpp[0]
+        raise MemberLoadError(f"member {config.label!r}: MemberConfig.{named} asks for llama.cpp, but {reason}")
+    return Backend("transformers", reason if file is not None else "")
+
+
+def build_offloads() -> bool:
+    """Whether the build of llama-cpp-python has a use for cards."""
+    return bool(importlib.import_module("llama_cpp.llama_cpp").llama_supports_gpu_offload())
+
+
+def lora_files(config: MemberConfig) -> tuple[Path, ...]:
+    """LoRA adapters in GGUF form that go with a member on llama.cpp. Raises `MemberLoadError`."""
+    beside = ollama_model(config.model.removeprefix(OLLAMA), config.label).adapters if is_ollama(config) else ()
+    if config.adapter is None:
+        return beside
+    path = Path(config.adapter)
+    if not path.is_file():
+        raise MemberLoadError(f"member {config.label!r}: there is no LoRA file {config.adapter}")
+    return (*beside, path)
+
+
+def is_ollama(config: MemberConfig) -> bool:
+    return config.model.startswith(OLLAMA)
+
+
+def _against(config: MemberConfig, file: Path | None, wanted: bool) -> str | None:
+    """What speaks against llama.cpp; None if nothing does."""
+    if file is None:
+        return f"{config.model!r} is no GGUF file"
+    if config.adapter is not None and not config.adapter.endswith(".gguf"):
+        return "its adapter is no LoRA in GGUF form"
+    if config.needs_transformers:
+        return f"{config.needs_transformers[0]} needs transformers"
+    if not wanted and gguf_head(file).quantization is None and not is_ollama(config):
+        return "its weights are not quantised"
+    if config.device != "cpu" and has_llama_cpp() and not build_offloads():
+        if config.device != "auto":
+            return f"its build here computes on the processor alone, and not on {config.device!r}"
+        if not wanted and has_accelerator():
+            return "the build of llama-cpp-python has no use for the accelerator of this machine"
+    return None
+
+
+def _kind(file: Path) -> str:
+    return f"weights in {gguf_head(file).quantization or 'whole numbers'}"
+
+
+def _what_it_would_save(file: Path) -> str:
+    size = format_bytes(gguf_head(file).size)
+    return f"llama-cpp-python is not installed; with it the file runs as it is, in {size} of weights: {EXTRA}"
+
+
+LOGIT_ROWS = 256
+"""Rows of logits that the library and a round keep."""
+_ANSWERS = 4
+"""Answers of `CONTEXT` tokens that a cache has room for, where there is memory for as many."""
+_VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSizes:
+    """`specfuse_shared.placement.plan.Sizes` of a file that stays as it is."""
+
+    head: GgufHead
+    cache_type: str
+    cache_tokens: int | None
+    tied: int = 0
+
+    @property
+    def kv_values(self) -> int:
+        return self.head.kv_values
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.vocabulary
+
+    @property
+    def context(self) -> int | None:
+        return self.head.context
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the cache."""
+        return int(self.kv_values * _VALUE_BYTES[self.cache_type])
+
+    def weights(self, number_format: str, quantization: str | None) -> int:
+        return self.head.size
+
+    def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
+        """Its layers are the library's affair."""
+        return None
+
+    def tokens(self, free: int) -> int:
+        """Tokens of the cache: as configured, else room for some answers, less where that many bytes are not `free`."""
+        if self.cache_tokens is not None:
+            return self.cache_tokens
+        one = min(self.context or CONTEXT, CONTEXT)
+        return max(one, min(_ANSWERS * one, free // max(1, self.bytes_per_token)))
+
+    def at_first(self) -> int | None:
+        """Those of them that are there from the start: room for one answer; None for all that are configured."""
+        return min(self.context or CONTEXT, CONTEXT) if self.cache_tokens is None else None
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSpec(MemberSpec):
+    """A member on llama.cpp that wants a place."""
+
+    def is_default(self, device: Device) -> bool:
+        return device.kind != "cpu"
+
+    def need(self, device: Device, quantization: str | None, workload: Workload) -> MemoryNeed:
+        sizes = self.sizes
+        assert isinstance(sizes, LlamaSizes)
+        limits = [n for n in (self.max_context or workload.context, sizes.context) if n]
+        tokens = sizes.cache_tokens or workload.answers * min(limits)
+        logits = LOGIT_ROWS * sizes.vocabulary * LOGIT_BYTES
+        return MemoryNeed(sizes.weights("", None), tokens * sizes.bytes_per_token, logits)
+
+    def number_format(self, device: Device) -> str:
+        sizes = self.sizes
+        assert isinstance(sizes, LlamaSizes)
+        return sizes.head.quantization or sizes.head.whole_numbers or "as in the file"
+
+
+def llama_spec(config: MemberConfig, fetch: bool = True) -> LlamaSpec:
+    """Of a member that llama.cpp runs. Raises `MemberLoadError`."""
+    file = gguf_file(config, fetch)
+    if file is None:
+        raise MemberLoadError(f"member {config.label!r}: {config.model!r} is no GGUF file")
+    sizes = LlamaSizes(gguf_head(file), cache_type_of(config), config.cache_tokens)
+    return LlamaSpec(
+        name=config.label,
+        sizes=sizes,
+        device=config.device if offloads(config) else "cpu",
+        max_context=config.max_context,
+        fixed=True,
+    )
+
+
+def cache_type_of(config: MemberConfig) -> str:
+    if config.cache_type != "auto":
+        return config.cache_type
+    return "f32" if config.dtype == "float32" else "f16"
+
+
+def offloads(config: MemberConfig) -> bool:
+    """Whether layers go onto a card that torch sees, too, and the plan counts."""
+    chosen = config.gpu_layers != 0 and config.device != "cpu"
+    return chosen and build_offloads() and has_accelerator()
+
 
 _MOST_QUANTISED = 1.9
 """Bytes a weight below which a GGUF file is quantised, and converted to bfloat16."""

@@ -1,10 +1,15 @@
-"""Whether the files that members name are there, before anything is imported or fetched."""
+"""Whether the files that members name are there, before anything is imported or fetched.
+
+Which installed libraries are outside the versions that this release was tested with.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from specfuse_shared.errors import MemberLoadError
@@ -57,3 +62,30 @@ def _near(path: Path) -> str:
         return "" if path.parent.is_dir() else f", nor a folder {path.parent}"
     near = difflib.get_close_matches(path.name, names, 1)
     return f" (there is {near[0]!r})" if near else ""
+
+
+_DISTRIBUTION = "specfuse-llm"
+_WATCHED = ("torch", "transformers", "accelerate")
+"""Libraries whose internals the engine relies on."""
+
+
+@cache
+def untested_versions() -> str:
+    """A sentence that names installed versions outside the bounds of this package, and what to install; or ""."""
+    from packaging.requirements import Requirement
+
+    try:
+        bounds = [Requirement(text) for text in requires(_DISTRIBUTION) or ()]
+    except PackageNotFoundError:  # run from a folder that was never installed
+        return ""
+    outside = []
+    for bound in bounds:
+        if bound.name in _WATCHED and bound.marker is None:
+            installed = version(bound.name)
+            if not bound.specifier.contains(installed, prereleases=True):
+                outside.append((f"{bound.name} {installed}", str(bound)))
+    if not outside:
+        return ""
+    names = " and ".join(name for name, _ in outside)
+    wanted = " ".join(f"'{text}'" for _, text in outside)
+    return f"{names} is not a version that this release was tested with: pip install {wanted}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from specfuse_shared.loading.backends import backend_of
 from specfuse_shared.loading.gguf import OnStage
+from specfuse_shared.loading.planning import backend_of
 from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.plan import Assignment

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.round import ScoringSession
-from specfuse_shared.loading.context_limits import stated_context
+from specfuse_shared.loading.pretrained import stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_prompts
 from specfuse_shared.members.base import CacheUse, Member

@@ -25,8 +25,7 @@ from specfuse_shared import (
     UnsupportedModelError,
 )
 from specfuse_shared.events import SegmentEvent
-from specfuse_shared.loading.backends import Backend, backend_of
-from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.planning import Backend, backend_of, plan_ensemble
 from tests.support.llamacpp import member_config, members_of
 from tests.support.tiny import CHAT_TEMPLATE, byte_level_tokenizer
 
@@ -65,15 +64,15 @@ def test_an_accelerator_that_the_build_cannot_use_goes_to_transformers(
     files: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("specfuse_shared.loading.gguf_head._WHOLE", {})
+    monkeypatch.setattr("specfuse_shared.loading.gguf._WHOLE", {})
     found = backend_of(MemberConfig(str(files["llama"])))
     assert (found.name, "no use for the accelerator" in found.reason) == ("transformers", True)
     assert backend_of(MemberConfig(str(files["llama"]), device="cpu")).name == "llama.cpp"
 
 
 def test_without_the_library_auto_says_what_it_would_save(files: Mapping[str, Path], monkeypatch: Any) -> None:
-    monkeypatch.setattr("specfuse_shared.loading.backends.has_llama_cpp", lambda: False)
-    monkeypatch.setattr("specfuse_shared.loading.gguf_head._WHOLE", {})
+    monkeypatch.setattr("specfuse_shared.loading.planning.has_llama_cpp", lambda: False)
+    monkeypatch.setattr("specfuse_shared.loading.gguf._WHOLE", {})
     found = backend_of(MemberConfig(str(files["llama"])))
     assert found.name == "transformers"
     assert "MiB of weights: pip install" in found.reason

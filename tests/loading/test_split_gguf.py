@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, MemberLoadError, Message, SamplingParams
-from specfuse_shared.loading.gguf import cache_folder, converted
-from specfuse_shared.loading.gguf_head import gguf_head
+from specfuse_shared.loading.gguf import cache_folder, converted, gguf_head
 from specfuse_shared.loading.planning import plan_ensemble
 from tests.support.tiny import byte_level_tokenizer
 from tests.support.tiny_gguf import split_gguf, write_gguf

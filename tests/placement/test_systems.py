@@ -12,7 +12,8 @@ import torch
 
 from specfuse_shared import MemberConfig
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading import backends, llama_spec
+from specfuse_shared.loading import planning as backends
+from specfuse_shared.loading import planning as llama_spec
 from specfuse_shared.placement.devices import DEVICES_ENV, find_devices, free_memory, shared_out
 from specfuse_shared.placement.packing import ANY_PRECISION, place
 from specfuse_shared.placement.plan import Device, MemberSpec, Split

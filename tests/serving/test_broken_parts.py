@@ -15,7 +15,7 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.errors import EngineClosedError, MemberLoadError
-from specfuse_shared.loading.gguf_head import gguf_head
+from specfuse_shared.loading.gguf import gguf_head
 from specfuse_shared.members.base import CacheUse
 from specfuse_shared.members.local.lane_thread import LaneThread
 from specfuse_shared.members.remote.pipe import Answered, PipedLane, Ready

@@ -25,7 +25,7 @@ from specfuse_shared import (
     lease_engine,
 )
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading.gguf_head import gguf_head
+from specfuse_shared.loading.gguf import gguf_head
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 FORKED = """

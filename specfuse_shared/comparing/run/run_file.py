@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.errors import ConfigError, SpecFuseError
-from specfuse_shared.loading.config_files import plain_config
+from specfuse_shared.loading.pretrained import plain_config
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.settings.config import EnsembleConfig
 

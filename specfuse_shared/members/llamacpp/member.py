@@ -9,10 +9,16 @@ from pathlib import Path
 import torch
 
 from specfuse_shared.errors import UnsupportedModelError
-from specfuse_shared.loading.backends import backend_of, lora_files
 from specfuse_shared.loading.gguf import OnStage, gguf_file
-from specfuse_shared.loading.llama_spec import LOGIT_ROWS, LlamaSizes, cache_type_of, llama_spec
-from specfuse_shared.loading.planning import plan_ensemble
+from specfuse_shared.loading.planning import (
+    LOGIT_ROWS,
+    LlamaSizes,
+    backend_of,
+    cache_type_of,
+    llama_spec,
+    lora_files,
+    plan_ensemble,
+)
 from specfuse_shared.loading.pretrained import load_gguf_tokenizer
 from specfuse_shared.members.base import CacheUse, MemberInfo
 from specfuse_shared.members.llamacpp.context import LlamaContext

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from specfuse_shared.errors import MemberLoadError, UnsupportedModelError
-from specfuse_shared.loading.versions import untested_versions
+from specfuse_shared.loading.sources import untested_versions
 from specfuse_shared.members.local.forwards import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest
 from specfuse_shared.members.local.row_sequence import new_sequence
 from specfuse_shared.members.local.sequence import SequenceState
