@@ -15,12 +15,13 @@ from specfuse_shared import EnsembleConfig, Message, SamplingParams
 from specfuse_shared.comparing import Question
 from specfuse_shared.comparing.metrics import score
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble
-from specfuse_shared.members.base import Lane, Member, nobody_listens
-from specfuse_shared.members.local.lane_thread import LaneThread
+from specfuse_shared.members.local.lane import LaneThread
 from specfuse_shared.members.stages import (
     Close,
     Draft,
     Drafted,
+    Lane,
+    Member,
     Op,
     Open,
     ScoringQuery,
@@ -28,6 +29,7 @@ from specfuse_shared.members.stages import (
     StageResult,
     Verdicts,
     Verify,
+    nobody_listens,
 )
 from specfuse_shared.policies import AggregatePolicy, CandidateLogprobs, Electorate, Stretch
 

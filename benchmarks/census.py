@@ -31,8 +31,13 @@ from transformers import AutoModelForCausalLM
 
 from specfuse_shared import MemberConfig, SamplingParams
 from specfuse_shared.loading.pretrained import prepared
-from specfuse_shared.members.local.forwards import DraftRequest, ForwardRequest, LogprobRequest
-from specfuse_shared.members.local.tree_sequence import TreeSequence, feed_together
+from specfuse_shared.members.local.sequence import (
+    DraftRequest,
+    ForwardRequest,
+    LogprobRequest,
+    TreeSequence,
+    feed_together,
+)
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.fused_norms import fuse_norms

@@ -40,7 +40,7 @@ from specfuse_shared.cli.setup import member_of
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.loading import load_in_process
-from specfuse_shared.members.remote.pipe import PipedLane, serve_members
+from specfuse_shared.members.pipe import PipedLane, serve_members
 from specfuse_shared.members.stages import Close, StageRequest
 from tests.support.slow_lane import SlowLane
 

@@ -29,7 +29,7 @@ from loaded import LoadedEngine, prompt
 from shapes import members
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from specfuse_shared.members.local import cores
+from specfuse_shared.members.local import lane as cores
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.runtime import logprobs, sampler
 

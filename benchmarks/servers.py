@@ -20,11 +20,9 @@ from statistics import median
 from typing import Any
 
 from specfuse_shared import Grammar, MemberConfig, Message, SamplingParams
-from specfuse_shared.members.server.client import ServerClient
-from specfuse_shared.members.server.completions import CompletionsEndpoint
-from specfuse_shared.members.server.dialect import Continuation, ScoredLine
 from specfuse_shared.members.server.member import ServerMember
 from specfuse_shared.members.server.session import ServerSession, run_stage
+from specfuse_shared.members.server.vllm import CompletionsEndpoint, Continuation, ScoredLine, ServerClient
 from specfuse_shared.members.stages import Commit, Draft, Drafted, Op
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 

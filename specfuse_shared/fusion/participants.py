@@ -24,8 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specfuse_shared.errors import PromptTooLongError, RequestError
-from specfuse_shared.members.base import Member
-from specfuse_shared.members.stages import NOTHING_YET, Close, Op, TokenCounts
+from specfuse_shared.members.stages import NOTHING_YET, Close, Member, Op, TokenCounts
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
 from specfuse_shared.settings.config import EnsembleConfig

@@ -25,7 +25,6 @@ from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.participants import Lead, Participants, Traffic, Wanted
 from specfuse_shared.fusion.repetition import ValueLoop, is_stuck, loop_of, repeats
-from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     CandidateVerdict,
     Close,
@@ -33,6 +32,7 @@ from specfuse_shared.members.stages import (
     DraftAlone,
     Drafted,
     Fault,
+    Member,
     Op,
     Open,
     ScoringQuery,

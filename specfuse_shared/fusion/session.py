@@ -29,13 +29,13 @@ from specfuse_shared.fusion.round import (
     logprobs_behind,
     token_logprobs,
 )
-from specfuse_shared.members.base import Member
 from specfuse_shared.members.stages import (
     Close,
     Closed,
     Commit,
     Draft,
     Fault,
+    Member,
     Op,
     Open,
     ScoringQuery,

@@ -15,12 +15,10 @@ from specfuse_shared.loading.planning import needed_memory, plan_ensemble
 from specfuse_shared.loading.pretrained import load_gguf_tokenizer, load_tokenizer
 from specfuse_shared.loading.progress import READY, LoadProgress, OnLoadProgress
 from specfuse_shared.loading.sources import check_sources
-from specfuse_shared.members.base import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.members.loading import load_in_process
-from specfuse_shared.members.local.base import InProcessMember
-from specfuse_shared.members.local.cores import lanes_of
-from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.local.lane_thread import LaneThread
+from specfuse_shared.members.local.lane import LaneThread, LocalLane, lanes_of
+from specfuse_shared.members.local.member import InProcessMember
+from specfuse_shared.members.stages import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.text.chat_template import PromptEncoder
@@ -28,8 +26,8 @@ from specfuse_shared.text.grammars.guidance import byte_vocabulary
 from specfuse_shared.text.member_text import MemberText
 
 if TYPE_CHECKING:
-    from specfuse_shared.members.remote.pipe import PipedLane
-    from specfuse_shared.members.server.lane import ServerLane
+    from specfuse_shared.members.pipe import PipedLane
+    from specfuse_shared.members.server.member import ServerLane
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +137,7 @@ def _ray_lanes(
     members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, stages: Stages
 ) -> list[PipedLane]:
     try:
-        from specfuse_shared.members.remote.ray import ray_lanes
+        from specfuse_shared.members.ray import ray_lanes
     except ModuleNotFoundError as error:
         raise MissingExtraError('runtime="ray"', "ray") from error
 
@@ -156,8 +154,7 @@ def _server_lane(
     members: Sequence[MemberConfig], config: EnsembleConfig, on_forward: OnForward, stages: Stages
 ) -> ServerLane:
     try:
-        from specfuse_shared.members.server.lane import ServerLane
-        from specfuse_shared.members.server.member import ServerMember
+        from specfuse_shared.members.server.member import ServerLane, ServerMember
     except ModuleNotFoundError as error:
         raise MissingExtraError("A member behind a server", "servers") from error
 

@@ -6,8 +6,7 @@ import logging
 
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import backend_of
-from specfuse_shared.members.local.base import InProcessMember
-from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.placement.plan import Assignment
 from specfuse_shared.settings.member_config import MemberConfig
 

@@ -2,12 +2,14 @@
 
 A stage is a coroutine that yields what it wants of the model and is sent what came of that. What that is, and who
 runs it, is known to a subclass alone.
+
+Tokens of a member that are no text: those that end its turn, and those that no member may write.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -29,7 +31,9 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache.prefix_cache import common_length
+from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Encoding, cut_candidate, whole_characters
 from specfuse_shared.text.grammars.constraint import MemberConstraint
 from specfuse_shared.text.member_text import MemberText
@@ -298,3 +302,23 @@ class Session(ABC, Generic[C]):
         if match is None:
             return text, False
         return text[: max(0, match.start - len(self._text))].rstrip("\n"), True
+
+
+def stop_ids_of(holders: Iterable[object], prompts: PromptEncoder, config: MemberConfig) -> tuple[int, ...]:
+    """Ids that end a turn: of the generation and model configuration and the tokenizer (`holders`), of the template,
+    and of the user."""
+    stop_ids: set[int] = set(config.stop_token_ids)
+    for holder in holders:
+        value = getattr(holder, "eos_token_id", None)
+        stop_ids.update([value] if isinstance(value, int) else value or ())
+    if (marker := prompts.turn_end()) is not None:
+        stop_ids.add(marker)
+    return tuple(sorted(stop_ids))
+
+
+def ids_without_text(tokenizer: object, vocabulary_size: int, stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """Control tokens have no text, so no member may write them into the shared answer; nor what pads a vocabulary."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    padding = range(len(tokenizer), vocabulary_size)  # type: ignore[arg-type]
+    special = {i for i, token in added.items() if token.special and i < vocabulary_size} | set(padding)
+    return tuple(sorted(special - set(stop_ids)))

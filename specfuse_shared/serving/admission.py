@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.members.base import MemberInfo
-from specfuse_shared.members.local.speculation import MOST_GUESSED
+from specfuse_shared.members.local.session import MOST_GUESSED
+from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.runtime.cache.sizes import TREE_ROOM, next_rows, row_capacity
 from specfuse_shared.settings.config import EnsembleConfig

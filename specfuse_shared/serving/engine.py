@@ -17,7 +17,7 @@ from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.loading.pretrained import stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_prompts
-from specfuse_shared.members.base import CacheUse, Member
+from specfuse_shared.members.stages import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.placement.devices import shared_out
 from specfuse_shared.results import EnsembleResult, SideBySide

@@ -14,7 +14,7 @@ from specfuse_shared.errors import EngineClosedError, RequestError, RequestTimeo
 from specfuse_shared.events import Event
 from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
-from specfuse_shared.members.base import Member
+from specfuse_shared.members.stages import Member
 from specfuse_shared.serving.calls import (
     CallOptions,
     Conversation,

@@ -1,6 +1,6 @@
 """Many answers at once: who may run, what each one's members shall do next, and who listens.
 
-The worker gives the answers what came of their stages, and the lanes (`specfuse_shared.members.base.Lane`) what the
+The worker gives the answers what came of their stages, and the lanes (`specfuse_shared.members.stages.Lane`) what the
 answers want next, all of it in one submission to each lane, so that stages of many answers share forwards. Lanes run
 stages by themselves; only the one without a thread of its own is stepped here, a forward at a time, so that answers
 join, leave and are cancelled between two forwards.

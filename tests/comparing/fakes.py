@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
-from specfuse_shared.members.base import MemberInfo
-from specfuse_shared.members.stages import CandidateVerdict, Fault, Open, StageRequest
+from specfuse_shared.members.stages import CandidateVerdict, Fault, MemberInfo, Open, StageRequest
 from tests.support.fake_lane import FakeLane, scripted
 
 Script = Mapping[str, Mapping[str, str]]

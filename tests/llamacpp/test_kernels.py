@@ -23,7 +23,7 @@ LlamaContext("repacked", library.LlamaModel("repacked", Path(sys.argv[1])), 300,
 
 
 def test_a_folder_without_the_library_has_none(tmp_path: Path) -> None:
-    from specfuse_shared.members.llamacpp.kernels import amx_runs
+    from specfuse_shared.members.llamacpp.library import amx_runs
 
     assert not amx_runs(tmp_path)
 
@@ -31,8 +31,7 @@ def test_a_folder_without_the_library_has_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_they_are_taken_exactly_where_a_quantised_file_survives_them() -> None:
     """GCC 12.2's build of llama.cpp 0.5.0 does not, on a processor with AMX; without AMX there are none."""
-    from specfuse_shared.members.llamacpp.kernels import amx_runs
-    from specfuse_shared.members.llamacpp.library import library, may_repack
+    from specfuse_shared.members.llamacpp.library import amx_runs, library, may_repack
 
     lib = library()
     has_amx = b"AMX_INT8 = 1" in lib.llama_print_system_info()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
 from tests.support.llamacpp import FILES, member_config
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
 from tests.llamacpp.test_sequences import TOLERANCE, off
 from tests.support.against_naive import local_members

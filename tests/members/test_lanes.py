@@ -15,8 +15,7 @@ import torch
 from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
 from specfuse_shared.errors import EngineClosedError
 from specfuse_shared.events import FinishEvent, WarningEvent
-from specfuse_shared.members.local.cores import lanes_of, use_cores
-from specfuse_shared.members.local.lane import LocalLane
+from specfuse_shared.members.local.lane import LocalLane, lanes_of, use_cores
 from specfuse_shared.members.stages import Close, Draft, Open, StageRequest, StageResult
 from tests.support.against_naive import answer_of, local_members
 
@@ -45,9 +44,9 @@ def engine(
 ) -> Iterator[EnsembleEngine]:
     """The tiny members as if each had a device, or cores, of its own."""
     if request.param == "devices":
-        monkeypatch.setattr("specfuse_shared.members.local.cores.devices_of", lambda member: (member.name,))
+        monkeypatch.setattr("specfuse_shared.members.local.lane.devices_of", lambda member: (member.name,))
     else:
-        monkeypatch.setattr("specfuse_shared.members.local.cores.cores", lambda: 2)
+        monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 2)
     with EnsembleEngine(config) as made:
         yield made.load()
 
@@ -88,7 +87,7 @@ def test_answers_are_those_of_members_in_turn_and_forwards_overlap(
 def test_members_of_one_core_take_turns_without_a_thread(
     config: EnsembleConfig, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.members.local.cores.cores", lambda: 1)
+    monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 1)
     with EnsembleEngine(config) as engine, slowed(engine.load(), 0.0) as times:
         engine.generate(QUESTIONS[0], PARAMS[0])
         assert not lanes()
@@ -154,7 +153,7 @@ def test_members_share_out_the_cores(tiny_engine: EnsembleEngine, monkeypatch: p
         (2, [small, large, small], [([large], 1), ([small, small], 1)]),
         (4, [small], [([small], None)]),
     ]:
-        monkeypatch.setattr("specfuse_shared.members.local.cores.cores", lambda cores=cores: cores)
+        monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda cores=cores: cores)
         assert lanes_of(asked) == expected
 
 

@@ -19,7 +19,7 @@ from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble, distant_member
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.remote.pipe import PipedLane, serve_members
+from specfuse_shared.members.pipe import PipedLane, serve_members
 from tests.support.whole_answers import ASKED, everything
 
 CORES = max(1, torch.get_num_threads() // 2)

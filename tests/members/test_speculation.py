@@ -23,7 +23,7 @@ from specfuse_shared import (
 )
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.fusion.participants import Lead
-from specfuse_shared.members.local.speculation import Guesses, PromptLookup, Record
+from specfuse_shared.members.local.session import Guesses, PromptLookup, Record
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.telemetry.metrics import MetricsSnapshot
@@ -131,7 +131,7 @@ def assert_same_with_and_without(
 def test_answers_are_the_same_with_and_without(
     trio: EnsembleEngine, way: str, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.members.local.cores.cores", lambda: 1)
+    monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 1)
     config = replace(trio.config, execution=execution, **WAYS[way])
     counted = assert_same_with_and_without(config, requests(16, seed=len(way)))
     assert sum(counted["auto"].answer_forwards.values()) < sum(counted["off"].answer_forwards.values())

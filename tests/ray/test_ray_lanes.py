@@ -94,7 +94,7 @@ def test_a_model_larger_than_any_node_is_refused_before_it_is_read(cluster: Any,
 
 
 def test_needs_are_those_stated_and_else_the_models() -> None:
-    from specfuse_shared.members.remote.ray import needs_of
+    from specfuse_shared.members.ray import needs_of
 
     member, gib = MemberConfig("a"), 2**30
     asked: list[str] = []
@@ -117,7 +117,7 @@ def test_needs_are_those_stated_and_else_the_models() -> None:
 def test_a_place_that_others_hold_is_not_waited_for_without_end(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.members.remote.ray._SECONDS_TO_START", 2.0)
+    monkeypatch.setattr("specfuse_shared.members.ray._SECONDS_TO_START", 2.0)
     with (
         EnsembleEngine(on_ray(tiny_engine.config, cluster)) as engine,
         pytest.raises(MemberLoadError, match=r"'chat' waited 2 s for CPU 1, memory .* MiB, left 1 on a node"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from specfuse_shared.members.local import cores
+from specfuse_shared.members.local import lane as cores
 from specfuse_shared.members.local.sequence import SequenceState
 from specfuse_shared.runtime.cache import sizes as cache_sizes
 from specfuse_shared.runtime.cache.blocks import CacheRow

@@ -15,9 +15,13 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Message, SamplingParams, demo_members
-from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.local.row_sequence import new_sequence
-from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.local.sequence import (
+    ChosenTokens,
+    DraftRequest,
+    ForwardRequest,
+    feed_together,
+    new_sequence,
+)
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler

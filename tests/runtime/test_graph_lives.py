@@ -15,10 +15,9 @@ import torch
 from specfuse_shared import EnsembleEngine, MemberConfig, Message, SamplingParams
 from specfuse_shared.members.local import lane as local_lane
 from specfuse_shared.members.local import probe
-from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.local.sequence import ForwardRequest, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime import attention, cuda_streams, model_runner
 from specfuse_shared.runtime.cache import sizes as cache_sizes

@@ -22,7 +22,7 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Sampli
 from specfuse_shared.loading import pretrained
 from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.local.row_sequence import new_sequence
+from specfuse_shared.members.local.sequence import new_sequence
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.runtime import mps, transfer
 from specfuse_shared.runtime.cuda_streams import ModelStream

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from specfuse_shared import MemberConfig
-from specfuse_shared.members.local.forwards import ForwardRequest
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.members.local.row_sequence import new_sequence
-from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.local.sequence import ForwardRequest, feed_together, new_sequence
 from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.kernels import choose_kernels
 from tests.support.tiny import byte_level_tokenizer, save_model

@@ -21,8 +21,8 @@ from torch.utils import backend_registration
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specfuse_shared.runtime.attention import EAGER, GROUPED
-from specfuse_shared.members.local.forwards import ForwardRequest
-from specfuse_shared.members.local.tree_sequence import TreeSequence, feed_together
+from specfuse_shared.members.local.sequence import ForwardRequest
+from specfuse_shared.members.local.sequence import TreeSequence, feed_together
 from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.members.token_tree import Branch

@@ -14,12 +14,16 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.probe import probe
-from specfuse_shared.members.local.row_sequence import new_sequence
-from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.local.sequence import (
+    ChosenTokens,
+    DraftRequest,
+    ForwardRequest,
+    SequenceState,
+    feed_together,
+    new_sequence,
+)
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache.kv_cache import CachePool
 from specfuse_shared.runtime.logprobs import NotFiniteError

@@ -21,7 +21,7 @@ from specfuse_shared import EnsembleEngine, SamplingParams, SpecFuseError, bound
 from specfuse_shared.client import engine as remote
 from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.errors import ConfigError, GenerationError, ServerError
-from specfuse_shared.members.server.client import ServerClient
+from specfuse_shared.members.server.vllm import ServerClient
 from tests.servers.model_server import Ways, model_server
 from tests.support.served import QUESTIONS, served
 

@@ -21,7 +21,7 @@ from specfuse_shared import (
     SamplingParams,
 )
 from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.members.server.lane import ServerLane
+from specfuse_shared.members.server.member import ServerLane
 from tests.servers.model_server import MOST_IDS, Ways, model_server
 from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
 

@@ -14,7 +14,7 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
 from specfuse_shared.cli.commands import main
-from specfuse_shared.members.server import tokens
+from specfuse_shared.members.server import vllm as tokens
 from tests.servers.model_server import Ways, model_server
 from tests.servers.token_route import PATH
 from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served

@@ -16,10 +16,9 @@ import pytest
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.errors import EngineClosedError, MemberLoadError
 from specfuse_shared.loading.gguf import gguf_head
-from specfuse_shared.members.base import CacheUse
-from specfuse_shared.members.local.lane_thread import LaneThread
-from specfuse_shared.members.remote.pipe import Answered, PipedLane, Ready
-from specfuse_shared.members.stages import Closed, Fault, StageRequest, StageResult, Think
+from specfuse_shared.members.local.lane import LaneThread
+from specfuse_shared.members.pipe import Answered, PipedLane, Ready
+from specfuse_shared.members.stages import CacheUse, Closed, Fault, StageRequest, StageResult, Think
 from specfuse_shared.policies import CandidateLogprobs, Stretch, weighted_mean
 from specfuse_shared.policies.election import Electorate
 from specfuse_shared.serving import leases
@@ -203,7 +202,7 @@ def test_whatever_the_reader_of_a_pipe_meets_its_stages_get_a_fault(message: obj
 
 def test_a_result_that_nobody_asked_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     unknown, own = (Answered((StageResult(n, "a", Closed()),), CacheUse(), ()) for n in (99, 1))
-    with caplog.at_level(logging.WARNING, "specfuse_shared.members.remote.pipe"):
+    with caplog.at_level(logging.WARNING, "specfuse_shared.members.pipe"):
         lane, [result] = asked(Wire(unknown, own))
     assert (result.answer, result.value, lane.fault) == (1, Closed(), None)
     assert "was not asked" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleConfig
-from specfuse_shared.members.base import MemberInfo
+from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
 from specfuse_shared.runtime.cache.kv_cache import CachePool
 from specfuse_shared.runtime.cache.sizes import TREE_ROOM

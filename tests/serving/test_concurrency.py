@@ -312,7 +312,7 @@ def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:
 
 
 def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specfuse_shared.members.local.pace.Pace.tokens", lambda pace, seconds: 32)
+    monkeypatch.setattr("specfuse_shared.members.local.lane.Pace.tokens", lambda pace, seconds: 32)
     config = replace(tiny_engine.config, reuse_prefixes=False)
     with EnsembleEngine(config) as engine:
         expected = engine.generate("moon " * 130, SamplingParams(max_tokens=12)).text

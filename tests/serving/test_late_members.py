@@ -16,8 +16,7 @@ from specfuse_shared.errors import RequestTimeoutError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
-from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.local.lane_thread import LaneThread
+from specfuse_shared.members.local.lane import LaneThread, LocalLane
 from specfuse_shared.members.stages import Close, Commit, Draft, DraftAlone, Fault, Open, StageRequest, Verify
 from specfuse_shared.policies import ExitDecision
 from specfuse_shared.results import EnsembleResult

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from specfuse_shared import EnsembleEngine, GenerationError, Message, SamplingParams, SegmentEvent
 from specfuse_shared.errors import RequestTimeoutError
 from specfuse_shared.members.local.batching import Job, share_prompt_tokens
-from specfuse_shared.members.local.forwards import ForwardRequest
-from specfuse_shared.members.local.pace import PIECE_SECONDS, Pace, ReadingTime
+from specfuse_shared.members.local.lane import PIECE_SECONDS, Pace, ReadingTime
+from specfuse_shared.members.local.sequence import ForwardRequest
 from tests.support.against_naive import eager, local_members
 from tests.support.naive import naive_rounds
 

@@ -15,10 +15,8 @@ from specfuse_shared.fusion.participants import Participant
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly, assemble
-from specfuse_shared.members.local.base import InProcessMember
-from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.local.lane_thread import LaneThread
-from specfuse_shared.members.local.member import LocalMember
+from specfuse_shared.members.local.lane import LaneThread, LocalLane
+from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
 from specfuse_shared.results import EnsembleResult

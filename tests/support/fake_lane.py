@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specfuse_shared.members.base import CacheUse, Member, MemberInfo
 from specfuse_shared.members.stages import (
+    CacheUse,
     CandidateVerdict,
     Close,
     Closed,
@@ -17,6 +17,8 @@ from specfuse_shared.members.stages import (
     DraftAlone,
     Drafted,
     Fault,
+    Member,
+    MemberInfo,
     Op,
     Open,
     Reply,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from specfuse_shared import EnsembleEngine, MemberConfig
-from specfuse_shared.members.local.base import InProcessMember
-from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.local.lane_thread import LaneThread
+from specfuse_shared.members.local.lane import LaneThread, LocalLane
+from specfuse_shared.members.local.member import InProcessMember
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
 
 FILES = {

@@ -15,7 +15,7 @@ import torch
 
 from specfuse_shared import EnsembleConfig, Message, SamplingParams
 from specfuse_shared.fusion.repetition import is_stuck, repeats
-from specfuse_shared.members.local.base import InProcessMember
+from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.text.chat_template import PLAIN_TURN_ENDS
 from specfuse_shared.text.codec import cut_candidate, whole_characters

@@ -23,8 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from census import Noiseless, model_on
 
 from specfuse_shared import SamplingParams
-from specfuse_shared.members.local.forwards import ChosenTokens, DraftRequest, ForwardRequest, LogprobRequest
-from specfuse_shared.members.local.tree_sequence import TreeSequence, feed_together
+from specfuse_shared.members.local.sequence import (
+    ChosenTokens,
+    DraftRequest,
+    ForwardRequest,
+    LogprobRequest,
+    TreeSequence,
+    feed_together,
+)
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.fused_norms import fuse_norms
 from specfuse_shared.runtime.logprobs import PendingLogprobs

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from specfuse_shared.members.base import CacheUse, Lane, Member, MemberInfo
-from specfuse_shared.members.stages import Close, Fault, Reply, StageRequest
+from specfuse_shared.members.stages import CacheUse, Close, Fault, Lane, Member, MemberInfo, Reply, StageRequest
 
 NEVER = 1e6
 """Seconds of a stage that does not begin while a test runs."""

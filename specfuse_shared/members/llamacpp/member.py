@@ -20,14 +20,12 @@ from specfuse_shared.loading.planning import (
     plan_ensemble,
 )
 from specfuse_shared.loading.pretrained import load_gguf_tokenizer
-from specfuse_shared.members.base import CacheUse, MemberInfo
-from specfuse_shared.members.llamacpp.context import LlamaContext
+from specfuse_shared.members.llamacpp.context import LlamaContext, LlamaRunner
 from specfuse_shared.members.llamacpp.library import ALL_LAYERS, LlamaModel
 from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
-from specfuse_shared.members.llamacpp.rows import new_sequence
-from specfuse_shared.members.llamacpp.runner import LlamaRunner
-from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence
-from specfuse_shared.members.local.base import InProcessMember
+from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence, new_sequence
+from specfuse_shared.members.local.member import InProcessMember
+from specfuse_shared.members.stages import CacheUse, MemberInfo
 from specfuse_shared.placement.devices import free_memory, only_cpu
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
 from specfuse_shared.settings.config import EnsembleConfig

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from specfuse_shared.errors import UnsupportedModelError
+from specfuse_shared.members.llamacpp.context import LlamaRunner
 from specfuse_shared.members.llamacpp.library import LlamaModel
-from specfuse_shared.members.llamacpp.rows import new_sequence
-from specfuse_shared.members.llamacpp.runner import LlamaRunner
-from specfuse_shared.members.llamacpp.sequence import LlamaSequence
-from specfuse_shared.members.local.forwards import ForwardRequest
+from specfuse_shared.members.llamacpp.sequence import LlamaSequence, new_sequence
+from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.text.codec import Codec
 

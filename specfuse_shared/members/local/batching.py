@@ -14,9 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from specfuse_shared.members.local.forwards import ForwardRequest, ForwardResult
-from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.local.sequence import ForwardRequest, ForwardResult, SequenceState, feed_together
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)

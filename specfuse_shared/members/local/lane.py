@@ -3,13 +3,26 @@
 A step is one forward of each member for all that waits for one: some answers draft, some verify, some still read
 their prompt. Members of static execution draft a whole segment in one run of forwards; such drafts let verifications
 and commits go first, so that all answers draft together.
+
+Which members share a lane: those of one accelerator; those on the processor share out its cores.
+
+Small steps gain little from more cores, because waking a thread costs as much as what it takes over; so members on a
+processor run beside each other, each lane with its own cores.
+
+A local lane in a thread of its own, which waits for no other lane.
+
+How many tokens of prompts a forward reads, so that answers that have begun go on at half of their speed or more.
+
+A forward takes the seconds to read the weights, and more for each token of a prompt. Pieces of prompts ride on the
+forwards of answers that have begun, or take one of their own when these have paid for it.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,27 +30,165 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
-from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.batching import Job, feed_all, share_prompt_tokens
-from specfuse_shared.members.local.cores import use_cores
-from specfuse_shared.members.local.pace import SHORT_PROMPT, Pace, ReadingTime
+from specfuse_shared.members.local.member import InProcessMember
+from specfuse_shared.members.local.sequence import PREFILL_CHUNK
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import (
+    CacheUse,
     Close,
     Closed,
     Fault,
+    MemberInfo,
+    OnForward,
     Open,
     Reply,
     StageRequest,
     StageResult,
     TokenCounts,
+    nobody_listens,
     nobody_waits,
+    unanswered,
 )
 from specfuse_shared.placement.devices import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_room
 from specfuse_shared.runtime.mps import mps_turn
+
+
+def lanes_of(members: Sequence[InProcessMember]) -> list[tuple[list[InProcessMember], int | None]]:
+    """Members that take turns, and the cores of each such lane where the processor has several; None: no limit.
+
+    A core is never shared, so with more members than cores some take turns, the large ones by themselves.
+    """
+    lanes: dict[tuple[str, ...], list[InProcessMember]] = defaultdict(list)
+    for member in members:
+        lanes[devices_of(member)].append(member)
+    on_cpu = lanes.pop(("cpu",), [])
+    on_devices: list[tuple[list[InProcessMember], int | None]] = [(lane, None) for lane in lanes.values()]
+    core_count = cores()
+    count = min(len(on_cpu), core_count)
+    shared: list[list[InProcessMember]] = [[] for _ in range(count)]
+    for member in sorted(on_cpu, key=_size, reverse=True):
+        min(shared, key=lambda lane: sum(map(_size, lane))).append(member)
+    return on_devices + [(lane, core_count // count if count > 1 else None) for lane in shared]
+
+
+def cores() -> int:
+    """How many cores torch uses in this thread."""
+    return torch.get_num_threads()
+
+
+def use_cores(count: int) -> None:
+    """Let torch use so many cores in this thread, which keeps to them from now on; others stay as they are."""
+    with _setting_cores:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        # that is also what threads made later would begin with, unless another thread says otherwise
+        other = threading.Thread(target=torch.set_num_threads, args=(before,))
+        other.start()
+        other.join()
+
+
+_setting_cores = threading.Lock()
+
+
+def devices_of(member: InProcessMember) -> tuple[str, ...]:
+    """The devices on which a member computes."""
+    return tuple(member.devices)
+
+
+def _size(member: InProcessMember) -> int:
+    return member.report.memory_bytes
+
+
+PIECE_SECONDS = 0.3
+"""The longest forward for pieces of prompts: a timeout or a cancellation is seen after it."""
+_SHARE = 1.0
+"""Seconds for pieces of prompts beside a second for answers that have begun: these keep half of the time."""
+_WORTH = 4.0
+"""Where reading the weights takes long, a piece takes this many times as long: smaller ones would be dear."""
+_LEAST, _GRAIN = 64, 16
+"""Tokens of a piece that is worth its forward, also before any was timed; kernels are chosen by shape, so sizes are
+multiples."""
+SHORT_PROMPT = 64
+"""Tokens of prompts that need not wait until answers that have begun have saved time for them."""
+_NEWS, _SLOWER = 0.3, 0.05
+"""Weight of the newest forward in a mean; of one that took longer than the weights, for it did more than read them."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast a member is: a forward takes `step` seconds, mostly to read the weights, and `token` more for each token
+    of a prompt. `last`: prompt tokens of the last forward with any."""
+
+    step: float = 0.0
+    token: float = 0.0
+    last: int = _LEAST // 2
+
+    def learn(self, seconds: float, prompt_tokens: int) -> None:
+        """A forward took so long, so many tokens of prompts among it."""
+        if not prompt_tokens:
+            self.step = _mean(self.step, seconds, _SLOWER if seconds > self.step else _NEWS)
+        else:
+            self.step = min(self.step, seconds)
+            self.token = _mean(self.token, (seconds - self.without_prompts(seconds, prompt_tokens)) / prompt_tokens)
+            self.last = prompt_tokens
+
+    def without_prompts(self, seconds: float, prompt_tokens: int) -> float:
+        """What such a forward would have taken without its tokens of prompts."""
+        return min(self.step, 0.9 * seconds) if prompt_tokens else seconds
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest forward for prompts alone."""
+        return max(PIECE_SECONDS, _WORTH * self.step)
+
+    @property
+    def alone(self) -> int:
+        """Tokens of a forward for prompts that no answer waits for."""
+        return max(_LEAST, self.tokens(self.longest - self.step))
+
+    def tokens(self, seconds: float) -> int:
+        """Tokens of prompts that take so many seconds more than a forward without.
+
+        They grow by a factor of two at most, for what was measured may be off.
+        """
+        most = min(PREFILL_CHUNK, 2 * max(self.last, _LEAST))
+        if not self.token:
+            return most
+        return min(most, int(max(0.0, seconds) / self.token) // _GRAIN * _GRAIN)
+
+
+def _mean(before: float, new: float, weight: float = _NEWS) -> float:
+    return new if not before else before + weight * (new - before)
+
+
+@dataclass(slots=True)
+class ReadingTime:
+    """Seconds that prompts may take from answers that have begun: `_SHARE` for each second of theirs."""
+
+    saved: float = 0.0
+
+    def pieces(self, pace: Pace, rides: bool, left: int) -> tuple[int, float]:
+        """Tokens of prompts in the next forward of a member, and the seconds that they may take.
+
+        `rides`: it is a forward of answers that have begun; another one reads the weights for prompts alone. `left`:
+        what the shortest prompt needs. A piece that is too small for its costs waits until it may be larger.
+        """
+        seconds = self.saved + (_SHARE if rides else -1.0) * pace.step
+        tokens = pace.tokens(min(seconds, pace.longest))
+        if tokens >= min(left, _LEAST):
+            return tokens, seconds if rides else self.saved
+        if self.saved >= pace.longest:
+            return _LEAST, self.saved
+        return 0, 0.0
+
+    def learn(self, pace: Pace, planned: float, answers: float, prompts: float) -> None:
+        """A forward took so many seconds for answers, and so many for prompts, for which it had `planned`."""
+        saved = self.saved + planned + _SHARE * answers - prompts
+        self.saved = max(-pace.longest, min(saved, pace.longest))
+
 
 logger = logging.getLogger(__name__)
 
@@ -348,3 +499,81 @@ class LocalLane:
         results, self._results = self._results, []
         if results:
             self._reply(results)
+
+
+class LaneThread:
+    """Runs the steps of `lane`, which belongs to this thread from now on."""
+
+    def __init__(self, lane: LocalLane) -> None:
+        self._lane = lane
+        self._changed = threading.Condition()
+        self._reply: Reply = nobody_waits
+        self._open: set[tuple[int, str]] = set()  # answers that were not closed, by member
+        lane.reply_to(self._give)
+        self._closed = False
+        self._fault: Fault | None = None
+        name = f"specfuse lane {'+'.join(devices_of(next(iter(lane.local.values()))))}"
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def members(self) -> Sequence[MemberInfo]:
+        return self._lane.members
+
+    def memory(self) -> Mapping[str, int]:
+        return self._lane.memory()
+
+    def remember(self, limits: Mapping[str, int]) -> None:
+        self._lane.remember(limits)
+
+    def reply_to(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def submit(self, requests: Sequence[StageRequest]) -> None:
+        with self._changed:
+            if self._fault is None:
+                self._open.update((request.answer, request.member) for request in requests)
+                self._lane.submit(requests)
+                self._changed.notify()
+                return
+        self._reply([unanswered(request, self._fault) for request in requests])
+
+    def cache_use(self) -> CacheUse:
+        return self._lane.cache_use()
+
+    @property
+    def fault(self) -> Fault | None:
+        return self._fault
+
+    def close(self) -> None:
+        """Wait for the thread's end: one that is still on its way when Python ends would take the process with it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while self._await_work():
+                self._lane.step()
+        except BaseException as error:
+            self._die(error)
+        self._lane.close()
+
+    def _await_work(self) -> bool:
+        with self._changed:
+            while not self._closed and (patience := self._lane.patience) != 0:
+                self._changed.wait(patience)
+            return not self._closed
+
+    def _give(self, results: Sequence[StageResult]) -> None:
+        with self._changed:
+            self._open.difference_update((r.answer, r.member) for r in results if isinstance(r.value, Closed))
+        self._reply(results)
+
+    def _die(self, error: BaseException) -> None:
+        """Nobody may wait for a lane that is gone, whatever ended it."""
+        with self._changed:
+            self._fault = fault = Fault.of(error, is_fatal=True)
+            left, self._open = self._open, set()
+        self._reply([StageResult(answer, member, error=fault) for answer, member in left])

@@ -1,31 +1,230 @@
-"""A member in this process: a causal language model of transformers."""
+"""A member in this process: a causal language model of transformers.
+
+A member whose model runs in this process, whatever engine runs it: what its lane and its answers know of it.
+"""
 
 from __future__ import annotations
 
 import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
+from specfuse_shared.errors import MissingTemplateWarning
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.loading.pretrained import load_pretrained, prepared
-from specfuse_shared.members.base import CacheUse, MemberInfo
-from specfuse_shared.members.local.base import InProcessMember
 from specfuse_shared.members.local.probe import Attempt, probe
-from specfuse_shared.members.local.row_sequence import new_sequence
-from specfuse_shared.members.local.sequence import SequenceState
+from specfuse_shared.members.local.sequence import SequenceState, new_sequence
+from specfuse_shared.members.local.session import TOKEN_COST, LocalSession
+from specfuse_shared.members.session import ids_without_text, stop_ids_of
+from specfuse_shared.members.stages import CacheUse, Member, MemberInfo
+from specfuse_shared.messages import Message, Tool
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
 from specfuse_shared.runtime.cache.sizes import smallest_row
+from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.kernels import choose_kernels
-from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
 from specfuse_shared.runtime.packed_weights import pack_weights
 from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
+from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.codec import Codec
+from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
+
+_NO_TEMPLATE = (
+    "{} has no chat template in its file, and Ollama's own is in another language: prompts of member {!r} are plain "
+    'turns, "### User:" and "### Assistant:", which its model may not know. Name the one that it was trained with: '
+    "MemberConfig(chat_template=…)"
+)
+
+
+class MemberStream(Protocol):
+    """Where the work of a member is queued."""
+
+    def entered(self) -> AbstractContextManager[Any]: ...
+
+    def timed(self) -> Stopwatch: ...
+
+    def wait(self) -> None: ...
+
+
+class InProcessRunner(Reclaimable, Protocol):
+    """What runs the model of a member of this process. `device`: where its logits come."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def stream(self) -> MemberStream: ...
+
+    @property
+    def reserve_bytes(self) -> int: ...
+
+
+class InProcessMember(ABC):
+    """A member of this process: its text side, and what of its vocabulary it may say.
+
+    `holders`: whatever names ids that end its turn. `vocabulary_size`: rows of its logits.
+    """
+
+    devices: Mapping[str, float]
+    context_limit: int | None
+    bytes_per_token: int
+    token_cost: float = TOKEN_COST
+    """What a token more in a forward costs, as a share of a forward of one."""
+    sharing: int = 1
+    """How many answers shared its last forward."""
+
+    def __init__(self, config: MemberConfig, tokenizer: Any) -> None:
+        self._config = config
+        self.name = config.label
+        template, options = config.chat_template, config.template_options
+        self.prompts = PromptEncoder(tokenizer, template, options, self.name, config.thinking)
+        if config.model.startswith(OLLAMA) and self.prompts.kind == "plain":
+            warnings.warn(_NO_TEMPLATE.format(config.model, self.name), MissingTemplateWarning, stacklevel=2)
+
+    def _know_vocabulary(self, holders: Sequence[object], size: int) -> None:
+        tokenizer = self.prompts.tokenizer
+        self.vocabulary_size = size
+        named = stop_ids_of((*holders, tokenizer), self.prompts, self._config)
+        self.stop_ids = tuple(stop for stop in named if stop < size)  # defaults of an architecture may lie beyond it
+        self._special = ids_without_text(tokenizer, size, self.stop_ids)
+        self.never_guessed = frozenset((*self._special, *self.stop_ids))
+        self.text = MemberText(self.prompts, self.stop_ids, size)
+
+    @property
+    def codec(self) -> Codec:
+        """Its canonical encoding of answers."""
+        return self.text.codec
+
+    @property
+    @abstractmethod
+    def runner(self) -> InProcessRunner:
+        """What runs its model."""
+
+    @property
+    @abstractmethod
+    def may_guess(self) -> bool:
+        """Whether it verifies many tokens in one forward, and never reads an answer again."""
+
+    @property
+    @abstractmethod
+    def report(self) -> MemberReport:
+        """What it turned out to be."""
+
+    def _reported(self, **facts: Any) -> MemberReport:
+        """A report of these facts about the model, and of what is read here."""
+        return MemberReport(
+            name=self.name,
+            model=self._config.model,
+            template=self.prompts.kind,
+            context=self.context_limit,
+            stop_token_ids=self.stop_ids,
+            **facts,
+        )
+
+    @property
+    def info(self) -> MemberInfo:
+        """What it tells the coordinator, as of now."""
+        return MemberInfo(
+            name=self.name,
+            weight=self._config.weight,
+            devices=dict(self.devices),
+            context_limit=self.context_limit,
+            thinks=self.prompts.thinks,
+            bytes_per_token=self.bytes_per_token,
+            smallest_row=1,
+            vocabulary_size=self.vocabulary_size,
+            report=self.report,
+            drafts_under_grammar=self._config.drafts_under_grammar,
+            may_guess=self.may_guess,
+        )
+
+    @abstractmethod
+    def new_sequence(self, keeps_spare: bool) -> SequenceState:
+        """A sequence for one answer; `keeps_spare` where a cache can."""
+
+    @abstractmethod
+    def cache_use(self) -> CacheUse:
+        """Memory for answers now."""
+
+    @abstractmethod
+    def remember(self, limit: int) -> None:
+        """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
+
+    def use_cores(self, count: int) -> None:  # noqa: B027 torch has no threads of its own for a member
+        """Compute on so many cores from now on, where its engine has threads of its own."""
+
+    def close(self) -> None:  # noqa: B027 what torch holds goes with its last reference
+        """Give memory back that nobody else does. Safe to call twice."""
+
+    @property
+    def member(self) -> Member:
+        """What the coordinator has of it."""
+        return Member(self.info, self.text)
+
+    @property
+    def vocabulary(self) -> Any:
+        return self.text.vocabulary
+
+    @property
+    def guess_cost(self) -> float:
+        """How often a guessed token has to come true to pay.
+
+        With n answers a forward takes 1 + c·(n − 1), c = `token_cost`, and gives n tokens. A guess more in each takes
+        c·n. A card waits for its weights however many tokens there are, so others do not count there.
+        """
+        n = self.sharing if all(device == "cpu" for device in self.devices) else 1
+        return self.token_cost * n / (1 + self.token_cost * (n - 1))
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        return self.text.encode_prompt(messages, tools)
+
+    def open(self, prompt: Sequence[int], params: SamplingParams, seed: int, speculates: bool = False) -> LocalSession:
+        """A new answer to `prompt`; `speculates`: it may guess what comes next, which changes nothing but the work."""
+        return LocalSession(self, prompt, params, seed, speculates)
+
+    def blocked(self, *, alone: bool, held: bool) -> torch.Tensor | None:
+        """Ids that it must not choose: those without text in a shared answer; those that end a turn that is `held`."""
+        if alone:
+            return self._stops if held else None
+        return self._banned_while_held if held else self.banned_token_ids
+
+    @cached_property
+    def banned_token_ids(self) -> torch.Tensor:
+        return self._ids(self._special)
+
+    @cached_property
+    def _banned_while_held(self) -> torch.Tensor:
+        return self._ids([*self._special, *self.stop_ids])
+
+    @cached_property
+    def _stops(self) -> torch.Tensor:
+        return self._ids(self.stop_ids)
+
+    def is_blocked(self, token: int, blocked: torch.Tensor | None) -> bool:
+        """Whether a token is among ids that `blocked` gave, without asking the device."""
+        return blocked is not None and token in self._id_sets[id(blocked)]
+
+    @cached_property
+    def _id_sets(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        found = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
+        self._id_sets[id(found)] = frozenset(ids)
+        return found
 
 
 class LocalMember(InProcessMember):

@@ -19,10 +19,15 @@ import torch
 
 from specfuse_shared.errors import MemberLoadError, UnsupportedModelError
 from specfuse_shared.loading.sources import untested_versions
-from specfuse_shared.members.local.forwards import PREFILL_CHUNK, ChosenTokens, DraftRequest, ForwardRequest
-from specfuse_shared.members.local.row_sequence import new_sequence
-from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.members.local.tree_sequence import feed_together
+from specfuse_shared.members.local.sequence import (
+    PREFILL_CHUNK,
+    ChosenTokens,
+    DraftRequest,
+    ForwardRequest,
+    SequenceState,
+    feed_together,
+    new_sequence,
+)
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.cache.blocks import Layer, slot_bytes
 from specfuse_shared.runtime.cuda_streams import ModelStream

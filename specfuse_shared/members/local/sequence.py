@@ -2,29 +2,142 @@
 
 `SequenceState` is what a member needs of a model: read the prompt, make the next-token logits known along branches,
 keep the winner. It knows ids, not text.
+
+What a sequence wants to go through its model, and what it is sent for that.
+
+Sequences that go row by row: the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones).
+
+Each branch is fed on its own copy of a snapshot of the model's cache, so the model sees plain continuations only.
+Costs one forward a branch and copies of the cache; exact for every model that can `generate`.
+
+Sequences whose branches stand behind one cached trunk, and what goes through a model together.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from specfuse_shared.members.local.forwards import (
-    PREFILL_CHUNK,
-    ChosenTokens,
-    DraftRequest,
-    ForwardRequest,
-    LogprobRequest,
-    NodeLogits,
-    Place,
-)
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
+from specfuse_shared.runtime.attention import ForwardInput
+from specfuse_shared.runtime.cache.blocks import CacheRow
 from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
+from specfuse_shared.runtime.cache.sizes import TREE_ROOM
 from specfuse_shared.runtime.logprobs import PendingLogprobs, TokenRow
-from specfuse_shared.runtime.model_runner import Reclaimable
+from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static.runner import DraftInput, DraftRun
+from specfuse_shared.runtime.top_tokens import TopTokens
+
+Place = tuple[TopTokens, int]
+"""Where the likeliest token behind a node is told."""
+PREFILL_CHUNK = 1024
+"""Tokens of a prompt in one forward."""
+_ROW_BITS = 24
+
+
+class NodeLogits:
+    """The logits behind the nodes of a tree that were fed, and where the likeliest token behind each is told.
+
+    They stay together as the forward gave them, and a node is a number here: thousands of nodes a round would otherwise
+    be as many objects for the garbage collector to look at.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+        """Of every node that was fed: the number of its feed, and its row there."""
+        self._feeds: dict[int, tuple[Callable[[int], torch.Tensor], TopTokens | None, int]] = {}
+        self._count = 0
+
+    def add(
+        self,
+        nodes: Sequence[int],
+        row: Callable[[int], torch.Tensor],
+        likeliest: TopTokens | None = None,
+        first: int = 0,
+    ) -> None:
+        """One feed: `row` gives the logits (V) behind each; `likeliest` tells their tokens from its row `first` on."""
+        start = self._count << _ROW_BITS
+        self.places.update(zip(nodes, range(start, start + len(nodes)), strict=True))
+        self._feeds[self._count] = row, likeliest, first
+        self._count += 1
+
+    def row(self, node: int) -> torch.Tensor:
+        """Logits (V) behind a node."""
+        feed, row = divmod(self.places[node], 1 << _ROW_BITS)
+        return self._feeds[feed][0](row)
+
+    def likeliest(self, node: int) -> Place | None:
+        """Where the likeliest token behind a node is told, if it is."""
+        feed, row = divmod(self.places[node], 1 << _ROW_BITS)
+        _, told, first = self._feeds[feed]
+        return None if told is None else (told, first + row)
+
+    def moved(self, numbers: Mapping[int, int]) -> NodeLogits:
+        """What is known of the nodes that have a new number, by that."""
+        moved = NodeLogits()
+        moved.places = {new: self.places[old] for old, new in numbers.items()}
+        feeds = {place >> _ROW_BITS for place in moved.places.values()}
+        moved._feeds, moved._count = {feed: self._feeds[feed] for feed in feeds}, self._count
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """`count` tokens to choose and feed behind `branch` in one go, without the host in between."""
+
+    branch: Branch
+    count: int
+    sampler: Sampler
+    blocked: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """The tokens of a draft, still on the device: column `column` of the run that fed it."""
+
+    run: DraftRun
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequest:
+    """Branches to judge once they are fed, and the stop ids of those that end.
+
+    `top`: so many of the most probable tokens in the place of each are found, too.
+    """
+
+    questions: Sequence[tuple[Branch, Sequence[int]]]
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """What a sequence wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
+
+    `guesses` go along, where anything goes at all.
+    What comes back: `ChosenTokens` of a draft; with `logprobs` a `PendingLogprobs`; else the logits (V) behind the last
+    branch, or None behind a piece of the prompt.
+    """
+
+    sequence: SequenceState
+    branches: tuple[Branch, ...] = ()
+    prompt: int = 0
+    draft: DraftRequest | None = None
+    logprobs: LogprobRequest | None = None
+    guesses: tuple[Branch, ...] = ()
+
+
+ForwardResult = torch.Tensor | PendingLogprobs | ChosenTokens | None
 
 
 class SequenceState(ABC):
@@ -238,3 +351,351 @@ class SequenceState(ABC):
         self._tree = TokenTree()
         self._paths: dict[tuple[int, tuple[int, ...]], Sequence[int]] = {}
         self._logits = NodeLogits()
+
+
+class TreeSequence(SequenceState):
+    """All branches behind one cached trunk, in one forward, each token seeing the trunk and its own ancestors.
+
+    `keeps_spare`: what went through the model behind a committed branch stays known.
+    """
+
+    runner: ModelRunner
+    copies_prompts = True
+
+    def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
+        super().__init__(runner, keeps_spare)
+        self._row: CacheRow | None = None
+        self._is_open = False
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.prompt, self.prompt_remaining, self._is_open = tuple(prompt), len(prompt), True
+
+    def release(self, remember: bool = False) -> None:
+        if self._row is not None:
+            if remember and (cached := self.cached) is not None:
+                self.runner.prefixes.store(*cached)
+            self._row.free()
+        self._row, self._end, self._is_open = None, None, False
+        self._forget_tree()
+
+    @property
+    def cached(self) -> tuple[CacheRow, tuple[int, ...]] | None:
+        """Its row and the committed ids in it; None where there are none, or only those of a longer text."""
+        row = self._row
+        if row is None or not row.used or row.reach or not self.is_sound:
+            return None
+        return row, self.prompt[: row.used] if self.prompt_remaining else self.prompt + self.answer
+
+    def run(self, request: ForwardRequest) -> None:
+        feed_together([request])
+
+    def forward_input(self, request: ForwardRequest) -> tuple[ForwardInput, list[int]] | None:
+        """The tokens to feed and their nodes (none for a piece of the prompt); None if all is known already."""
+        row = self._row if self._row and self._row.used else self._started()
+        if request.prompt:
+            self._catch_up(row)
+            start = len(self.prompt) - self.prompt_remaining
+            ids = self.prompt[start : start + self.runner.piece(request.prompt, start)]
+            return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
+        if not self.needs(request):
+            return None
+        self._read_again_if_long(row)
+        branches = request.branches if request.draft is None else (request.draft.branch,)
+        paths = [self._path(branch) for branch in (*branches, *request.guesses)]
+        nodes = sorted({node for path in paths for node in path if node not in self._logits.places})
+        if not nodes:
+            return None
+        for slot, node in enumerate(nodes, start=row.used):
+            self._tree.slots[node] = slot
+        visible, positions = self._visible(nodes)
+        tokens = [self._tree.tokens[n] for n in nodes]
+        return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
+
+    def _started(self) -> CacheRow:
+        """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
+        assert self._is_open, "the sequence was released"
+        if self._row is None:
+            self._row = self.runner.pool.row(len(self.prompt) + TREE_ROOM)
+            self.runner.prefixes.holders.add(self)
+        self.runner.longrope.outgrown(self._row, len(self.prompt) + TREE_ROOM)
+        return self._row
+
+    def _catch_up(self, row: CacheRow) -> None:
+        """Copy what is known of the prompt beyond what was read, from ended answers and from those that run."""
+        if not row.reach:
+            self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(row, self.prompt)
+
+    def _read_again_if_long(self, row: CacheRow) -> None:
+        """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
+        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_ROOM):
+            return
+        row.used, ids = 0, self.prompt + self.answer
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
+            self._end, self._end_place = rows[-1], None
+
+    def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: TopTokens | None, first: int) -> None:
+        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
+
+        `likeliest`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
+        """
+        if nodes:
+            self._logits.add(nodes, rows.__getitem__, likeliest, first)
+            self._count(nodes)
+            return
+        assert self._row is not None
+        left = len(self.prompt) - self._row.used
+        self.read_tokens += self.prompt_remaining - left
+        self.prompt_remaining = left
+        if not self.prompt_remaining:
+            self._end = rows[-1]
+            self._end_place = None if likeliest is None else (likeliest, first + len(rows) - 1)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.runner.static is not None
+
+    def may_draft_ahead(self, branch: Branch) -> bool:
+        return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes behind all that is fed
+
+    @property
+    def room(self) -> int:
+        return max(0, self._row.block.capacity - self._row.used - 1) if self._row is not None else 0
+
+    @property
+    def spare(self) -> int:
+        """Tokens in the cache behind the committed ones."""
+        return self._row.used - self.length if self._row is not None else 0
+
+    def commit(self, branch: Branch) -> None:
+        if not self.keeps_spare:
+            super().commit(branch)
+            return
+        self.extend([branch])
+        path = self._path(branch)
+        last = path[-1] if path else ROOT
+        trunk = len(self.prompt) + branch.base + len(branch.tokens)
+        tree, logits, below = self._tree, self._logits, self._tree.below(last, trunk, self._fed_nodes)
+        super().commit(branch)
+        self._plant(tree, logits, last, below)
+
+    def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
+        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
+        assert self._row is not None
+        slots = [slot for n in below if (slot := tree.slots[n]) is not None]
+        self._row.keep(self.length, slots)
+        numbers = self._tree.take_over(tree, root, below, self.length)
+        for slot, old in enumerate(below, start=self.length):
+            self._tree.slots[numbers[old]] = slot
+            self._fed_nodes.append(numbers[old])
+        self._logits = logits.moved({old: numbers[old] for old in below})
+
+    def draft_behind(self, branch: Branch) -> None:
+        if not self.drafts_ahead:
+            return
+        path = list(self._path(branch))[: self.knows(branch)]
+        tree, logits = self._tree, self._logits
+        self._forget_tree()
+        self._plant(tree, logits, ROOT, path)
+
+    def draft_input(self, draft: DraftRequest) -> DraftInput:
+        """What the runner needs to go on from the draft's branch."""
+        assert self._row is not None, "the sequence was released"
+        assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
+        history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
+        return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
+
+    def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        assert self._row is not None, "the sequence was released"
+        ids, ended = chosen.run.tokens(chosen.column, draft.count, stop_ids)
+        draft.sampler.drawn += len(ids)
+        start = self.length + len(draft.branch.tokens)
+        fed = ids[: draft.count - 1]
+        path = self._path(Branch(draft.branch.base, draft.branch.tokens + tuple(fed)))
+        nodes = path[len(path) - len(fed) :]
+        for n, node in enumerate(nodes):
+            self._tree.slots[node] = start + n
+        self._row.used = start + len(nodes)
+        self._logits.add(nodes, partial(chosen.run.logits, chosen.column))
+        self._count(nodes, draft.count - 1)
+        return ids, ended
+
+    def _count(self, nodes: Sequence[int], forwards: int = 1) -> None:
+        self.computed_tokens += len(nodes)
+        self.forwards += forwards
+        self._fed_nodes += nodes
+
+    def _visible(self, nodes: Sequence[int]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Which slots (K) each new node (Q) sees, and the position of every slot; the queries are the last Q slots."""
+        tree, fed = self._tree, [*self._fed_nodes, *nodes]
+        slots = self.length + len(fed)
+        visible = np.zeros((len(nodes), slots), dtype=bool)
+        row_of = dict(zip(nodes, range(len(nodes)), strict=True))
+        for row, node in enumerate(nodes):
+            parent = tree.parents[node]
+            if (above := row_of.get(parent)) is not None:  # parents come first
+                visible[row] = visible[above]
+            else:
+                visible[row, : tree.trunks[node]] = True
+                visible[row, [slot for a in tree.lineage(parent) if (slot := tree.slots[a]) is not None]] = True
+            visible[row, tree.slots[node]] = True
+        positions = np.arange(slots)
+        positions[self.length :] = [tree.positions[n] for n in fed]
+        return visible, positions
+
+    def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
+        assert self._row is not None
+        slots = [slot for n in nodes if (slot := self._tree.slots[n]) is not None]
+        self._row.keep(len(self.prompt) + branch.base, slots)
+
+    def _forget_tree(self) -> None:
+        super()._forget_tree()
+        self._fed_nodes: list[int] = []
+
+
+def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
+    """Run what sequences of one model ask for: packed ones in one forward, drafts in one run of forwards, others as
+    they do it themselves. What each wanted to know, in their order, as far as the device has got."""
+    inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
+    drafts: list[tuple[TreeSequence, DraftRequest]] = []
+    others = [request for request in requests if not isinstance(request.sequence, TreeSequence)]
+    if others:
+        others[0].sequence.run_together(others)
+    for request in requests:
+        if not isinstance(request.sequence, TreeSequence):
+            continue
+        if request.draft is not None:
+            drafts.append((request.sequence, request.draft))
+        if (found := request.sequence.forward_input(request)) is not None:
+            inputs.append((request.sequence, *found))
+    if inputs:
+        runner, first = inputs[0][0].runner, 0
+        logits = runner.step([segment for _, segment, _ in inputs])
+        told = TopTokens(logits) if runner.tells_likeliest and any(map(len, logits)) else None
+        for (sequence, _, nodes), rows in zip(inputs, logits, strict=True):
+            sequence.take(nodes, rows, told, first)
+            first += len(rows)
+    columns = _run_drafts(drafts) if drafts else iter(())
+    results = [next(columns) if request.draft is not None else _result(request) for request in requests]
+    PendingLogprobs.together([result for result in results if isinstance(result, PendingLogprobs)])
+    return results
+
+
+def _run_drafts(drafts: Sequence[tuple[TreeSequence, DraftRequest]]) -> Iterator[ChosenTokens]:
+    static = drafts[0][0].runner.static
+    assert static is not None, "only sequences of fixed-shape runners draft ahead"
+    run = static.draft([sequence.draft_input(draft) for sequence, draft in drafts])
+    return (ChosenTokens(run, column) for column in range(len(drafts)))
+
+
+def _result(request: ForwardRequest) -> ForwardResult:
+    if request.logprobs is not None:
+        return request.sequence.judgement(request.logprobs)
+    return request.sequence.logits(request.branches[-1]) if request.branches else None
+
+
+def new_sequence(runner: ModelRunner, keeps_spare: bool = False) -> SequenceState:
+    """A sequence for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
+    return TreeSequence(runner, keeps_spare) if runner.plan else RowSequence(runner)
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """A cache that holds the first `length` committed tokens, then `nodes` of the tree."""
+
+    cache: Any
+    length: int
+    nodes: tuple[int, ...] = ()
+
+    def copy(self) -> _Snapshot:
+        return _Snapshot(copy.deepcopy(self.cache), self.length, self.nodes)
+
+
+class RowSequence(SequenceState):
+    """One snapshot of the prompt, one of the previous trunk and one of the trunk; branches run on copies."""
+
+    runner: ModelRunner
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._snapshots: list[_Snapshot] = []
+        self._runs: dict[tuple[int, ...], _Snapshot] = {}
+        super().__init__(runner)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.prompt, self.prompt_remaining = tuple(prompt), len(prompt)
+
+    def release(self, remember: bool = False) -> None:
+        self._snapshots, self._end = [], None
+        self._forget_tree()
+
+    def run(self, request: ForwardRequest) -> None:
+        if request.prompt:
+            self._end = self._read_prompt()
+            self.read_tokens += self.prompt_remaining
+            self.prompt_remaining = 0
+        else:
+            self._feed([self._path(branch) for branch in request.branches])
+
+    def _read_prompt(self) -> torch.Tensor:
+        """Logits (V) after the prompt. Its last token is fed apart, so that a snapshot stands before every parent."""
+        if len(self.prompt) == 1:
+            logits, cache = self.runner.new_cache(self.prompt)
+            self._snapshots = [_Snapshot(cache, 1)]
+            return logits
+        _, cache = self.runner.new_cache(self.prompt[:-1])
+        first = _Snapshot(cache, len(self.prompt) - 1)
+        trunk = first.copy()
+        logits = self._append(trunk, self.prompt[-1:])[-1]
+        trunk.length += 1
+        self._snapshots = [first, trunk]
+        return logits
+
+    def _feed(self, paths: Sequence[Sequence[int]]) -> None:
+        for path in paths:
+            if all(node in self._logits.places for node in path):
+                continue
+            run, missing = self._start(path)
+            lead = self._committed(run.length, self._tree.trunks[path[0]]) if not run.nodes else []
+            ids = lead + [self._tree.tokens[n] for n in missing]
+            rows = self._append(run, ids)[len(lead) :]
+            run.nodes = tuple(path)
+            run.length += len(lead)
+            self._logits.add(missing, rows.__getitem__)
+            self._runs[run.nodes] = run
+            self.computed_tokens += len(ids)
+            self.forwards += 1
+
+    def _start(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
+        """The state to go on from: the run that drafted this path so far, or a copy of the nearest snapshot."""
+        before = self._runs.pop(tuple(path[:-1]), None) if len(path) > 1 else None
+        if before is not None:
+            return before, [path[-1]]
+        trunk = self._tree.trunks[path[0]]
+        nearest = max((s for s in self._snapshots if s.length <= trunk), key=lambda s: s.length)
+        return nearest.copy(), list(path)
+
+    def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
+        run = self._runs.get(tuple(self._path(branch)))
+        if run is not None:
+            trunk = _Snapshot(run.cache, len(self.prompt) + branch.base + len(branch.tokens))
+            fits = [s for s in self._snapshots if s.length <= len(self.prompt) + branch.base]
+            self._snapshots = [self._snapshots[0], *fits[1:][-1:], trunk]
+        elif nodes:
+            self._rerun(branch)
+
+    def _rerun(self, branch: Branch) -> None:
+        """Feed a branch whose own state was carried on by a longer draft."""
+        for node in self._path(branch):
+            self._logits.places.pop(node, None)
+        self._feed([self._path(branch)])
+        self._keep(branch, self._path(branch))
+
+    def _committed(self, start: int, end: int) -> list[int]:
+        return list((self.prompt + self.answer)[start:end])
+
+    def _append(self, run: _Snapshot, ids: Sequence[int]) -> torch.Tensor:
+        return self.runner.append(ids, run.cache, run.length + len(run.nodes))
+
+    def _forget_tree(self) -> None:
+        super()._forget_tree()
+        self._runs = {}

@@ -1,21 +1,26 @@
-"""One answer of a member of this process: its stages ask for forwards, which those of many answers share."""
+"""One answer of a member of this process: its stages ask for forwards, which those of many answers share.
+
+What a member will probably say next, guessed from what stands there already, and how often that comes true.
+
+Guesses go through the model along with tokens that have to; a member then says what it would have said without them,
+and where that is what was guessed, it is known already. So guesses change nothing but the work. Ids, no text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.members.local.batching import Stage
-from specfuse_shared.members.local.forwards import (
+from specfuse_shared.members.local.sequence import (
     PREFILL_CHUNK,
     ChosenTokens,
     DraftRequest,
     ForwardRequest,
     LogprobRequest,
+    SequenceState,
 )
-from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.members.local.speculation import OWN, TOLD, Guess, Guesses
 from specfuse_shared.members.session import Session
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
@@ -26,7 +31,193 @@ from specfuse_shared.text.codec import Encoding
 if TYPE_CHECKING:
     import torch
 
-    from specfuse_shared.members.local.base import InProcessMember
+    from specfuse_shared.members.local.member import InProcessMember
+
+MOST_GUESSED = 24
+"""Tokens of one guess."""
+TOKEN_COST = 0.06
+"""What a token more costs, as a share of a forward of one."""
+_GRAMS = (4, 3, 2)
+"""So many equal last tokens are looked for, the longest first."""
+GuessKind = int | str
+OWN, TOLD = "own", "told"
+"""Where tokens come from that are not looked up: the member's own earlier draft, and what another one said."""
+_PRIOR: dict[GuessKind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN: 0.9, TOLD: 0.5}
+"""How often a token comes true before anything was seen: behind so many equal tokens, or by where it comes from."""
+_PRIOR_WEIGHT, _MEMORY = 4.0, 0.95
+
+
+class PromptLookup:
+    """Where the last few tokens of a sequence stood in it before, and what followed there.
+
+    After "prompt lookup decoding" (Apoorv Saxena, 2023).
+    """
+
+    def __init__(self) -> None:
+        self._ids = ""
+        """A character for each, by its number: among those Python finds a row of them many at a time."""
+
+    @property
+    def size(self) -> int:
+        """Tokens of the sequence."""
+        return len(self._ids)
+
+    def read(self, ids: Sequence[int], start: int) -> None:
+        """From place `start` on, the sequence is `ids` now."""
+        self._ids = self._ids[:start] + _characters(ids)
+
+    def find(self, last: Sequence[int], most: int) -> tuple[Sequence[int], int]:
+        """What followed `last` where it stood before, at most `most` tokens, and how many tokens were equal."""
+        for n in _GRAMS:
+            gram = _characters(last[-n:])
+            if len(gram) == n and (at := self._ids.rfind(gram, 0, -1)) >= 0:
+                return list(map(ord, self._ids[at + n : at + n + most])), n
+        return (), 0
+
+
+def _characters(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@dataclass(slots=True)
+class Record:
+    """How often guesses of a kind came true, the last ones counting most."""
+
+    rate: float
+    weight: float = _PRIOR_WEIGHT
+
+    def add(self, came_true: bool) -> None:
+        self.weight = self.weight * _MEMORY + 1
+        self.rate += (came_true - self.rate) / self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens that may come next, and the kind of each."""
+
+    tokens: tuple[int, ...]
+    kinds: tuple[GuessKind, ...]
+
+    def first(self, count: int) -> Guess:
+        """The first `count` of them."""
+        return self if count >= len(self.tokens) else Guess(self.tokens[:count], self.kinds[:count])
+
+
+@dataclass(slots=True)
+class _Fed:
+    """A guess that went through the model: the tokens from `first` on; those before `next` were looked at."""
+
+    branch: Branch
+    kinds: Sequence[GuessKind]
+    first: int
+    next: int
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The guesses of one answer of one member.
+
+    `barred`: ids that it never says. `guessed` tokens went through the model; `accepted` of them were chosen.
+    """
+
+    barred: Container[int]
+    records: dict[GuessKind, Record] = field(default_factory=lambda: {k: Record(r) for k, r in _PRIOR.items()})
+    guessed: int = 0
+    accepted: int = 0
+    _lookup: PromptLookup = field(default_factory=PromptLookup)
+    _expected: dict[Branch, GuessKind] = field(default_factory=dict)
+    _fed: list[_Fed] = field(default_factory=list)
+
+    def read(self, ids: Sequence[int], start: int) -> None:
+        """From place `start` on, prompt and committed answer are `ids` now."""
+        self._lookup.read(ids, start)
+
+    @property
+    def has_read(self) -> bool:
+        return self._lookup.size > 0
+
+    def expect(self, branch: Branch, kind: GuessKind) -> None:
+        """The answer may go on like this."""
+        if branch.tokens and self._expected.get(branch) != OWN:
+            self._expected[branch] = kind
+
+    def behind(self, before: Sequence[int], branch: Branch, room: int, cost: float, share: float = 1.0) -> Guess:
+        """What may follow the branch, which follows the ids `before`: as many tokens as pay, at most `room`.
+
+        A guess ends where its tokens come true less often than `cost`. `share`: how likely it is that the branch
+        matters at all.
+        """
+        most, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
+        tokens: list[int] = []
+        kinds: list[GuessKind] = []
+        chance = share
+        expected = [(e.tokens[size:], kind) for e, kind in self._expected.items() if _begins(e, branch)]
+        if expected:
+            ids, kind = max(expected, key=lambda followers: (followers[1] == OWN, len(followers[0])))
+            chance = self._extend(tokens, kinds, ids[:most], kind, chance, cost)
+        if not expected or len(tokens) == len(ids):
+            last = [*before[-_GRAMS[0] :], *branch.tokens[-_GRAMS[0] :], *tokens[-_GRAMS[0] :]]
+            followers, equal = self._lookup.find(last, most - len(tokens))
+            self._extend(tokens, kinds, followers, equal, chance, cost)
+        return Guess(tuple(tokens), tuple(kinds))
+
+    def _extend(
+        self,
+        tokens: list[int],
+        kinds: list[GuessKind],
+        ids: Sequence[int],
+        kind: GuessKind,
+        chance: float,
+        cost: float,
+    ) -> float:
+        """Take of `ids` what pays; how likely it is that all of that comes."""
+        for token in ids:
+            chance *= self.records[kind].rate
+            if chance < cost or token in self.barred:
+                break
+            tokens.append(token)
+            kinds.append(kind)
+        return chance
+
+    def feed(self, branch: Branch, guess: Guess, known: int) -> Branch:
+        """The branch that goes on with a guess, of which the first `known` tokens went through the model before."""
+        whole = Branch(branch.base, branch.tokens + guess.tokens)
+        first = len(branch.tokens) + known
+        self.guessed += len(guess.tokens) - known
+        self._fed.append(_Fed(whole, guess.kinds[known:], first, first))
+        return whole
+
+    def observe(self, answer: Sequence[int], ids: Sequence[int], token: int) -> None:
+        """`token` was chosen behind the committed `answer` and `ids`."""
+        for fed in self._fed:
+            base, tokens = fed.branch.base, fed.branch.tokens
+            if len(answer) + len(ids) - base != fed.next or fed.next >= len(tokens):
+                continue
+            if (*answer[base:], *ids) == tokens[: fed.next]:
+                came_true = token == tokens[fed.next]
+                self.records[fed.kinds[fed.next - fed.first]].add(came_true)
+                self.accepted += came_true
+                fed.next = fed.next + 1 if came_true else len(tokens)
+
+    def commit(self, branch: Branch, answer: Sequence[int]) -> None:
+        """The branch was committed, and the answer is `answer` now; what goes on from it may still come true."""
+        size = len(branch.tokens)
+        going_on = {e: kind for e, kind in self._expected.items() if _begins(e, branch)}
+        self._expected = {Branch(len(answer), e.tokens[size:]): kind for e, kind in going_on.items()}
+        self._fed = [fed for fed in self._fed if fed.next < len(fed.branch.tokens) and _follows(fed.branch, answer)]
+
+
+def _begins(longer: Branch, branch: Branch) -> bool:
+    """Whether one branch goes on from another."""
+    size = len(branch.tokens)
+    return longer.base == branch.base and len(longer.tokens) > size and longer.tokens[:size] == branch.tokens
+
+
+def _follows(branch: Branch, answer: Sequence[int]) -> bool:
+    """Whether a branch goes on from an answer."""
+    size = len(answer) - branch.base
+    return 0 <= size < len(branch.tokens) and tuple(answer[branch.base :]) == branch.tokens[:size]
+
 
 _BEFORE = 8
 """So many tokens before a guess may tell what follows."""
@@ -36,7 +227,7 @@ class LocalSession(Session[SequenceState]):
     """One answer of a member of this process: its sequence is in the cache.
 
     Where it `speculates`, guesses of what comes next go through the model along with what has to; see
-    `specfuse_shared.members.local.speculation`.
+    `specfuse_shared.members.local.session`.
     """
 
     def __init__(

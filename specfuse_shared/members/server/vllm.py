@@ -2,38 +2,609 @@
 
 Log p of given tokens is asked by prefixes: every prefix of the candidates is a prompt of one request, one token is
 decoded behind each, and `logprob_token_ids` names the tokens whose log p is wanted. So the context comes from the
-prefix cache. The token endpoint (`specfuse_shared.members.server.tokens`) does it in one request a candidate.
+prefix cache. The token endpoint (`specfuse_shared.members.server.vllm`) does it in one request a candidate.
 `prompt_logprobs`, the only way of older servers, reads all of the context again.
+
+JSON over HTTP with one server of a model: connections that are kept, timeouts, and errors by name.
+
+vLLM's `/v1/completions` over token ids: continuations, and log p of given tokens in two ways.
+
+What a member asks of a server, to continue ids and to judge given ones, and checks of what comes back.
+
+vLLM's token endpoint, `/inference/v1/generate` (server flag `--enable-scale-out`): tokens in, tokens out.
+
+Here `prompt_logprobs` may read the prefix cache, so that a candidate is one request, and what is computed is what
+stands behind the last cached block. Rows in front of that are memory that nobody wrote: only rows are read that the
+server must have computed, as a hit ends at a block and leaves at least one token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import re
-from collections.abc import Sequence
-from typing import Literal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from specfuse_shared.errors import ServerError, ServerModelError, ServerSettingsError, ServerUnreachableError
-from specfuse_shared.members.server.client import ServerClient
-from specfuse_shared.members.server.completions import MOST_IDS, CompletionsEndpoint, NotToldError
-from specfuse_shared.members.server.dialect import (
-    Continuation,
-    Continued,
-    Place,
-    RowsMissingError,
-    ScoredLine,
-    ServerFacts,
-    cut_at_stop,
-    distance,
-    first_of,
-    sampling_of,
-    scores_of,
+import httpx
+
+from specfuse_shared import bounded_http
+from specfuse_shared.addresses import trusted
+from specfuse_shared.bounded_http import ResponseRefusedError
+from specfuse_shared.errors import (
+    ServerError,
+    ServerKeyError,
+    ServerModelError,
+    ServerSettingsError,
+    ServerUnreachableError,
 )
-from specfuse_shared.members.server.tokens import TokenEndpoint
 from specfuse_shared.members.stages import Top
 from specfuse_shared.policies import ROUNDING
 from specfuse_shared.settings.sampling_params import SamplingParams
+
+CONNECT_SECONDS = 10.0
+_KEPT_SECONDS = 4.0
+"""Idle connections go before the servers, which keep them for 5 s, end them."""
+_MOST_SHOWN = 300
+"""Characters of what a server says went wrong."""
+
+OnRequest = Callable[[float, int], None]
+"""Called after each request with the seconds that it took, and the steps that a model made for it."""
+
+
+class ServerClient:
+    """Belongs to one event loop. `key`: sent as `Authorization: Bearer …`, and shown nowhere.
+
+    `timeout`: seconds for a whole request, after which it is cancelled, which servers take for a client that left.
+    `key_name`: what to call the key in an error.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: str | None = None,
+        key_name: str | None = None,
+        timeout: float = 60.0,
+        on_request: OnRequest = lambda seconds, steps: None,
+    ) -> None:
+        self.address = address
+        self.on_request = on_request
+        self._key_name = key_name
+        self._timeout = timeout
+        self._http = httpx.AsyncClient(
+            base_url=address,
+            headers={**bounded_http.HEADERS, **({"Authorization": f"Bearer {key}"} if key else {})},
+            event_hooks={"response": [bounded_http.abound]},
+            verify=trusted(),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS),
+        )
+
+    def __repr__(self) -> str:
+        return f"ServerClient({self.address!r})"
+
+    async def get(self, path: str) -> httpx.Response:
+        """What the server answers, whatever its status. Raises `ServerUnreachableError`."""
+        return await self._sent(lambda: self._http.get(path), min(self._timeout, CONNECT_SECONDS))
+
+    async def post(self, path: str, body: Mapping[str, Any], steps: int = 1) -> Any:
+        """The JSON that answers `body`, for which a model makes so many `steps`. Raises `ServerError`."""
+        began = time.monotonic()
+        response = await self._sent(lambda: self._http.post(path, json=dict(body)), self._timeout)
+        answer = self.read(response)
+        self.on_request(time.monotonic() - began, steps)
+        return answer
+
+    async def tokenized(self, model: str, text: str) -> list[int]:
+        """Ids of a text as the server's tokenizer has them, without special tokens."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        ids: list[int] = (await self.post("/tokenize", body))["tokens"]
+        return ids
+
+    def read(self, response: httpx.Response) -> Any:
+        """The JSON of a response. Raises `ServerError` for one that is none, or says that something went wrong."""
+        if response.is_error:
+            raise self._refusal(response)
+        try:
+            return json.loads(response.content)
+        except (ValueError, RecursionError) as error:
+            raise ServerError(f"{self.address}{response.url.path} answers no JSON: is a model served there?") from error
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _sent(self, send: Callable[[], Any], seconds: float) -> httpx.Response:
+        """Requests say all that they need, so one whose connection breaks is sent once more."""
+        try:
+            async with asyncio.timeout(seconds):
+                try:
+                    response: httpx.Response = await send()
+                except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                    response = await send()
+                return response
+        except TimeoutError as error:
+            raise ServerUnreachableError(
+                f"the server at {self.address} did not answer within {seconds:g} s: give it time with "
+                "MemberConfig(server_timeout=…), or look after it"
+            ) from error
+        except ResponseRefusedError as error:
+            raise ServerError(f"the server at {self.address} is not believed: {error}") from error
+        except httpx.TransportError as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise ServerUnreachableError(
+                f"no server answers at {self.address} ({reason}): start it, or correct MemberConfig(server=…)"
+            ) from error
+
+    def _refusal(self, response: httpx.Response) -> ServerError:
+        said = _message(response)
+        if response.status_code in (401, 403):
+            named = f"the one in {self._key_name} is not its own" if self._key_name else "name it with api_key_env=…"
+            return ServerKeyError(f"the server at {self.address} asks for its key: {named}")
+        kind = ServerModelError if response.status_code == 404 else ServerError
+        return kind(f"the server at {self.address} answers {response.status_code} to {response.url.path}: {said}")
+
+
+def _message(response: httpx.Response) -> str:
+    """What a server says went wrong, in its own words."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    if isinstance(body, Mapping):
+        body = body.get("error", body)
+    if isinstance(body, Mapping):
+        body = body.get("message", body)
+    return " ".join(str(body).split())[:_MOST_SHOWN]
+
+
+BAN = -100.0
+"""What is added to the logit of a token that must not come."""
+
+
+class RowsMissingError(ServerError):
+    """The server did not tell what was asked of a candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """At most `count` tokens behind `prompt`, sampled as `params` and `seed` say, until one of `stop_ids` comes.
+
+    Never one of `banned`; only ones of `allowed`, where those are given; by a Lark `grammar` of all of them, where that
+    is given, which is not believed to be kept. `vocabulary_size`: ids are below it.
+    """
+
+    prompt: tuple[int, ...]
+    count: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    banned: tuple[int, ...] = ()
+    allowed: tuple[int, ...] | None = None
+    grammar: str | None = None
+    vocabulary_size: int | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the server may not choose among all tokens."""
+        return bool(self.banned) or self.allowed is not None or self.grammar is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a server told of a place behind some ids: log p of tokens there, and the most probable one, if it is known.
+
+    Both by the model as it is: no temperature, no penalty, no grammar.
+    """
+
+    logprobs: Mapping[int, float] = field(default_factory=dict)
+    likeliest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Tokens up to the end of the turn, and whether that came; the places of them all, and of that end, if told."""
+
+    ids: list[int]
+    ended: bool
+    places: Sequence[Place] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredLine:
+    """`tokens` behind `prefix`, which are to be judged, and where there are `stop_ids`, one of those behind them."""
+
+    prefix: tuple[int, ...]
+    tokens: tuple[int, ...]
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself. `models`: its names, each with what it was loaded from.
+
+    `context`: tokens that it takes. `prefix_cache`: whether it has one; `block_tokens`: in blocks of how many tokens,
+    of which only full ones are kept. None where it does not tell.
+    """
+
+    title: str
+    models: Mapping[str, str]
+    context: int | None
+    prefix_cache: bool | None
+    block_tokens: int | None = None
+
+
+def cut_at_stop(ids: Sequence[int], wanted: Continuation, stopped: bool) -> tuple[list[int], bool]:
+    """Ids before the first that ends the turn, and whether one did, or the server says that it `stopped`.
+
+    Raises `ServerError` for ids that were not asked for.
+    """
+    _check_ids(ids, wanted)
+    ends = set(wanted.stop_ids)
+    place = next((n for n, token in enumerate(ids) if token in ends), None)
+    if place is not None:
+        return list(ids[:place]), True
+    if not (ids or stopped):
+        raise ServerError("the server gave no token: is its context full?")
+    return list(ids), stopped
+
+
+def _check_ids(ids: Sequence[int], wanted: Continuation) -> None:
+    if len(ids) > wanted.count + 1:  # a server may count the end of the turn or not
+        raise ServerError(f"the server gave {len(ids)} tokens where {wanted.count} were asked for")
+    most = math.inf if wanted.vocabulary_size is None else wanted.vocabulary_size
+    if not all(type(token) is int and 0 <= token < most for token in ids):
+        raise ServerError("the server gave tokens that its model does not have")
+    if wanted.allowed is not None and not set(ids) <= {*wanted.allowed, *wanted.stop_ids}:
+        raise ServerError("the server gave tokens that the grammar does not allow")
+
+
+def checked_logprob(value: object) -> float:
+    """A log-probability as a server gives it, at most 0. Raises `ServerSettingsError` for what is none."""
+    number = float(value) if isinstance(value, (int, float)) else math.nan
+    if not number <= ROUNDING:
+        raise ServerSettingsError(
+            f"the server gives logits or other numbers ({str(value)[:20]}) where log-probabilities were asked for: "
+            "start it with --logprobs-mode raw_logprobs"
+        )
+    return min(number, 0.0)
+
+
+def row_of(row: Mapping[str, Mapping[str, Any]] | None, token: int) -> Place:
+    """A place by its row of `prompt_logprobs`. Raises `RowsMissingError` where that tells of another token."""
+    entry = (row or {}).get(str(token))
+    if entry is None:
+        raise RowsMissingError("the server tells of other tokens than those that it was asked to judge")
+    return Place({token: checked_logprob(entry["logprob"])}, token if entry.get("rank") == 1 else None)
+
+
+def sampling_of(wanted: Continuation) -> dict[str, Any]:
+    """How a continuation is sampled, as both endpoints take it; all of it, since the server has defaults of its own."""
+    params = wanted.params
+    body: dict[str, Any] = {
+        "max_tokens": wanted.count,
+        "stop_token_ids": wanted.stop_ids,
+        "ignore_eos": True,  # the ends of turn are those named here
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "repetition_penalty": params.repetition_penalty,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    if not params.greedy:
+        body["seed"] = wanted.seed
+    if wanted.banned:
+        body["logit_bias"] = ban_of(wanted.banned)
+    if wanted.allowed is not None:
+        body["allowed_token_ids"] = wanted.allowed
+    if wanted.grammar is not None:
+        body["structured_outputs"] = {"grammar": wanted.grammar}
+    return body
+
+
+def first_of(allowed: Sequence[int], stop_ids: Sequence[int], vocabulary_size: int) -> str:
+    """A Lark grammar of texts whose first token is one of `allowed`, which are in order; any tokens may follow."""
+    starts = [n for n, token in enumerate(allowed) if not n or token != allowed[n - 1] + 1]
+    spans = [(allowed[a], allowed[b - 1]) for a, b in zip(starts, [*starts[1:], len(allowed)], strict=True)]
+    ranges = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    text = f"<[{ranges}]> <[0-{vocabulary_size - 1}]>*"
+    return f"start: ({text})?" if set(stop_ids) & set(allowed) else f"start: {text}"
+
+
+def text_first(text: str) -> str:
+    """A Lark grammar of texts that begin with this one."""
+    return f"start: {json.dumps(text, ensure_ascii=False)} /(.|\\n)*/"
+
+
+def ban_of(banned: Sequence[int]) -> dict[str, float]:
+    """Biases that keep tokens away."""
+    return dict.fromkeys(map(str, banned), BAN)
+
+
+def scores_of(line: ScoredLine, places: Sequence[Place]) -> list[float]:
+    """Natural log p of a line's tokens, by what is known of each place of it; then that any of its stop ids comes."""
+    own = [place.logprobs[token] for place, token in zip(places, line.tokens, strict=False)]
+    return [*own, any_of(places[-1].logprobs[stop] for stop in line.stop_ids)] if line.stop_ids else own
+
+
+def whole_lines(lines: Sequence[ScoredLine]) -> list[tuple[int, tuple[int, ...]]]:
+    """Each line once for each of its stop ids, or once: how much of it is prefix, and all of it."""
+    ends: list[list[tuple[int, ...]]] = [[(stop,) for stop in line.stop_ids] or [()] for line in lines]
+    pairs = zip(lines, ends, strict=True)
+    return [(len(line.prefix), line.prefix + line.tokens + end) for line, own in pairs for end in own]
+
+
+def of_whole_lines(lines: Sequence[ScoredLine], found: Sequence[Sequence[Place]]) -> list[list[Place]]:
+    """Places of `lines` from those of their `whole_lines` behind the prefixes."""
+    left, judged = iter(found), list[list[Place]]()
+    for line in lines:
+        own = [next(left) for _ in line.stop_ids or (None,)]
+        if any(len(places) != len(line.tokens) + bool(line.stop_ids) for places in own):
+            raise ServerError("the server judged other tokens than those that were asked for")
+        ends = [places[-1] for places in own] if line.stop_ids else []
+        likeliest = next((end.likeliest for end in ends if end.likeliest is not None), None)
+        behind = Place({stop: end.logprobs[stop] for stop, end in zip(line.stop_ids, ends, strict=True)}, likeliest)
+        judged.append([*own[0][: len(line.tokens)], behind])
+    return judged
+
+
+def any_of(logprobs: Iterable[float]) -> float:
+    """Log p that any of several tokens comes next."""
+    known = list(logprobs)
+    top = max(known)
+    return top if math.isinf(top) else top + math.log(sum(math.exp(logprob - top) for logprob in known))
+
+
+def with_place(told: dict[tuple[int, ...], Place], ids: tuple[int, ...], place: Place) -> None:
+    """Add what is known of the place behind `ids`."""
+    before = told.get(ids)
+    if before is not None:
+        likeliest = before.likeliest if place.likeliest is None else place.likeliest
+        place = Place({**before.logprobs, **place.logprobs}, likeliest)
+    told[ids] = place
+
+
+def distance(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """Mean |Δ log p|."""
+    pairs = [pair for a, b in zip(some, others, strict=True) for pair in zip(a, b, strict=True)]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)
+
+
+MOST_IDS = 128
+"""`logprob_token_ids` takes no more of them in a request."""
+MOST_PROMPTS = 1024
+"""A request takes no more of them."""
+
+Wanted = dict[tuple[int, ...], set[int]]
+"""Prefix → the tokens whose log p behind it is asked for."""
+
+
+class CompletionsEndpoint:
+    """The endpoint of the server behind `client`. Every method raises `ServerError`."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+
+    async def generated(self, model: str, ids: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
+        """The one choice of an answer to `ids`."""
+        [choice] = await self._choices(model, {**params, "prompt": ids, "return_token_ids": True})
+        return choice
+
+    async def by_prefixes(
+        self, model: str, lines: Sequence[ScoredLine], more: Mapping[str, Any] | None = None
+    ) -> list[list[Place]]:
+        """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
+        wanted: Wanted = {}
+        for line in lines:
+            ids, start = line.prefix + line.tokens, len(line.prefix)
+            for n, token in enumerate(line.tokens):
+                wanted.setdefault(ids[: start + n], set()).add(token)
+            if line.stop_ids:
+                wanted.setdefault(ids, set()).update(line.stop_ids)
+        known: dict[tuple[int, ...], Place] = {}
+        for answer in await asyncio.gather(*(self._asked(model, piece, more or {}) for piece in _pieces(wanted))):
+            for prefix, place in answer:
+                with_place(known, prefix, place)
+        return [
+            [known[line.prefix + line.tokens[:n]] for n in range(len(line.tokens) + bool(line.stop_ids))]
+            for line in lines
+        ]
+
+    async def _asked(self, model: str, wanted: Wanted, more: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Place]]:
+        """The place behind each prefix, with log p of the tokens wanted; one request."""
+        ids = sorted(set().union(*wanted.values()))
+        body = {
+            "prompt": list(wanted),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": 0,
+            "logprob_token_ids": ids,
+            "return_tokens_as_token_ids": True,
+            **more,
+        }
+        choices = await self._choices(model, body)
+        found = []
+        for (prefix, tokens), choice in zip(wanted.items(), choices, strict=True):
+            told = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
+            likeliest = None if more else _named((choice.get("logprobs") or {}).get("tokens") or [])
+            try:
+                logprobs = {token: checked_logprob(told[0][f"token_id:{token}"]) for token in tokens}
+            except KeyError:
+                raise NotToldError(f"the server at {self._client.address} does not score named tokens") from None
+            found.append((prefix, Place(logprobs, likeliest)))
+        return found
+
+    async def by_prompts(self, model: str, lines: Sequence[ScoredLine]) -> list[list[Place]]:
+        whole = whole_lines(lines)
+        body = {"prompt": [ids for _, ids in whole], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        choices = await self._choices(model, body)
+        found = []
+        for (start, ids), choice in zip(whole, choices, strict=True):
+            told = choice.get("prompt_logprobs")
+            if told is None:
+                raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
+            found.append([row_of(told[n], ids[n]) for n in range(start, len(ids))])
+        return of_whole_lines(lines, found)
+
+    async def tops(self, model: str, line: ScoredLine, count: int) -> list[Top]:
+        """The most probable tokens in the place of each of the line's.
+
+        In one request over the whole line: a prefix more for each token would take a decoded token each.
+        """
+        ids, start = line.prefix + line.tokens, len(line.prefix)
+        body = {"prompt": [ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
+        [choice] = await self._choices(model, body)
+        told = choice.get("prompt_logprobs")
+        if told is None:
+            raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
+        return [_top(told[n], count) for n in range(start, len(ids))]
+
+    async def _choices(self, model: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        told = await self._client.post("/v1/completions", {"model": model, **body}, steps=body["max_tokens"])
+        return sorted(told["choices"], key=lambda choice: int(choice["index"]))
+
+
+class NotToldError(ServerError):
+    """The server ignored the tokens that it was asked for."""
+
+
+def _named(tokens: Sequence[str]) -> int | None:
+    """The id of the first of tokens that are told as "token_id:N"."""
+    name, _, number = str(next(iter(tokens), "")).partition(":")
+    return int(number) if name == "token_id" and number.isdecimal() else None
+
+
+def _top(told: Mapping[str, Mapping[str, Any]], count: int) -> Top:
+    """The most probable tokens of a place, in which the prompt's own is told as well."""
+    found = [(int(token), checked_logprob(entry["logprob"])) for token, entry in told.items()]
+    if len(found) < count:
+        raise ServerError(f"the server tells of {len(found)} tokens where {count} were asked for")
+    return tuple(sorted(found, key=lambda pair: -pair[1])[:count])
+
+
+def _pieces(wanted: Wanted) -> list[Wanted]:
+    """The same, in parts that a request takes: of each prefix, all its tokens are in one part unless they are many."""
+    pieces: list[Wanted] = []
+    ids: set[int] = set()
+    for prefix, tokens in wanted.items():
+        for part in _parts(sorted(tokens)):
+            if not pieces or len(ids | part) > MOST_IDS or len(pieces[-1]) >= MOST_PROMPTS or prefix in pieces[-1]:
+                pieces.append({})
+                ids = set()
+            pieces[-1][prefix] = part
+            ids |= part
+    return pieces
+
+
+def _parts(tokens: Sequence[int]) -> list[set[int]]:
+    return [set(tokens[n : n + MOST_IDS]) for n in range(0, len(tokens), MOST_IDS)]
+
+
+PATH = "/inference/v1/generate"
+MOST_ROWS = 4096
+"""A server that tells a row of every token takes longer to write more of them than to judge by prefixes."""
+_MOST_PARTS = 3
+"""A line over more blocks than that is read whole, without the cache, in one request."""
+
+_FINAL = (ServerKeyError, ServerModelError, ServerSettingsError, ServerUnreachableError, RowsMissingError)
+"""Other errors may come of one candidate alone."""
+
+Params = dict[str, Any]
+
+
+class TokenEndpoint:
+    """The endpoint of the server behind `client`, whose cache is kept in blocks of `block_tokens`."""
+
+    def __init__(self, client: ServerClient, block_tokens: int) -> None:
+        self._client = client
+        self._block = block_tokens
+        self._tells_all = True
+
+    def is_short(self, line: ScoredLine) -> bool:
+        """Whether an answer about the line has few enough rows."""
+        return not self._tells_all or len(line.prefix) + len(line.tokens) <= MOST_ROWS
+
+    async def generated(
+        self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[Place]]:
+        """The one choice of an answer, and the place of each of its tokens with log p of those that are `watched`."""
+        told = await self._told(model, ids, params, watched)
+        return _generated(told, watched)
+
+    async def judged(self, model: str, line: ScoredLine) -> list[Place]:
+        """The places of a line's tokens, and the one behind them. Raises `RowsMissingError`."""
+        ids, start = line.prefix + line.tokens, len(line.prefix)
+        ends = [*self._ends(start, len(ids)), len(ids)]
+        try:
+            if len(ends) > _MOST_PARTS:
+                return await self._part(model, ids, start, line.stop_ids, cached=False)
+            watched = [(ids[end],) if end < len(ids) else line.stop_ids for end in ends]
+            starts = [start, *(end + 1 for end in ends[:-1])]
+            parts = zip(starts, ends, watched, strict=True)
+            # a part ends at a block, and the next begins behind the token there, which the first decodes
+            found = await asyncio.gather(*(self._part(model, ids[:end], own, ends) for own, end, ends in parts))
+            return [place for places in found for place in places]
+        except _FINAL:
+            raise
+        except ServerError as error:  # such memory may hold what JSON cannot say
+            raise RowsMissingError(str(error)) from error
+
+    def _ends(self, start: int, size: int) -> range:
+        """Ends of blocks behind which rows of a line from `start` on may be missing."""
+        first = -(-start // self._block) * self._block
+        return range(max(first, self._block), size, self._block)
+
+    async def _part(
+        self, model: str, ids: Sequence[int], start: int, watched: Sequence[int], cached: bool = True
+    ) -> list[Place]:
+        """The places from `start` on, and the one behind."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
+        told = await self._told(model, ids, params, watched)
+        rows, own = told.get("prompt_logprobs") or [], ids[start:]
+        if cached and len(ids) > 2 * self._block:  # newer servers tell those alone that they computed
+            self._tells_all = 2 * len(rows) > len(ids)
+        if len(rows) < len(own):
+            raise RowsMissingError("the server tells too few rows of a candidate")
+        places = [row_of(row, token) for row, token in zip(rows[len(rows) - len(own) :], own, strict=True)]
+        behind = _generated(told, watched)[1]
+        if not behind:
+            raise RowsMissingError("the server decodes nothing behind a candidate")
+        return [*places, behind[0]]
+
+    async def _told(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
+        # as many are told as are named, the decoded one among them: so one is named twice
+        named = [*watched, *watched[-1:]]
+        scored = {"logprobs": len(named), **({"logprob_token_ids": named} if named else {})}
+        # text is not wanted, and made of rows that nobody wrote it fails
+        sampling = {"ignore_eos": True, "detokenize": False, **scored, **params}
+        body = {"model": model, "token_ids": list(ids), "sampling_params": sampling}
+        told = await self._client.post(PATH, body, steps=params["max_tokens"])
+        if not isinstance(told, dict):
+            raise ServerError("the server answers something else than it was asked")
+        return told
+
+
+def _generated(told: Mapping[str, Any], watched: Sequence[int]) -> tuple[dict[str, Any], list[Place]]:
+    [choice] = told["choices"]
+    content = choice["logprobs"]["content"]
+    if [entry["token_id"] for entry in content] != choice["token_ids"]:
+        raise ServerError("the server scored other tokens than it gave")
+    return choice, [_place(entry, watched) for entry in content]
+
+
+def _place(entry: Mapping[str, Any], watched: Sequence[int]) -> Place:
+    told = {each["token_id"]: each["logprob"] for each in entry["top_logprobs"]}
+    if not set(watched) <= set(told):
+        raise ServerError("the server does not score the tokens that it was asked for")
+    wanted = {token: checked_logprob(told[token]) for token in watched}
+    own = entry["token_id"]
+    return Place({**wanted, own: checked_logprob(entry["logprob"])}, own if entry.get("rank") == 1 else None)
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from specfuse_shared.members.base import CacheUse, MemberInfo, OnForward, nobody_listens
 from specfuse_shared.members.loading import load_in_process
 from specfuse_shared.members.local.lane import LocalLane
-from specfuse_shared.members.stages import Closed, Fault, Reply, StageRequest, StageResult, nobody_waits, unanswered
+from specfuse_shared.members.stages import (
+    CacheUse,
+    Closed,
+    Fault,
+    MemberInfo,
+    OnForward,
+    Reply,
+    StageRequest,
+    StageResult,
+    nobody_listens,
+    nobody_waits,
+    unanswered,
+)
 from specfuse_shared.settings.member_config import MemberConfig
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,0 @@
-"""Lanes in other processes and on other machines."""
