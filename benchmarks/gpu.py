@@ -51,7 +51,7 @@ from specfuse_shared.members.local.batching import run_stage
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
-from specfuse_shared.placement.devices import host_memory
+from specfuse_shared.placement.sizing import host_memory
 from specfuse_shared.runtime.static.batch import CAPTURE_AT
 
 CANDIDATES = 5

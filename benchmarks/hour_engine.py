@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from specfuse_shared import EnsembleResult, SamplingParams
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.placement.sizing import free_memory
 from specfuse_shared.runtime.static import runner as static_runner
 
 _SHARE_FOR_WEIGHTS = 0.7

@@ -28,10 +28,9 @@ from specfuse_shared.loading.gguf import (
     ollama_model,
 )
 from specfuse_shared.loading.pretrained import explained
-from specfuse_shared.placement.devices import find_devices, has_accelerator
-from specfuse_shared.placement.packing import ANY_PRECISION, place
 from specfuse_shared.placement.plan import (
     ANSWERS,
+    ANY_PRECISION,
     CONTEXT,
     LOGIT_BYTES,
     Device,
@@ -41,8 +40,9 @@ from specfuse_shared.placement.plan import (
     Split,
     Workload,
     format_bytes,
+    place,
 )
-from specfuse_shared.placement.sizing import ModelSizes
+from specfuse_shared.placement.sizing import ModelSizes, find_devices, has_accelerator
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 

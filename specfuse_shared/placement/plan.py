@@ -11,12 +11,21 @@ What a member needs on a device, in bytes:
     T  tokens whose logits a round keeps (`Workload.draft_tokens` · B: every candidate of every member)
     V  vocabulary; logits are compared in 4 bytes each
     1.1  for activations, the allocator's gaps and what nobody counts
+
+Which member goes onto which device, by the arithmetic of `specfuse_shared.placement.plan`.
+
+Members are placed whole, the largest first, each where it has a device to itself or the most room, so that as many as
+possible run at the same time; if that leaves somebody out, as tightly as they fit. A member that may be quantised is
+so only where nothing wider fits. Only then a member is split over devices of one kind, and main memory or the disk
+take a part of it only if that was asked for. The same sizes always give the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from typing import Any, Protocol
 
 from specfuse_shared.errors import PlacementError
@@ -237,3 +246,254 @@ def _packs_bf16() -> bool:
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+DISK = "disk"
+ANY_PRECISION = (None, "8bit", "4bit")
+_SHORT_CONTEXT = 1024
+
+Precisions = tuple[str | None, ...]
+"""The quantisation of each member."""
+
+
+def place(specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload | None = None) -> Plan:
+    """A place for every member, or a plan without one for some, which says what would help.
+
+    Raises `PlacementError` for a device that is not there.
+    """
+    planner = _Planner(specs, devices, workload or Workload())
+    if (found := planner.any()) is not None:
+        return planner.plan(found)
+    return replace(planner.plan(planner.as_far_as_it_goes()), advice=tuple(_advice(planner)))
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt: who has a place, what is left of each device, and who has none yet."""
+
+    room: dict[str, int]
+    pools: dict[str, int]
+    """What is left of each pool of memory, in which one device or several lie."""
+    placed: dict[str, Assignment] = field(default_factory=dict)
+    outside: list[tuple[MemberSpec, str | None]] = field(default_factory=list)
+    tenants: Counter[str] = field(default_factory=Counter)
+
+    def put(self, assignment: Assignment) -> None:
+        self.placed[assignment.member] = assignment
+        for name, amount in assignment.memory.items():
+            self.tenants[name] += 1
+            if name in self.room:
+                self.room[name] -= amount
+                self.pools[pool_of(name)] -= amount
+        for name, room in self.room.items():
+            self.room[name] = min(room, self.pools[pool_of(name)])
+
+
+class _Planner:
+    def __init__(self, specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Workload) -> None:
+        self.devices = tuple(devices)
+        self.workload = workload
+        self._choices = {r.name: candidates(r, self.devices) for r in specs}
+        self.specs = tuple(self._widest_on_mps(r) for r in specs)
+        self._needs: dict[tuple[str, str, str | None], MemoryNeed] = {}
+        self._depth = max((len(r.quantizations) for r in self.specs), default=0)
+
+    def any(self) -> _Attempt | None:
+        """Every member in a place, if there is a way."""
+        return self.whole() or self.in_parts()
+
+    def whole(self) -> _Attempt | None:
+        """Every member on one device, at the widest precisions that allow it."""
+        if not self._packed(self._at(self._depth - 1)):
+            return None
+        return next(filter(None, map(self._packed, self._ladder())), None)
+
+    def in_parts(self) -> _Attempt | None:
+        """Members that fit nowhere split over devices of one kind, at last offloaded where they allow it."""
+        for ways in ([self._split], [self._split, self._offloaded]):
+            for level in range(self._depth):
+                attempt = self._pack(self._at(level), roomiest=False)
+                if all(self._put(attempt, *left, ways) for left in attempt.outside):
+                    return attempt
+        return None
+
+    def as_far_as_it_goes(self) -> _Attempt:
+        return self._pack(self._at(self._depth - 1), roomiest=False)
+
+    def plan(self, attempt: _Attempt) -> Plan:
+        """Members in their own order; those that were left outside have an empty place."""
+        found = dict(attempt.placed)
+        for spec, quantization in attempt.outside:
+            device = self._choices[spec.name][0]
+            found.setdefault(spec.name, self._assignment(spec, device, quantization))
+        return Plan(self.devices, self.workload, tuple(found[r.name] for r in self.specs))
+
+    def _widest_on_mps(self, spec: MemberSpec) -> MemberSpec:
+        """A member that may be on MPS is quantised there only if that was chosen: the libraries are newer there than
+        those that are supported, and slow."""
+        may_be = any(d.kind == "mps" for d in self._choices[spec.name])
+        return replace(spec, quantizations=spec.quantizations[:1]) if may_be else spec
+
+    # ── precisions ───────────────────────────────────────────────────────────────────────────────
+
+    def _at(self, level: int) -> Precisions:
+        return tuple(r.quantizations[min(level, len(r.quantizations) - 1)] for r in self.specs)
+
+    def _ladder(self) -> Iterator[Precisions]:
+        """Precisions, the widest first: as few members as possible one step down, those that lose the least."""
+        yield self._at(0)
+        for level in range(self._depth - 1):
+            wide, narrow = self._at(level), self._at(level + 1)
+            lost = {n: self._lost(n, wide[n], narrow[n]) for n in range(len(wide)) if wide[n] != narrow[n]}
+            for count in range(1, len(lost) + 1):
+                for down in sorted(combinations(lost, count), key=lambda chosen: sum(lost[n] for n in chosen)):
+                    yield tuple(narrow[n] if n in down else wide[n] for n in range(len(wide)))
+
+    def _lost(self, number: int, wide: str | None, narrow: str | None) -> int:
+        spec = self.specs[number]
+        device = self._choices[spec.name][0]
+        return self._need(spec, device, wide).weights - self._need(spec, device, narrow).weights
+
+    # ── whole members ────────────────────────────────────────────────────────────────────────────
+
+    def _packed(self, precisions: Precisions) -> _Attempt | None:
+        for roomiest in (True, False):
+            attempt = self._pack(precisions, roomiest)
+            if not attempt.outside:
+                return attempt
+        return None
+
+    def _pack(self, precisions: Precisions, roomiest: bool) -> _Attempt:
+        """Chosen devices first, then the largest member; onto the roomiest device or into the tightest gap."""
+        pools: dict[str, int] = {}
+        for d in self.devices:
+            pools[d.pool] = max(d.free, pools.get(d.pool, 0))
+        attempt = _Attempt({d.name: d.free for d in self.devices}, pools)
+
+        def order(entry: tuple[MemberSpec, str | None]) -> tuple[bool, int]:
+            spec, quantization = entry
+            largest = max(self._need(spec, d, quantization).total for d in self._choices[spec.name])
+            return spec.device == "auto", -largest
+
+        for spec, quantization in sorted(zip(self.specs, precisions, strict=True), key=order):
+            device = self._best(attempt, spec, quantization, roomiest)
+            if device is None:
+                attempt.outside.append((spec, quantization))
+            else:
+                whole = self._assignment(spec, device, quantization)
+                memory, caches = {device.name: whole.need.total}, {device.name: 1.0}
+                attempt.put(replace(whole, modules={"": device.name}, memory=memory, caches=caches))
+        return attempt
+
+    def _best(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None, roomiest: bool) -> Device | None:
+        ranked = []
+        for index, device in enumerate(self._choices[spec.name]):
+            left = attempt.room[device.name] - self._need(spec, device, quantization).total
+            rank = (attempt.tenants[device.name], -left) if roomiest else (0, left)
+            if left >= 0:
+                ranked.append((rank, index))
+        return self._choices[spec.name][min(ranked)[1]] if ranked else None
+
+    # ── members in parts ─────────────────────────────────────────────────────────────────────────
+
+    def _put(
+        self,
+        attempt: _Attempt,
+        spec: MemberSpec,
+        quantization: str | None,
+        ways: Sequence[Callable[[_Attempt, MemberSpec, str | None], Assignment | None]],
+    ) -> bool:
+        found = next(filter(None, (way(attempt, spec, quantization) for way in ways)), None)
+        if found is not None:
+            attempt.put(found)
+        return found is not None
+
+    def _split(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None) -> Assignment | None:
+        """Over as few devices of one kind as possible, the roomiest; caches go along with the layers."""
+        for kind in dict.fromkeys(d.kind for d in self._choices[spec.name]):
+            same = [d for d in self._choices[spec.name] if d.kind == kind]
+            same.sort(key=lambda d: -attempt.room[d.name])
+            for count in range(2, len(same) + 1):
+                chosen = [d for d in same[:count] if attempt.room[d.name] > 0]
+                assignment = self._assignment(spec, same[0], quantization)
+                need = assignment.need
+                part = need.weights / (need.weights + need.caches + need.logits) / RESERVE
+                room = {d.name: int(attempt.room[d.name] * part) for d in chosen}
+                split = spec.sizes.split(room, assignment.number_format, quantization)
+                if split is not None:
+                    memory = {name: int(share * need.total) for name, share in split.shares.items()}
+                    return replace(assignment, modules=split.modules, memory=memory, caches=split.shares)
+        return None
+
+    def _offloaded(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None) -> Assignment | None:
+        """One device computes and holds the caches; layers beyond it wait in main memory, the rest on the disk."""
+        if not spec.offload or quantization is not None:
+            return None
+        main = max(self._choices[spec.name], key=lambda d: attempt.room[d.name])
+        assignment = self._assignment(spec, main, quantization)
+        need = assignment.need
+        beside = need.caches + need.logits
+        room = {main.name: attempt.room[main.name] / RESERVE - beside}
+        beside_it = [d for d in self.devices if d.kind == "cpu" and d.pool != main.pool]
+        room |= {d.name: attempt.room[d.name] / RESERVE for d in beside_it}
+        whole = {name: int(left) for name, left in room.items() if left > 0}
+        split = spec.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
+        if split is None or main.name not in split.shares:
+            return None
+        amounts = {n: share * need.weights + (beside if n == main.name else 0) for n, share in split.shares.items()}
+        memory = {name: int(RESERVE * amount) for name, amount in amounts.items()}
+        return replace(assignment, modules=split.modules, memory=memory, caches={main.name: 1.0})
+
+    def _assignment(self, spec: MemberSpec, device: Device, quantization: str | None) -> Assignment:
+        need = self._need(spec, device, quantization)
+        return Assignment(spec.name, spec.number_format(device), quantization, need)
+
+    def _need(self, spec: MemberSpec, device: Device, quantization: str | None) -> MemoryNeed:
+        key = spec.name, spec.number_format(device), quantization
+        if key not in self._needs:
+            self._needs[key] = spec.need(device, quantization, self.workload)
+        return self._needs[key]
+
+
+def candidates(spec: MemberSpec, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices that a member may be put on: the default accelerators, else the processor; or those it names."""
+    if spec.device == "auto":
+        return tuple(filter(spec.is_default, devices)) or tuple(d for d in devices if d.kind == "cpu") or tuple(devices)
+    wanted = spec.device.removesuffix(":0") if spec.device in ("cpu:0", "mps:0") else spec.device
+    found = tuple(d for d in devices if wanted in (d.name, d.kind))
+    if not found:
+        there = ", ".join(d.name for d in devices)
+        raise PlacementError(f"member {spec.name!r}: there is no device {spec.device!r}; there are {there}")
+    return found
+
+
+# ── advice ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _advice(planner: _Planner) -> Iterator[str]:
+    """What would let every member be placed; each was tried."""
+    specs, workload = planner.specs, planner.workload
+
+    def fits(chosen: Sequence[MemberSpec], workload: Workload = workload) -> bool:
+        return _Planner(chosen, planner.devices, workload).whole() is not None
+
+    def most(chosen: Sequence[MemberSpec]) -> list[MemberSpec]:
+        """The larger ones, without which the rest fits."""
+        by_size = sorted(chosen, key=lambda r: -r.sizes.weights("bfloat16", None))
+        return next((by_size[:n] for n in range(1, len(by_size)) if fits(by_size[n:])), by_size)
+
+    if fits([replace(r, dtype="bfloat16") if r.dtype in ("auto", "float32") else r for r in specs]):
+        yield 'dtype="bfloat16"'
+    quantised = [r if r.fixed else replace(r, quantizations=ANY_PRECISION) for r in specs]
+    if fits(quantised):
+        yield 'quantization="auto", which takes the widest precision that fits'
+    if fits(specs, replace(workload, context=_SHORT_CONTEXT)):
+        yield f"max_context={_SHORT_CONTEXT}, a shorter context"
+    without, fewer = most(specs), most(quantised)
+    how = ' with quantization="auto"' if len(fewer) < len(without) else ""
+    if len(gone := fewer if how else without) < len(specs):
+        yield f"leaving out {', '.join(r.name for r in gone)}{how}"
+    offloading = [replace(r, offload=True) for r in specs]
+    if offloading != list(specs) and _Planner(offloading, planner.devices, workload).in_parts():
+        yield "offload=True, which keeps layers in main memory or on the disk and is very slow"
+    yield "smaller models or more memory"

@@ -19,7 +19,7 @@ from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_prompts
 from specfuse_shared.members.stages import CacheUse, Member
 from specfuse_shared.messages import Tool
-from specfuse_shared.placement.devices import shared_out
+from specfuse_shared.placement.sizing import shared_out
 from specfuse_shared.results import EnsembleResult, SideBySide
 from specfuse_shared.serving.admission import Budget
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from specfuse_shared.placement.devices import only_cpu
+from specfuse_shared.placement.sizing import only_cpu
 from specfuse_shared.runtime.mps import empty_cache
 
 KERNELS_ENV, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128

@@ -16,8 +16,7 @@ from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
 from specfuse_shared.differences import differences_of
 from specfuse_shared.loading.progress import LoadProgress
-from specfuse_shared.report.formats import NOTHING
-from specfuse_shared.report.html import MOST, SHOWN
+from specfuse_shared.report.html import MOST, NOTHING, SHOWN
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card
 from tests.support.serving import reciting, serving, until
 

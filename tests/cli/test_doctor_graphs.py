@@ -10,7 +10,7 @@ from rich.console import Console
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.cli.doctor import examine
 from specfuse_shared.cli.terminal import show_checkup
-from specfuse_shared.report.formats import UNKNOWN
+from specfuse_shared.report.html import UNKNOWN
 from tests.support.graphs_without_gpu import Driver, driver
 
 __all__ = ["driver"]

@@ -15,10 +15,8 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, Sampli
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, PlacementError
 from specfuse_shared.loading.planning import plan_ensemble
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.placement.devices import find_devices, planned_devices
-from specfuse_shared.placement.packing import ANY_PRECISION, place
-from specfuse_shared.placement.plan import Device, MemberSpec, Plan, Split, Workload
-from specfuse_shared.placement.sizing import ModelSizes
+from specfuse_shared.placement.plan import ANY_PRECISION, Device, MemberSpec, Plan, Split, Workload, place
+from specfuse_shared.placement.sizing import ModelSizes, find_devices, planned_devices
 from tests.support.cuda import needs_cuda
 from tests.support.shapes import SHAPES, write_shape
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model

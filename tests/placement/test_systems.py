@@ -14,9 +14,8 @@ from specfuse_shared import MemberConfig
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading import planning as backends
 from specfuse_shared.loading import planning as llama_spec
-from specfuse_shared.placement.devices import DEVICES_ENV, find_devices, free_memory, shared_out
-from specfuse_shared.placement.packing import ANY_PRECISION, place
-from specfuse_shared.placement.plan import Device, MemberSpec, Split
+from specfuse_shared.placement.plan import ANY_PRECISION, Device, MemberSpec, Split, place
+from specfuse_shared.placement.sizing import DEVICES_ENV, find_devices, free_memory, shared_out
 from tests.placement.test_placement import shape_sizes
 
 GIB = 2**30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specfuse_shared.report.formats import number
+from specfuse_shared.report.html import number
 
 
 @pytest.mark.parametrize(

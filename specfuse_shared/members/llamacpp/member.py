@@ -26,8 +26,8 @@ from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
 from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence, new_sequence
 from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import CacheUse, MemberInfo
-from specfuse_shared.placement.devices import free_memory, only_cpu
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
+from specfuse_shared.placement.sizing import free_memory, only_cpu
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.types import MemberReport

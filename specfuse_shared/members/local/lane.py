@@ -50,7 +50,7 @@ from specfuse_shared.members.stages import (
     nobody_waits,
     unanswered,
 )
-from specfuse_shared.placement.devices import free_memory
+from specfuse_shared.placement.sizing import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_room
 from specfuse_shared.runtime.mps import mps_turn
