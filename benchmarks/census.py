@@ -40,11 +40,11 @@ from specfuse_shared.members.local.sequence import (
 )
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime import attention
+from specfuse_shared.runtime.attention import plans_for
 from specfuse_shared.runtime.fused_norms import fuse_norms
-from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static_runner import Graphs
 
 _BIASES = {(1024, 2048): causal_lower_right(1024, 2048)}
 NAMES = ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b")

@@ -52,7 +52,7 @@ from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import ScoringQuery
 from specfuse_shared.placement.sizing import host_memory
-from specfuse_shared.runtime.static.batch import CAPTURE_AT
+from specfuse_shared.runtime.static_runner import CAPTURE_AT
 
 CANDIDATES = 5
 _SHARE_FOR_WEIGHTS = 0.8

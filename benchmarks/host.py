@@ -31,7 +31,8 @@ from shapes import members
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local import lane as cores
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.runtime import logprobs, sampler
+from specfuse_shared.runtime import sampler
+from specfuse_shared.runtime import sampler as logprobs
 
 
 class Calls:
@@ -46,7 +47,7 @@ class Calls:
         for holder, names in ((logprobs, ("_log_masses", "_picked")), (sampler, ("_largest",))):
             for name in names:
                 self._time(holder, name)
-        if (found := find_spec("specfuse_shared.runtime.top_tokens")) is not None:
+        if (found := find_spec("specfuse_shared.runtime.sampler")) is not None:
             self._time(import_module(found.name), "_largest")
 
     def _time(self, holder: Any, name: str) -> None:

@@ -17,9 +17,9 @@ import transformers
 from sheet import Sheet
 from torch.nn.functional import scaled_dot_product_attention
 
+from specfuse_shared.runtime.attention import choose_kernels, grouped_kernel
 from specfuse_shared.runtime.cuda_streams import own_stream
-from specfuse_shared.runtime.kernels import choose_kernels, grouped_kernel
-from specfuse_shared.runtime.transfer import Download, upload
+from specfuse_shared.runtime.sampler import Download, upload
 
 Seconds = Callable[[Callable[[], object]], float]
 """How long the device takes for some work."""

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from specfuse_shared import EnsembleResult, SamplingParams
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.sizing import free_memory
-from specfuse_shared.runtime.static import runner as static_runner
+from specfuse_shared.runtime import static_runner as static_runner
 
 _SHARE_FOR_WEIGHTS = 0.7
 

@@ -30,7 +30,7 @@ from specfuse_shared.members.stages import (
     Verify,
 )
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.cache.prefix_cache import common_length
+from specfuse_shared.runtime.kv_cache import common_length
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import PromptEncoder

@@ -1,14 +1,20 @@
-"""RMS norms as one operation of the library, instead of the eight that models write them in."""
+"""RMS norms as one operation of the library, instead of the eight that models write them in.
+
+Weights laid out as the processor's matrix library (oneDNN) reads them best: once at load, not in every product.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.nn.functional import rms_norm
+from torch.nn.functional import embedding, linear, rms_norm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 _OFFSETS = (0.0, 1.0)
 """What models add to the weight."""
@@ -78,3 +84,87 @@ def _tried(module: torch.nn.Module, epsilon: float) -> float | None:
         return None
     matching = (o for o in _OFFSETS if torch.allclose(rms_norm(x, (8,), weight + o, epsilon), expected, 1e-5, 1e-6))
     return next(matching, None)
+
+
+_ROWS = 8
+"""Tokens that the layout is made for: it serves one and a thousand as well."""
+
+
+def pack_weights(model: torch.nn.Module) -> int:
+    """Pack what linear layers of `model` hold in bfloat16 on a processor; how many bytes it takes more than before.
+
+    The weights are gone from the layers then: in their place stand parameters of that shape without numbers. So layers
+    stay whose weights the model also uses in another way, and those that a few tokens do not meet. What an embedding
+    shares with the output layer is kept for it, which is what is taken more. Products stay as they are.
+    """
+    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and _is_plain(m.weight)]
+    if not layers or not _can_pack():
+        return 0
+    movable = _only_multiplied(model)
+    held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    more = 0
+    for module in layers:
+        weight = module.weight
+        if hasattr(module, "_hf_hook") or id(weight) not in movable:
+            continue
+        more += weight.nbytes if held[id(weight)] > 1 else 0
+        module.forward = partial(_product, _packed(weight), module.bias)  # type: ignore[method-assign]
+        module.weight = torch.nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    return more
+
+
+class _Uses(TorchFunctionMode):
+    """Which tensors, by their id, linear layers multiply with, and which are given to anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplied = set[int]()
+        self.otherwise = set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Parameter)}
+        if func is linear:
+            self.multiplied |= given
+        elif func is not embedding and getattr(func, "__name__", "") != "__get__":  # what it looks like is no use of it
+            self.otherwise |= given
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def _only_multiplied(model: torch.nn.Module) -> set[int]:
+    """The weights, by their id, that a forward over a few tokens multiplies with and uses in no other way; none of a
+    model that takes no such thing."""
+    found = _Uses()
+    with found:
+        try:
+            model(input_ids=torch.arange(1, 5)[None], use_cache=False)
+        except Exception:  # what a model wants instead has no common form
+            return set()
+    return found.multiplied - found.otherwise
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Quantised weights are parameters of other classes, whatever number format they name."""
+    return type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS))
+
+
+def _product(packed: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
+
+
+@cache
+def _can_pack() -> bool:
+    """Whether this processor and this torch can, and the products are right: tried once, on a small matrix."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 32, generator=generator).bfloat16() for rows in (16, 3))
+    try:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        found = _product(_packed(weight), None, x)
+    except Exception:  # torch without the library, or with another of its functions
+        return False
+    return torch.allclose(found.float(), linear(x, weight).float(), rtol=2**-6, atol=2**-6)

@@ -12,7 +12,7 @@ from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.members.local.session import MOST_GUESSED
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
-from specfuse_shared.runtime.cache.sizes import TREE_ROOM, next_rows, row_capacity
+from specfuse_shared.runtime.kv_cache import TREE_ROOM, next_rows, row_capacity
 from specfuse_shared.settings.config import EnsembleConfig
 
 _PREFIX_SHARE = 0.125

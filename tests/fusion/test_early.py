@@ -169,7 +169,7 @@ def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_p
 
 def test_static_drafts_go_on_ahead_behind_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look one run of steps, of the tokens that are new; none is drafted by itself."""
-    from specfuse_shared.runtime.static.runner import StaticRunner
+    from specfuse_shared.runtime.static_runner import StaticRunner
 
     runs: list[int] = []
     draft = StaticRunner.draft

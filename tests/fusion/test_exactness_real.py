@@ -13,7 +13,7 @@ from specfuse_shared.members.local.batching import run_stage
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import (
     SCORES,
     assert_equals_naive,

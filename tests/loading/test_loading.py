@@ -22,8 +22,7 @@ from specfuse_shared.loading.pretrained import prepared
 from specfuse_shared.loading.progress import LoadProgress
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.probe import Attempt, _attempt, probe
-from specfuse_shared.runtime.attention import EAGER, GROUPED
-from specfuse_shared.runtime.masks import MaskPlan
+from specfuse_shared.runtime.attention import EAGER, GROUPED, MaskPlan
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams, StartEvent
-from specfuse_shared.runtime.cache.prefix_cache import common_length
+from specfuse_shared.runtime.kv_cache import common_length
 from tests.support.against_naive import local_members, open_session, with_settings
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from specfuse_shared import MemberLoadError
 from specfuse_shared.members.local import probe as probing
 from specfuse_shared.members.local.probe import _attempt, probe
-from specfuse_shared.runtime import attention, kernels
+from specfuse_shared.runtime import attention
+from specfuse_shared.runtime import attention as kernels
 from specfuse_shared.runtime.attention import GROUPED
 from tests.support.tiny import byte_level_tokenizer, save_model
 

@@ -7,7 +7,7 @@ import pytest
 from specfuse_shared import EnsembleEngine
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import local_members
 from tests.support.graphs_without_gpu import Driver
 

@@ -13,13 +13,11 @@ import torch
 from specfuse_shared import EnsembleEngine, SamplingParams
 from specfuse_shared.members.local import lane as cores
 from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.runtime.cache import sizes as cache_sizes
-from specfuse_shared.runtime.cache.blocks import CacheRow
+from specfuse_shared.runtime import kv_cache as cache_sizes
 from specfuse_shared.runtime.cuda_streams import ModelStream
+from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.static.batch import StaticStep
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
-from specfuse_shared.runtime.static.runner import StaticRunner
+from specfuse_shared.runtime.static_runner import Graphs, StaticRunner, StaticStep
 from tests.support.against_naive import answer_of, local_members
 from tests.support.captured import drafted, opened
 from tests.support.graphs_without_gpu import Driver, Stream, driver
@@ -114,7 +112,7 @@ def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Dri
 def test_after_lack_of_memory_no_step_reads_what_was_freed(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.runtime.cache.blocks._LAYERS_A_STACK", 2)
+    monkeypatch.setattr("specfuse_shared.runtime.kv_cache._LAYERS_A_STACK", 2)
     runner.pool.is_fixed = False  # else no block grows
     sequences = [opened(runner, 0)]
     for _ in range(4):

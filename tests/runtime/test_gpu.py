@@ -24,9 +24,8 @@ from specfuse_shared.members.local.sequence import (
 )
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
-from specfuse_shared.runtime.transfer import Download
+from specfuse_shared.runtime.sampler import Download, Sampler
+from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import answer_of, assert_equals_naive, local_members, with_settings
 from tests.support.cuda import needs_cuda
 from tests.support.many_requests import requests

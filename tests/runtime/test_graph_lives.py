@@ -20,14 +20,14 @@ from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import ForwardRequest, feed_together
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime import attention, cuda_streams, model_runner
-from specfuse_shared.runtime.cache import sizes as cache_sizes
+from specfuse_shared.runtime import kv_cache as cache_sizes
+from specfuse_shared.runtime import static_runner as cuda_graphs
+from specfuse_shared.runtime import static_runner as static_batch
+from specfuse_shared.runtime import static_runner as static_runner
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner, share_room
 from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static import batch as static_batch
-from specfuse_shared.runtime.static import cuda_graphs
-from specfuse_shared.runtime.static import runner as static_runner
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import answer_of, local_members, open_session
 from tests.support.captured import drafted, opened
 from tests.support.graphs_without_gpu import Driver, driver

@@ -24,7 +24,8 @@ from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import new_sequence
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
-from specfuse_shared.runtime import mps, transfer
+from specfuse_shared.runtime import mps
+from specfuse_shared.runtime import sampler as transfer
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelForward
 from specfuse_shared.runtime.sampler import NOT_FINITE, Sampler

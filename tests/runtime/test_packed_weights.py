@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.sizing import weight_bytes
-from specfuse_shared.runtime import packed_weights
-from specfuse_shared.runtime.packed_weights import pack_weights
+from specfuse_shared.runtime import fused_norms as packed_weights
+from specfuse_shared.runtime.fused_norms import pack_weights
 from tests.support.against_naive import local_members
 from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, save_model
 

@@ -12,7 +12,7 @@ from specfuse_shared import MemberConfig
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import ForwardRequest, feed_together, new_sequence
 from specfuse_shared.runtime import attention
-from specfuse_shared.runtime.kernels import choose_kernels
+from specfuse_shared.runtime.attention import choose_kernels
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 

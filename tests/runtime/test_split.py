@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specfuse_shared.runtime.attention import EAGER, GROUPED
 from specfuse_shared.members.local.sequence import ForwardRequest
 from specfuse_shared.members.local.sequence import TreeSequence, feed_together
-from specfuse_shared.runtime.masks import plans_for
+from specfuse_shared.runtime.attention import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
 from specfuse_shared.members.token_tree import Branch
 from tests.support.tiny import ARCHITECTURES

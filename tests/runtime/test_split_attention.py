@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
-from specfuse_shared.runtime import kernels
-from specfuse_shared.runtime.masks import additive
+from specfuse_shared.runtime import attention as kernels
+from specfuse_shared.runtime.attention import additive
 from tests.support.against_naive import assert_equals_naive, local_members
 from tests.support.tiny import MESSAGES
 

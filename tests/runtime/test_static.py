@@ -25,12 +25,10 @@ from specfuse_shared.members.local.sequence import (
     new_sequence,
 )
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.cache.kv_cache import CachePool
-from specfuse_shared.runtime.logprobs import NotFiniteError
+from specfuse_shared.runtime.kv_cache import CachePool
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static.cuda_graphs import Graphs, NoWaiting
-from specfuse_shared.runtime.static.runner import DraftInput, DraftRun
+from specfuse_shared.runtime.sampler import NotFiniteError, Sampler
+from specfuse_shared.runtime.static_runner import DraftInput, DraftRun, Graphs, NoWaiting
 from tests.support.against_naive import answer_of, local_members
 from tests.support.many_requests import requests
 from tests.support.tiny import byte_level_tokenizer, save_model
@@ -258,7 +256,7 @@ def test_members_say_how_they_run(tiny_engine: EnsembleEngine, static_engine: En
 def test_a_model_whose_fixed_steps_are_off_runs_dynamically(
     member: LocalMember, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("specfuse_shared.runtime.static.batch.StaticStep.advance", lambda step: None)
+    monkeypatch.setattr("specfuse_shared.runtime.static_runner.StaticStep.advance", lambda step: None)
     with caplog.at_level(logging.WARNING):
         way = probe(member.runner.model, "tiny", "static")
     assert way.graphs is None

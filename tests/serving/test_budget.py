@@ -11,12 +11,9 @@ import torch
 
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.members.stages import MemberInfo
-from specfuse_shared.runtime.cache.blocks import CacheBlock, CacheRow
-from specfuse_shared.runtime.cache.kv_cache import CachePool
-from specfuse_shared.runtime.cache.sizes import TREE_ROOM
-from specfuse_shared.runtime.masks import MaskPlan
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
-from specfuse_shared.runtime.static.runner import StaticRunner
+from specfuse_shared.runtime.attention import MaskPlan
+from specfuse_shared.runtime.kv_cache import TREE_ROOM, CacheBlock, CachePool, CacheRow
+from specfuse_shared.runtime.static_runner import Graphs, StaticRunner
 from specfuse_shared.serving.admission import Budget, Need
 
 SLOT = {n: (torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)) for n in range(2)}

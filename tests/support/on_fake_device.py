@@ -32,11 +32,11 @@ from specfuse_shared.members.local.sequence import (
     feed_together,
 )
 from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime.attention import plans_for
 from specfuse_shared.runtime.fused_norms import fuse_norms
-from specfuse_shared.runtime.logprobs import PendingLogprobs
-from specfuse_shared.runtime.masks import plans_for
 from specfuse_shared.runtime.model_runner import ModelRunner
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.sampler import PendingLogprobs
+from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.tiny import ARCHITECTURES
 
 RULES = (

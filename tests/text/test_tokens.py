@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specfuse_shared.runtime.cache.prefix_cache import common_length
+from specfuse_shared.runtime.kv_cache import common_length
 from specfuse_shared.text.codec import Codec, Encoding, cut_candidate, whole_characters
 from tests.support.tiny import byte_level_tokenizer
 

@@ -19,8 +19,8 @@ import torch
 
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.members.llamacpp.library import LlamaModel, last_errors
-from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
 from specfuse_shared.runtime.cuda_streams import ModelStream
+from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, common_length
 
 SEQUENCES = 64
 """Of a context; the library keeps a row of logits for each, and for some models a state."""

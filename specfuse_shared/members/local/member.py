@@ -28,12 +28,12 @@ from specfuse_shared.members.stages import CacheUse, Member, MemberInfo
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
 from specfuse_shared.placement.sizing import weight_bytes
-from specfuse_shared.runtime.cache.sizes import smallest_row
+from specfuse_shared.runtime.attention import choose_kernels
 from specfuse_shared.runtime.cuda_streams import Stopwatch
-from specfuse_shared.runtime.kernels import choose_kernels
+from specfuse_shared.runtime.fused_norms import pack_weights
+from specfuse_shared.runtime.kv_cache import smallest_row
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
-from specfuse_shared.runtime.packed_weights import pack_weights
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams

@@ -29,15 +29,13 @@ from specfuse_shared.members.local.sequence import (
     new_sequence,
 )
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.cache.blocks import Layer, slot_bytes
+from specfuse_shared.runtime.attention import MaskPlan, masks_lower_right, plans_for
 from specfuse_shared.runtime.cuda_streams import ModelStream
-from specfuse_shared.runtime.kernels import masks_lower_right
-from specfuse_shared.runtime.longrope import LongRope
-from specfuse_shared.runtime.masks import MaskPlan, plans_for
-from specfuse_shared.runtime.model_runner import ModelRunner, model_home
+from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
+from specfuse_shared.runtime.model_runner import LongRope, ModelRunner, model_home
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static.cuda_graphs import Graphs
+from specfuse_shared.runtime.static_runner import Graphs
 from specfuse_shared.settings.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

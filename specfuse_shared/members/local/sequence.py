@@ -29,14 +29,11 @@ from numpy.typing import NDArray
 
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
-from specfuse_shared.runtime.cache.blocks import CacheRow
-from specfuse_shared.runtime.cache.prefix_cache import SHORTEST_PREFIX, common_length
-from specfuse_shared.runtime.cache.sizes import TREE_ROOM
-from specfuse_shared.runtime.logprobs import PendingLogprobs, TokenRow
+from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, TREE_ROOM, CacheRow, common_length
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
-from specfuse_shared.runtime.sampler import Sampler
-from specfuse_shared.runtime.static.runner import DraftInput, DraftRun
-from specfuse_shared.runtime.top_tokens import TopTokens
+from specfuse_shared.runtime.sampler import ArgmaxTokens as TopTokens
+from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
+from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
 
 Place = tuple[TopTokens, int]
 """Where the likeliest token behind a node is told."""

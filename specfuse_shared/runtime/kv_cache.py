@@ -1,0 +1,446 @@
+"""Prefix reuse: what recent answers left in a model's cache, and what running ones hold, for prompts that begin alike.
+
+The next turn of a conversation, the next step of an agent loop and questions over one passage share most of their
+prompt. Copies of what ended live outside the cache rows, bounded in bytes, least recently used first out. What a
+running answer has read is copied from its row.
+
+Keys and values of many answers in one model: rows of equal capacity in blocks, so that a batch is a slice.
+
+Every answer owns one row; slots are its tokens. A full row moves to a block of twice the capacity; a freed row is
+filled with the last one of its capacity, so that the rows in use are always the first ones. Where steps are captured,
+blocks never move or grow: one that is full is followed by another. Every row keeps its last slot free: steps of fixed
+shape put there what they compute for answers that sit a step out.
+
+Rows and blocks of the cache: a row is one answer's place in a block, a block holds rows of one capacity.
+
+How many slots a cache row has, and how many rows its block: arithmetic that admission knows too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
+from specfuse_shared.runtime.sampler import upload
+
+_SMALLEST_ROW = {"cpu": 256}
+_DEFAULT_SMALLEST_ROW = 1024
+"""Coarser where steps are captured, which happens anew for every capacity."""
+SPARE = 1
+TREE_ROOM = 64
+"""Slots of a new row behind the prompt, for the tokens that a round tries."""
+_FIRST_ROWS = 8
+"""Rows of the first block that stays where it is, at the smallest capacity; blocks of longer rows have fewer."""
+
+
+def row_capacity(slots: int, smallest: int) -> int:
+    """Slots of the row that holds `slots` and a spare one: a power of two, at least the smallest row."""
+    return max(smallest, 1 << (slots + SPARE - 1).bit_length())
+
+
+def smallest_row(device: torch.device) -> int:
+    """Slots of the smallest row on a device."""
+    return _SMALLEST_ROW.get(device.type, _DEFAULT_SMALLEST_ROW)
+
+
+def fixed_rows(number: int, capacity: int, smallest: int) -> int:
+    """Rows of block `number` of a capacity, where blocks stay in place: 1, 4, 8, 12 … times those of the first."""
+    first = max(1, _FIRST_ROWS * smallest // capacity)
+    return first * ((1, 3)[number] if number < 2 else 4)
+
+
+def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool) -> list[int]:
+    """How many more rows of a capacity its blocks may come to hold once those of `sizes` are full; the first that fits.
+
+    A block that stays where it is, is made with as many rows as there is memory for; others double.
+    """
+    if not is_fixed:
+        return [max(1, sum(sizes))]
+    wanted = fixed_rows(len(sizes), capacity, smallest)
+    return list(range(wanted, 0, -1))
+
+
+_LAYERS_A_STACK = 16
+"""So many tensors of keys or values are one: more would save calls, but a block grows by copying stack after stack."""
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values (rows, heads, capacity, head size)."""
+_Place = tuple[int, int]
+"""A layer, and 0 for its keys or 1 for its values."""
+
+_versions = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class CacheRow:
+    """One answer's place in a block: slots 0 … used - 1 hold keys and values. `reach`: tokens that are sure to come."""
+
+    pool: CachePool
+    block: CacheBlock
+    index: int
+    used: int = 0
+    reach: int = 0
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots in all."""
+        if slots + SPARE > self.block.capacity:
+            self.pool.move(self, slots)
+
+    def keep(self, prefix: int, slots: Sequence[int]) -> None:
+        """Keep the first `prefix` slots, then `slots` (ascending, none below `prefix`), and drop the rest."""
+        end = prefix + len(slots)
+        if slots and list(slots) != list(range(prefix, end)):
+            at = upload(slots, self.block.stacks[0].device)
+            for stack in self.block.stacks:  # where memory runs out half-way, what is done must not be done again
+                kept = self.pool.retried(lambda s=stack: s[:, self.index].index_select(2, at.to(s.device)))  # type: ignore[misc]
+                stack[:, self.index, :, prefix:end] = kept
+        self.used = end
+
+    def save(self, count: int) -> dict[int, Layer]:
+        """A copy of the first `count` slots of every layer, (heads, count, head size)."""
+        return {n: (keys.clone(), values.clone()) for n, (keys, values) in self.view(count).items()}
+
+    def view(self, count: int) -> dict[int, Layer]:
+        """The first `count` slots of every layer, (heads, count, head size), until a row moves."""
+        return {
+            n: (keys[self.index, :, :count], values[self.index, :, :count])
+            for n, (keys, values) in self.block.layers.items()
+        }
+
+    def load(self, saved: dict[int, Layer], count: int, start: int = 0) -> None:
+        """Fill the slots from `start` to `count` with those of a copy."""
+        self.reserve(count)
+        for n, (keys, values) in saved.items():
+            own_keys, own_values = self.block.layer(n, keys[None], values[None])
+            own_keys[self.index, :, start:count] = keys[:, start:count]
+            own_values[self.index, :, start:count] = values[:, start:count]
+        self.used = count
+
+    def free(self) -> None:
+        """Give the row back. Safe to call twice."""
+        if self.index >= 0:
+            self.pool.free(self)
+
+
+@dataclass(slots=True, eq=False)
+class CacheBlock:
+    """Rows of one capacity, with room for `size` of them.
+
+    `layers` are views into `stacks` (tensors of layers, rows, heads, capacity, head size), so that what is done to a
+    row is done to many layers at once. They appear when first written; `version` changes whenever they do.
+    """
+
+    pool: CachePool
+    capacity: int
+    size: int = 1
+    rows: list[CacheRow] = field(default_factory=list)
+    layers: dict[int, Layer] = field(default_factory=dict)
+    stacks: list[torch.Tensor] = field(default_factory=list)
+    version: int = 0
+    _places: list[list[_Place]] = field(default_factory=list)
+
+    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
+        """Buffers of a layer, made like `keys` and `values` (1, heads, …, head size) if they are new."""
+        if index not in self.layers:
+            known = self.pool.slots if not self.layers else {}
+            if index not in known:
+                known = {index: (keys[:1, :, :1].clone(), values[:1, :, :1].clone())}
+                self.pool.slots.update(known)
+            self._add_what_fits(known)
+        return self.layers[index]
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.rows) >= self.size
+
+    def grow(self) -> None:
+        """Room for twice as many rows, so that copies stay rare."""
+        self.version = next(_versions)  # first: if memory runs out half-way, some buffers are others already
+        for n, places in enumerate(self._places):
+            if self.stacks[n].shape[1] > self.size:  # memory ran out behind this one, the last time
+                continue
+            bigger = self._zeros(len(places), 2 * self.size, self.stacks[n])
+            bigger[:, : self.size] = self.stacks[n][:, : self.size]
+            self.stacks[n] = bigger
+            self._show(places, bigger)
+        self.size *= 2
+
+    def drop(self) -> None:
+        """Give the memory back; it is taken again when something is written."""
+        self.layers, self.stacks, self._places, self.version = {}, [], [], next(_versions)
+
+    def _add_what_fits(self, slots: Mapping[int, Layer]) -> None:
+        """Buffers with room for fewer rows where memory for all is not there."""
+        while True:
+            try:
+                return self._add(slots)
+            except Exception as error:
+                if not is_out_of_memory(error) or self.layers or self.size <= len(self.rows):
+                    raise
+                self.size = max(len(self.rows), self.size // 2)
+
+    def _add(self, slots: Mapping[int, Layer]) -> None:
+        """Buffers for layers like `slots` (1, heads, 1, head size), those that are alike in stacks."""
+        alike: dict[tuple[object, ...], list[_Place]] = defaultdict(list)
+        for index, pair in slots.items():
+            for side, like in enumerate(pair):
+                alike[like.shape, like.dtype, like.device].append((index, side))
+        made: list[tuple[list[_Place], torch.Tensor]] = []
+        for found in alike.values():
+            for places in (found[n : n + _LAYERS_A_STACK] for n in range(0, len(found), _LAYERS_A_STACK)):
+                index, side = places[0]
+                made.append((places, self._zeros(len(places), self.size, slots[index][side])))
+        for places, stack in made:  # all or none, also where memory runs out
+            self._places.append(places)
+            self.stacks.append(stack)
+            self._show(places, stack)
+        self.version = next(_versions)
+
+    def _show(self, places: Sequence[_Place], stack: torch.Tensor) -> None:
+        """Let layers be views of a stack."""
+        for (index, side), view in zip(places, stack, strict=True):
+            keys, values = self.layers.get(index, (view, view))
+            self.layers[index] = (keys, view) if side else (view, values)
+
+    def _zeros(self, layers: int, rows: int, like: torch.Tensor) -> torch.Tensor:
+        # zeros, because uninitialised memory may hold NaN
+        shape = (layers, rows, like.shape[-3], self.capacity, like.shape[-1])
+        return self.pool.retried(lambda: like.new_zeros(shape))
+
+
+def slot_bytes(slots: Mapping[int, Layer]) -> int:
+    """Bytes of one slot of every layer."""
+    return sum(t.nbytes for pair in slots.values() for t in pair)
+
+
+class CachePool:
+    """The blocks of one model on a device, by capacity, in the order in which they are filled.
+
+    `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `is_fixed`:
+    blocks stay where they are, and another one follows a full one. `keeps_empty` blocks until `reclaim`, because steps
+    captured over their buffers would be lost with them. `make_room` gives back what only saves time.
+    """
+
+    def __init__(self, device: torch.device, slots: Mapping[int, Layer] | None = None) -> None:
+        self._smallest = smallest_row(device)
+        self._blocks: dict[int, list[CacheBlock]] = {}
+        self.slots = dict(slots or {})
+        self.is_fixed = self.keeps_empty = False
+        self.make_room: Callable[[], bool] = lambda: False
+
+    @torch.inference_mode()
+    def row(self, slots: int) -> CacheRow:
+        """A new row with room for at least `slots` slots."""
+        block = self._block(row_capacity(slots, self._smallest))
+        row = CacheRow(self, block, len(block.rows))
+        block.rows.append(row)
+        for stack in block.stacks:
+            # a NaN that an earlier answer left would reach this one through masked slots: 0 · NaN is NaN
+            stack[:, row.index].zero_()
+        return row
+
+    @torch.inference_mode()
+    def move(self, row: CacheRow, slots: int) -> None:
+        """Take `row` to a block with room for `slots` slots."""
+        other = self.row(slots)
+        try:
+            for n, (keys, values) in row.block.layers.items():
+                new_keys, new_values = other.block.layer(n, keys, values)
+                new_keys[other.index, :, : row.used] = keys[row.index, :, : row.used]
+                new_values[other.index, :, : row.used] = values[row.index, :, : row.used]
+        except Exception:
+            self.free(other)
+            raise
+        block, index = other.block, other.index
+        self.free(row)
+        row.block, row.index = block, index
+        block.rows[index] = row
+
+    @torch.inference_mode()
+    def free(self, row: CacheRow) -> None:
+        """Fill the gap with the last row of its capacity; an empty block gives its memory back."""
+        block, blocks = row.block, self._blocks[row.block.capacity]
+        source = [other for other in blocks if other.rows][-1] if block.layers else block
+        last = source.rows.pop()
+        if last is not row:
+            _copy_row(source, last, block, row.index)
+            block.rows[row.index] = last
+            last.block, last.index = block, row.index
+        row.index = -1
+        if not source.rows and not self.keeps_empty:
+            source.drop()
+            blocks.remove(source)
+
+    def covering(self, rows: Sequence[CacheRow]) -> list[tuple[CacheBlock, int]]:
+        """Blocks and how many of their first rows, so that these rows are among them; few such coverings occur.
+
+        A capacity is covered up to its first row, its first block, its second … The capacities that occur are all
+        covered alike, as far as they have blocks.
+        """
+        found: dict[int, int] = {}
+        for row in rows:
+            number = self._blocks[row.block.capacity].index(row.block)
+            level = number + 1 if number or row.index else 0
+            found[row.block.capacity] = max(level, found.get(row.block.capacity, 0))
+        most = max(found.values())
+        covered: list[tuple[CacheBlock, int]] = []
+        for capacity in sorted(found):
+            blocks = [block for block in self._blocks[capacity] if block.rows]
+            covered += [(block, block.size) for block in blocks[:most]] or [(blocks[0], 1)]
+        return covered
+
+    def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `work` makes; if memory is short, once more, and again as long as there is something to free."""
+        for tries in itertools.count():
+            try:
+                return work()
+            except Exception as error:
+                if not is_out_of_memory(error) or (not self.make_room() and tries):
+                    raise
+        raise AssertionError("never reached")
+
+    def reclaim(self) -> bool:
+        """Give the memory of empty blocks back; whether there were any."""
+        empty = [block for blocks in self._blocks.values() for block in blocks if not block.rows and block.stacks]
+        for block in empty:
+            block.drop()
+            self._blocks[block.capacity].remove(block)
+        return bool(empty)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all buffers."""
+        every = (block for blocks in self._blocks.values() for block in blocks)
+        return sum(stack.nbytes for block in every for stack in block.stacks)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot of one row, once something was written."""
+        return slot_bytes(self.slots)
+
+    def _block(self, capacity: int) -> CacheBlock:
+        """The first block with a free row; one that grows, or is new, if there is none."""
+        blocks = self._blocks.setdefault(capacity, [])
+        for block in blocks:
+            if not block.is_full:
+                return block
+        if blocks and not self.is_fixed:
+            blocks[0].grow()
+            return blocks[0]
+        size = fixed_rows(len(blocks), capacity, self._smallest) if self.is_fixed else 1
+        blocks.append(CacheBlock(weakref.proxy(self), capacity, size))
+        return blocks[-1]
+
+
+def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) -> None:
+    """What `row` holds in `source` goes to row `index` of `block`, and nothing of an earlier answer stays there."""
+    pairs = [(stack, stack) for stack in block.stacks] if source is block else []
+    if source is not block:
+        pairs = [
+            (own[None], other[None])
+            for n, pair in source.layers.items()
+            for own, other in zip(block.layers[n], pair, strict=True)
+        ]
+    for own, other in pairs:
+        own[:, index, :, : row.used] = other[:, row.index, :, : row.used]
+        own[:, index, :, row.used :] = 0
+
+
+SHORTEST_PREFIX = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    ids: tuple[int, ...]
+    layers: dict[int, Layer]
+    nbytes: int
+
+
+class Holder(Protocol):
+    """An answer that runs."""
+
+    @property
+    def cached(self) -> tuple[CacheRow, tuple[int, ...]] | None:
+        """Its row and the committed ids in it; None where they cannot be copied."""
+        ...
+
+
+class PrefixCache:
+    """Token sequences with their keys and values. `limit`: bytes of those that ended; 0 keeps none of them.
+
+    `holders`: answers that run, whose prefixes are copied from their rows, without a limit.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self._entries: list[_Entry] = []
+        self.holders = weakref.WeakSet[Holder]()
+        self.reused_tokens = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self._entries)
+
+    def fill(self, row: CacheRow, prompt: Sequence[int]) -> int:
+        """Put more of `prompt`, but not its last token, into a row that holds its beginning; how many it holds then."""
+        wanted = tuple(prompt[:-1])
+        sizes = [common_length(entry.ids, wanted) for entry in self._entries]
+        held = [(common_length(ids, wanted), other) for other, ids in self._held(row)]
+        kept, size = max(sizes, default=0), max((size for size, _ in held), default=0)
+        if max(kept, size) < row.used + SHORTEST_PREFIX:
+            return row.used
+        self.reused_tokens += max(kept, size) - row.used
+        if size >= kept:
+            row.reserve(size)  # first: rows may move for it
+            source = next(other for count, other in held if count == size)
+            row.load(source.view(size), size, row.used)
+            return size
+        entry = self._entries[sizes.index(kept)]
+        self._entries.remove(entry)  # first: what is loaded may have to make room
+        self._entries.append(entry)
+        row.load(entry.layers, kept, row.used)
+        return kept
+
+    def _held(self, row: CacheRow) -> list[tuple[CacheRow, tuple[int, ...]]]:
+        """What running answers hold in other rows."""
+        cached = [holder.cached for holder in self.holders]
+        return [found for found in cached if found is not None and found[0] is not row and len(found[1]) > row.used]
+
+    def store(self, row: CacheRow, ids: Sequence[int]) -> None:
+        """Keep a copy of a row that holds `ids`, in place of entries that it begins with."""
+        ids = tuple(ids)
+        if not self.limit or len(ids) < SHORTEST_PREFIX:
+            return
+        sizes = {id(entry): common_length(entry.ids, ids) for entry in self._entries}
+        if any(sizes[id(entry)] == len(ids) for entry in self._entries):
+            return
+        nbytes = row.pool.bytes_per_slot * len(ids)
+        if nbytes > self.limit:
+            return
+        self._entries = [entry for entry in self._entries if sizes[id(entry)] < len(entry.ids)]
+        self.shrink(self.limit - nbytes)
+        self._entries.append(_Entry(ids, row.save(len(ids)), nbytes))
+
+    def shrink(self, limit: int = 0) -> None:
+        """Drop the least recently used entries until the rest takes at most `limit` bytes."""
+        while self._entries and self.memory_bytes > limit:
+            self._entries.pop(0)
+
+
+def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the longest common prefix, by bisection over slices."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,1 +1,0 @@
-"""Static execution: steps of fixed shape, which CUDA graphs replay."""

@@ -1,0 +1,673 @@
+"""Static execution: verifications and drafts as steps of fixed shape, which CUDA graphs replay.
+
+A verification is one step. A draft is many, and what is chosen after one is copied into the next on the device: the
+host waits once, for all tokens of all answers. Tokens behind an end of turn are computed and dropped there.
+
+Symbols: B answers, T tokens of a step, V vocabulary.
+
+Steps of fixed shape over the cache rows: what a CUDA graph can replay, and what a CPU runs as it is.
+
+A step feeds the first rows of each block that it needs, the same number of tokens in each, rounded up generously, so
+that few shapes occur. Everything it reads lies in buffers of its own. Rows that sit the step out, and the padding of
+others, are inert tokens: they see slot 0 and are written into their row's spare slot.
+
+Symbols: R rows of a part, Q tokens of each, K slots of each, T tokens of a step, V vocabulary.
+
+CUDA graphs of one model's steps: captured once, then replayed by a single launch.
+
+What cannot be captured runs as it is, and says why. Nothing here knows what a step computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Cache
+
+from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan, additive, running
+from specfuse_shared.runtime.cuda_streams import own_stream
+from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
+from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Download, NotFiniteError, Sampler, upload
+
+_MOST_TOKENS = {"cuda": 1024}
+_DEFAULT_MOST_TOKENS = 256
+"""Longer steps are bound by arithmetic, not by launches, and would be padded for nothing: they run unpadded. On a CUDA
+device 32 answers, one of which makes a guess, still fit."""
+CAPTURE_AT = 3
+"""At which use a step is captured: many shapes occur once and never again."""
+_QUERIES = (8, 32, 64, 128)
+"""Tokens of a row in a verification: a few more cost less than another shape to capture."""
+WARMED_QUERIES = _QUERIES[:3]
+"""What a lone answer's verifications usually need."""
+
+
+def most_tokens(device: torch.device) -> int:
+    """Tokens of the longest step, padding included."""
+    return _MOST_TOKENS.get(device.type, _DEFAULT_MOST_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """R rows of a block, Q tokens of each."""
+
+    block: CacheBlock
+    rows: int
+    queries: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.queries
+
+
+@dataclass(slots=True)
+class _Part:
+    """A shape in a step: its tokens are `start` … `stop` - 1.
+
+    `visible` (R, Q, K): the slots each token sees, `places` (R, K): the position of each; both None in a draft, where
+    slots are positions and a token sees every slot up to its own.
+    """
+
+    shape: Shape
+    start: int
+    version: int
+    row_at: torch.Tensor
+    slots: torch.Tensor
+    visible: torch.Tensor | None
+    places: torch.Tensor
+    masks: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.tokens
+
+    def first(self, row: CacheRow) -> int:
+        """Number of the row's first token."""
+        return self.start + row.index * self.shape.queries
+
+
+class StaticStep(Cache):
+    """One forward over parts of fixed shape; passes for the model's cache.
+
+    `inputs` (3, T): ids, positions and slots to write to. `moving` (T): 1 where a draft goes on.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], plan: MaskPlan, device: torch.device, dtype: torch.dtype, tree: bool):
+        super().__init__(layers=[])
+        self._plan = plan
+        self._dtype = dtype
+        self.tokens = sum(shape.tokens for shape in shapes)
+        self.inputs = torch.zeros(3, self.tokens, dtype=torch.long, device=device)
+        self.ids, self.positions, self._slots = self.inputs
+        self.moving = torch.zeros(self.tokens, dtype=torch.long, device=device)
+        self.logits: torch.Tensor | None = None
+        self.replay: Callable[[], None] | None = None
+        self.uses = 0
+        self.capture_at = CAPTURE_AT
+        self.replays = 0
+        self.parts: list[_Part] = []
+        start = 0
+        for shape in shapes:
+            self.parts.append(self._part(shape, start, tree))
+            start += shape.tokens
+
+    def _part(self, shape: Shape, start: int, tree: bool) -> _Part:
+        rows, queries, capacity, device = shape.rows, shape.queries, shape.block.capacity, self.inputs.device
+        return _Part(
+            shape,
+            start,
+            shape.block.version,
+            row_at=torch.arange(rows, device=device)[:, None],
+            slots=self._slots[start : start + shape.tokens].view(rows, queries),
+            visible=torch.zeros(rows, queries, capacity, dtype=torch.bool, device=device) if tree else None,
+            places=torch.arange(capacity, device=device).repeat(rows, 1),
+        )
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the buffers that it was made over are still the blocks' own."""
+        return all(part.version == part.shape.block.version for part in self.parts)
+
+    def part_of(self, row: CacheRow) -> _Part:
+        return next(part for part in self.parts if part.shape.block is row.block)
+
+    def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
+        """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
+        inputs = self._inert()
+        seen = [np.zeros(part.visible.shape, dtype=bool) for part in self.parts if part.visible is not None]
+        places = [np.tile(np.arange(part.places.shape[1]), (len(part.places), 1)) for part in self.parts]
+        for mask in seen:
+            mask[:, :, 0] = True
+        wanted: list[int] = []
+        for segment in segments:
+            part, row, count = self.part_of(segment.row), segment.row, len(segment.ids)
+            first, number, at = part.first(row), self.parts.index(part), segment.slot_positions()
+            inputs[:, first : first + count] = segment.ids, at[-count:], np.arange(row.used, segment.slots)
+            seen[number][row.index, :count, : segment.slots] = segment.seen()
+            places[number][row.index, : segment.slots] = at
+            wanted += range(first + count - segment.wanted, first + count)
+        self.inputs.copy_(upload(inputs, self.inputs.device))
+        for part, mask, at in zip(self.parts, seen, places, strict=True):
+            assert part.visible is not None
+            part.visible.copy_(upload(mask, self.inputs.device))
+            part.places.copy_(upload(at, self.inputs.device))
+        return upload(wanted, self.inputs.device)
+
+    def begin(self, rows: Sequence[CacheRow]) -> torch.Tensor:
+        """Start drafts behind what these rows hold; the number of each one's token, on the device."""
+        inputs, numbers = self._inert(), [self.part_of(row).first(row) for row in rows]
+        moving = np.zeros(self.tokens, dtype=np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            inputs[1:, number] = row.used
+            moving[number] = 1
+        self.inputs.copy_(upload(inputs, self.inputs.device))
+        self.moving.copy_(upload(moving, self.inputs.device))
+        return upload(numbers, self.inputs.device)
+
+    def advance(self) -> None:
+        """On to the next token of every draft."""
+        self.inputs[1:].add_(self.moving)
+
+    def _inert(self) -> NDArray[np.int64]:
+        inputs = np.zeros((3, self.tokens), dtype=np.int64)
+        for part in self.parts:
+            inputs[2, part.start : part.stop] = part.shape.block.capacity - 1
+        return inputs
+
+    def make_masks(self) -> None:
+        """Additive masks (R, 1, Q, K) of every layer kind."""
+        for part in self.parts:
+            at = self.positions[part.start : part.stop].view(part.shape.rows, part.shape.queries)
+            visible = part.places[:, None, :] <= at[:, :, None] if part.visible is None else part.visible
+            for kind in self._plan.kinds:
+                part.masks[kind] = additive(self._plan.restrict(kind, visible, at, part.places), self._dtype)[:, None]
+
+    def drop_masks(self) -> None:
+        """A step that is over needs them no more, and in a pool of graphs others are made in the same place."""
+        for part in self.parts:
+            part.masks.clear()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new keys and values (1, H, T, D) into the rows; attention reads them from there."""
+        for part in self.parts:
+            for cached, new in zip(part.shape.block.layers[layer_idx], (key_states, value_states), strict=True):
+                fresh = new[0, :, part.start : part.stop].transpose(0, 1)
+                cached[part.row_at, :, part.slots] = fresh.reshape(*part.slots.shape, *fresh.shape[1:])
+        return key_states, value_states
+
+    def attend(
+        self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention output (1, T, H, D) of one layer."""
+        kind, found = self._plan.kinds[marker.shape[-1] - 1], []
+        for part in self.parts:
+            keys, values = (t[: part.shape.rows] for t in part.shape.block.layers[module.layer_idx])
+            own = query[0, :, part.start : part.stop]
+            own = own.reshape(len(own), *part.slots.shape, own.shape[-1]).transpose(0, 1)
+            found.append(kernel(module, own, keys, values, part.masks[kind], **kwargs)[0].flatten(0, 1))
+        return (torch.cat(found) if len(found) > 1 else found[0])[None]
+
+
+def shapes_of(wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
+    """Blocks that cover these rows, with room for the longest of their feeds."""
+    longest = max(count for _, count in wanted)
+    queries = next((n for n in _QUERIES if n >= longest), longest) if tree else 1
+    return [Shape(block, rows, queries) for block, rows in wanted[0][0].pool.covering([row for row, _ in wanted])]
+
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 0.05
+"""Largest difference between a replay and the run that was captured, as a share of the largest number."""
+_COMPARED_ROWS = 8
+_MOST_FAILURES = 4
+"""So many captures in a row may fail for reasons that may pass."""
+_one_at_a_time = threading.Lock()
+"""Captures of different threads would take part in each other's memory."""
+
+
+class ReplayError(ArithmeticError):
+    """A replay gave other numbers than a run of the same step."""
+
+
+class UncapturableError(RuntimeError):
+    """No capture of a step can succeed: it makes the host wait for the device, say."""
+
+
+class Graphs:
+    """Captures steps of member `member` on `device`; `reason`: why it does not, None while it does.
+
+    Graphs live and die together (`drop`). All of a member are captured in one stream, and torch frees the workspace of
+    that stream's matrix products with any of them: whoever outlived another would go on writing there.
+    """
+
+    def __init__(self, device: torch.device, member: str, reason: str | None = None) -> None:
+        self._device = device
+        self._member = member
+        self.reason = reason if device.type == "cuda" else "static execution without a CUDA device"
+        self._pool: Any = None
+        self._stream: Any = None
+        self._kept: list[torch.cuda.CUDAGraph] = []
+        self._failures = 0
+        self._has_captured = False
+
+    @property
+    def report(self) -> str:
+        """ "captured", or "eager: " and why."""
+        return "captured" if self.reason is None else f"eager: {self.reason}"
+
+    @property
+    def count(self) -> int:
+        """Graphs of this generation, also those of which nobody makes use any more."""
+        return len(self._kept)
+
+    def capture(self, step: Callable[[], None], output: torch.Tensor, ids: torch.Tensor) -> Callable[[], None] | None:
+        """A replay of `step`, which ran before with these `ids` and wrote `output` (T, V); None if that cannot be.
+
+        The step must be a function of buffers that stay where they are, and may run any number of times. Lack of
+        memory is no lasting reason, nor is another thread that waits for the device meanwhile: another step, or this
+        one later, may be captured.
+        """
+        if self.reason is not None:
+            return None
+        try:
+            with _one_at_a_time, torch.cuda.device(self._device):
+                graph = self._captured(step)
+            self._compare(graph, step, output, ids)
+            self._failures, self._has_captured = 0, True
+            return partial(_replay, weakref.ref(graph))
+        except (ReplayError, UncapturableError) as error:
+            self.give_up(_line(error))
+        except Exception as error:  # a driver's errors have no common class
+            self._failures += not is_out_of_memory(error)
+            if is_out_of_memory(error):
+                self._pool = None
+                logger.warning("member %s: no memory to capture a step (%s)", self._member, _line(error))
+            elif self._failures >= _MOST_FAILURES:
+                self.give_up(_line(error))
+            else:
+                logger.warning("member %s: a capture failed and will be tried again (%s)", self._member, _line(error))
+        step()
+        return None
+
+    def give_up(self, reason: str) -> None:
+        """Capture nothing more, and say why."""
+        self.reason = reason
+        logger.warning("member %s runs without CUDA graphs (%s)", self._member, reason)
+
+    def holds(self, step: Callable[[], None], output: torch.Tensor) -> bool:
+        """Whether a replay, which wrote `output` just now, gave what `step` gives; if not, none is called again.
+
+        Either way `output` then holds what the step gave.
+        """
+        found = output.clone()
+        step()
+        if _alike(found, output):
+            return True
+        self.give_up(_line(ReplayError("a replay gave other numbers than a run of the same step")))
+        return False
+
+    def drop(self) -> None:
+        """Let go of all graphs together, once none of them runs any more; none of their replays may be called again."""
+        if not self._kept:
+            return
+        here = torch.cuda.current_stream(self._device)
+        for stream in filter(None, (here, self._stream)):
+            stream.synchronize()  # not the device: that would break what another thread captures
+        self._kept.clear()
+        self._pool = None
+
+    def _compare(
+        self, graph: torch.cuda.CUDAGraph, step: Callable[[], None], output: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Raises `ReplayError` unless a replay with other ids gives what the step gives with them.
+
+        A kernel that the capture missed would have left the right numbers for the same ids, and for others if the step
+        itself went first.
+        """
+        own = ids.clone()
+        try:
+            ids.add_(1).remainder_(output.shape[-1])
+            output.zero_()
+            graph.replay()
+            found = output.clone()
+            step()
+            if not _alike(found, output):
+                raise ReplayError("a replay gave other numbers than the run that was captured")
+        finally:
+            ids.copy_(own)
+        graph.replay()  # and the caches hold what they held
+
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if self._stream is None:
+            self._stream = own_stream(self._device, self)
+            if self._stream is None:
+                raise UncapturableError("no CUDA stream is left that nobody else uses")
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()  # torch takes none again that nobody uses any more
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(here)
+        try:
+            # a capture that fails half-way leaves the allocator in disorder; what one step of a model may, others may
+            watched = nullcontext() if self._has_captured else NoWaiting(self._device)
+            with torch.cuda.stream(self._stream):
+                with watched:
+                    step()  # libraries set themselves up for a stream at their first call on it
+                self._stream.synchronize()
+                torch.cuda.empty_cache()
+                self._kept.append(graph)  # also one that fails: until all go
+                self._record(graph, step)
+        finally:
+            here.wait_stream(self._stream)
+        return graph
+
+    def _record(self, graph: torch.cuda.CUDAGraph, step: Callable[[], None]) -> None:
+        try:
+            # other threads (members on other devices, the application) may allocate meanwhile
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            step()
+        except BaseException:
+            with suppress(Exception):
+                self._end(graph)
+            self._pool = None  # nobody knows what it holds
+            raise
+        self._end(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except Exception:
+            with suppress(Exception):  # else the allocator would believe for ever that a capture is under way
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            self._pool = None
+            raise
+
+
+def _replay(reference: weakref.ref[torch.cuda.CUDAGraph]) -> None:
+    graph = reference()
+    assert graph is not None, "its generation was dropped"
+    graph.replay()
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While this lasts, what this thread asks of `device` raises `UncapturableError` where the host had to wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            found = func.decompose(*args, **(kwargs or {}))
+        if found is not NotImplemented:
+            return found
+        tensors = _tensors((args, kwargs))
+        if any(t.device.type == self._device.type for t in tensors) and _waits(func, tensors):
+            raise UncapturableError(f"{func} makes the host wait for the device")
+        found = func(*args, **(kwargs or {}))
+        if func in _COPIES and len({t.device.type for t in tensors + _tensors(found)}) > 1:
+            raise UncapturableError(f"{func} makes the host wait for the device")
+        return found
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+_WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _waits(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the host has to know numbers, or how many come out; indexing only does if it selects by true or false."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+    return bool(_WAITING.intersection(func.tags))
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits (T, V) agree, a few rows at a time: in float32 they take as much memory as a small model."""
+    pieces = (torch.split(rows, _COMPARED_ROWS) for rows in (found, expected))
+    for some, others in zip(*pieces, strict=True):
+        scale = float(others.float().abs().nan_to_num().max())
+        if not torch.allclose(some.float(), others.float(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
+            return False
+    return True
+
+
+_MOST_STEPS, _MOST_GRAPHS = 128, 64
+_USUAL_TOKENS = 256
+_USUAL_STEPS = 24
+_GRAPH_BYTES = 8 << 20
+_MASKED_SLOTS = 4096
+_FIRST_CHECK, _NEXT_CHECK = 64, 8
+"""A replay is held against a run when it is the 64th of its step, and then each time there were eight times as many."""
+_ACTIVATIONS = 64
+"""Numbers of a token that are there at once, in hidden sizes: inner layers are four times as wide, heads as wide."""
+
+Forward = Callable[..., torch.Tensor]
+"""(ids (T), cache, positions (T), masks) → logits (T, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """`count` tokens to choose and feed behind what `row` holds, whose last logits (V) are given.
+
+    `history`: the ids before the draft, if the sampler asks for them; `blocked` (N): ids that it must not choose.
+    """
+
+    row: CacheRow
+    logits: torch.Tensor
+    history: Sequence[int]
+    sampler: Sampler
+    blocked: torch.Tensor | None
+    count: int
+
+
+class DraftRun:
+    """Tokens of many drafts (those `chosen` at a time: B) and the logits `behind` them (B, V), on the device."""
+
+    def __init__(self, chosen: Sequence[torch.Tensor], behind: Sequence[torch.Tensor]) -> None:
+        self._behind = behind
+        self._sent = Download(torch.stack(list(chosen)))
+        self._rows: list[list[int]] | None = None
+
+    def tokens(self, column: int, count: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """The first `count` tokens of a draft up to the end of its turn, and whether that came.
+
+        The first to ask waits for the device. Raises `NotFiniteError` if a token before the end is none.
+        """
+        if self._rows is None:
+            self._rows = self._sent.read()
+        ids: list[int] = []
+        for row in self._rows[:count]:
+            if row[column] == NOT_FINITE:
+                raise NotFiniteError
+            if row[column] in stop_ids:
+                return ids, True
+            ids.append(row[column])
+        return ids, False
+
+    def logits(self, column: int, place: int) -> torch.Tensor:
+        """Logits (V) behind the token in one place of a draft."""
+        return self._behind[place][column]
+
+
+class StaticRunner:
+    """Runs the steps of one model: `forward` is its own call, `graphs` captures what it can."""
+
+    def __init__(
+        self, forward: Forward, plan: MaskPlan, device: torch.device, dtype: torch.dtype, graphs: Graphs
+    ) -> None:
+        self._forward = forward
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
+        self.graphs = graphs
+        self._markers = plan.markers(device, dtype)
+        self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
+        self._most = most_tokens(device)
+        self._logits: dict[int, torch.Tensor] = {}
+        self.replayed = self.ran = 0
+        """Forwards of fixed shape that were replayed, and that ran as they are."""
+
+    def fits(self, segments: Sequence[ForwardInput]) -> bool:
+        """Whether segments, for which room is reserved, are worth a step of fixed shape: no prompts, not many."""
+        if any(s.visible is None for s in segments):
+            return False
+        shapes = shapes_of([(s.row, len(s.ids)) for s in segments], tree=True)
+        return sum(shape.tokens for shape in shapes) <= self._most
+
+    def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
+        """Feed every segment in one step; logits (wanted, V) of each."""
+        step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
+        wanted = step.fill(segments)
+        return list(torch.split(self._run(step).index_select(0, wanted), [s.wanted for s in segments]))
+
+    def draft(self, drafts: Sequence[DraftInput]) -> DraftRun:
+        """Choose and feed the tokens of many drafts, as often as the longest one wants; waits for nothing.
+
+        Rows then hold at most what was wanted: the caller knows better once it has read the tokens.
+        """
+        longest = max(draft.count for draft in drafts)
+        rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
+        choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
+        chosen, behind = [choose(logits, 0)], list[torch.Tensor]()
+        if longest > 1:
+            for row in rows:
+                row.reserve(row.used + longest)
+            step = self._step([(row, 1) for row in rows], tree=False)
+            at = step.begin(rows)
+            for ahead in range(1, longest):
+                step.ids.index_copy_(0, at, chosen[-1].clamp(min=0))
+                behind.append(self._run(step).index_select(0, at))
+                chosen.append(choose(behind[-1], ahead))
+                step.advance()
+        for draft in drafts:
+            draft.row.used += draft.count - 1
+        return DraftRun(chosen, behind)
+
+    def warm_up(self, row: CacheRow) -> None:
+        """Run the steps that draft behind this row and that verify a few or some dozens of tokens, and capture them."""
+        for count, tree in ((1, False), *((count, True) for count in WARMED_QUERIES)):
+            step = self._step([(row, count)], tree)
+            step.begin([row])
+            step.uses = step.capture_at
+            self._run(step)
+
+    def reserve_bytes(self, width: int, vocabulary: int) -> int:
+        """Memory that captured steps may come to take, for a model of hidden size `width`: rather too much.
+
+        Logits of the largest step and of its comparison, what its layers pass on, its masks, what each step sees, and
+        the graphs themselves.
+        """
+        if self.graphs.reason is not None:
+            return 0
+        size = torch.empty((), dtype=self._dtype).element_size()
+        masks = _MASKED_SLOTS * (size * len(self._plan.kinds) + _USUAL_STEPS)
+        return self._most * ((2 * vocabulary + _ACTIVATIONS * width) * size + masks) + _USUAL_STEPS * _GRAPH_BYTES
+
+    def drop(self) -> bool:
+        """Give the memory of steps back; whether any was captured. Nothing of them may still run."""
+        had = self.graphs.count > 0
+        self._steps.clear()
+        self._logits.clear()
+        self.graphs.drop()
+        return had
+
+    def _run(self, step: StaticStep) -> torch.Tensor:
+        """Logits (T, V) of the step, until the next one runs."""
+        if step.replay is not None and self.graphs.reason is None:
+            self._replay(step, step.replay)
+        else:
+            self._feed(step)
+            self.ran += 1
+        assert step.logits is not None
+        if step.replay is None and step.uses >= step.capture_at:
+            self._capture(step, step.logits)
+        return step.logits
+
+    def _replay(self, step: StaticStep, replay: Callable[[], None]) -> None:
+        replay()
+        self.replayed += 1
+        step.replays += 1
+        assert step.logits is not None
+        if _is_checked(step.replays):
+            self.graphs.holds(lambda: self._feed(step), step.logits)
+
+    def _capture(self, step: StaticStep, logits: torch.Tensor) -> None:
+        step.replay = self.graphs.capture(lambda: self._feed(step), logits, step.ids)
+        if step.replay is None:  # memory may have been short: once more, later
+            step.capture_at = 4 * step.uses
+
+    def _feed(self, step: StaticStep) -> None:
+        """The step itself, from its buffers to its logits."""
+        step.make_masks()
+        with running(step):
+            logits = self._forward(step.ids, step, step.positions, self._markers)
+        step.drop_masks()
+        if step.logits is None:
+            step.logits = self._output(step.tokens, logits)
+        step.logits.copy_(logits)
+
+    def _output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for logits (T, V), the same for all steps of one size: usual ones, and the longest."""
+        if tokens > self._most:
+            return torch.empty_like(like)
+        size = _USUAL_TOKENS if tokens <= _USUAL_TOKENS else self._most
+        if size not in self._logits:
+            self._logits[size] = like.new_empty(size, like.shape[-1])
+        return self._logits[size][:tokens]
+
+    def _step(self, wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
+        """The step of the smallest shape that holds so many tokens of these rows."""
+        shapes = shapes_of(wanted, tree)
+        key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
+        step = self._steps.get(key)
+        if step is None or not step.is_valid:
+            self._make_place()
+            step = self._steps[key] = StaticStep(shapes, self._plan, self._device, self._dtype, tree)
+        self._steps.move_to_end(key)
+        step.uses += 1
+        return step
+
+    def _make_place(self) -> None:
+        """For one step more: without those that are of no use, else those that are not captured; else without any."""
+        if self.graphs.count >= _MOST_GRAPHS:
+            self.drop()
+        if len(self._steps) < _MOST_STEPS:
+            return
+        self._steps = OrderedDict((key, step) for key, step in self._steps.items() if step.is_valid)
+        if len(self._steps) >= _MOST_STEPS:
+            spare = [key for key, step in self._steps.items() if step.replay is None]
+            for key in spare[: len(self._steps) - _MOST_STEPS + 1]:
+                del self._steps[key]
+
+
+def _is_checked(replays: int) -> bool:
+    at = _FIRST_CHECK
+    while at < replays:
+        at *= _NEXT_CHECK
+    return at == replays
