@@ -79,10 +79,9 @@ if TYPE_CHECKING:
     from specfuse_shared.loading.progress import LoadProgress
     from specfuse_shared.runtime.mps import mps_lock
     from specfuse_shared.serving.calls import CallOptions
-    from specfuse_shared.serving.engine import EnsembleEngine
-    from specfuse_shared.serving.leases import EngineLease, close_idle_engines, lease_engine
+    from specfuse_shared.serving.engine import EngineLease, EnsembleEngine, close_idle_engines, lease_engine
     from specfuse_shared.serving.prometheus import prometheus_collector
-    from specfuse_shared.serving.telemetry.metrics import Histogram, MetricsSnapshot
+    from specfuse_shared.serving.telemetry import Histogram, MetricsSnapshot
 
 __all__ = [
     "AggregatePolicy",
@@ -175,13 +174,13 @@ _NEEDS_TORCH = {
     "CallOptions": "specfuse_shared.serving.calls",
     "EnsembleEngine": "specfuse_shared.serving.engine",
     "LoadProgress": "specfuse_shared.loading.progress",
-    "EngineLease": "specfuse_shared.serving.leases",
-    "Histogram": "specfuse_shared.serving.telemetry.metrics",
-    "MetricsSnapshot": "specfuse_shared.serving.telemetry.metrics",
-    "close_idle_engines": "specfuse_shared.serving.leases",
+    "EngineLease": "specfuse_shared.serving.engine",
+    "Histogram": "specfuse_shared.serving.telemetry",
+    "MetricsSnapshot": "specfuse_shared.serving.telemetry",
+    "close_idle_engines": "specfuse_shared.serving.engine",
     "demo_encoder": "specfuse_shared.loading.demo",
     "demo_members": "specfuse_shared.loading.demo",
-    "lease_engine": "specfuse_shared.serving.leases",
+    "lease_engine": "specfuse_shared.serving.engine",
     "mps_lock": "specfuse_shared.runtime.mps",
     "prometheus_collector": "specfuse_shared.serving.prometheus",
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
-from specfuse_shared.serving import memory
+from specfuse_shared.serving import admission as memory
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
 from tests.support.against_naive import FAULT_ROW, EngineOver, local_members

@@ -25,8 +25,8 @@ from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
 from specfuse_shared.frameworks.settings import found, hidden
 from specfuse_shared.loading.pretrained import read_ensemble
-from specfuse_shared.serving import streams
-from specfuse_shared.serving.streams import EventStream
+from specfuse_shared.serving import scheduler as streams
+from specfuse_shared.serving.scheduler import EventStream
 
 BOM = b"\xef\xbb\xbf"
 UNIX = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")

@@ -21,7 +21,7 @@ from specfuse_shared.api_server.app import Service, build_app
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
 from specfuse_shared.errors import ConfigError, EngineClosedError
-from specfuse_shared.serving import memory
+from specfuse_shared.serving import admission
 from specfuse_shared.serving.engine import EnsembleEngine
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
         except BaseException:
             server.should_exit = True
             raise
-        memory.settle()
+        admission.settle()
         logger.info("ready: %s", ", ".join(model.id for model in models.all()))
 
     async def watch() -> None:

@@ -53,7 +53,7 @@ from specfuse_shared.events import Event, FinishEvent, SegmentEvent
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, params_of, tools_of
-from specfuse_shared.serving.streams import result_of
+from specfuse_shared.serving.scheduler import result_of
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import is_whole_text

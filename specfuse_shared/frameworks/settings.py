@@ -211,8 +211,7 @@ OnSegment = Callable[[SegmentEvent], None]
 _SAMPLING = SamplingParams()
 if TYPE_CHECKING:
     from specfuse_shared.client.engine import RemoteEngine
-    from specfuse_shared.serving.engine import EnsembleEngine
-    from specfuse_shared.serving.leases import EngineLease
+    from specfuse_shared.serving.engine import EngineLease, EnsembleEngine
 else:  # importing torch takes seconds, and importing this package must not
     EnsembleEngine = EngineLease = RemoteEngine = Any
 Engine = EnsembleEngine | RemoteEngine
@@ -354,7 +353,7 @@ class EnsembleSettings(BaseModel):
             check_sources(config)
             if "torch" not in sys.modules:
                 loading_bar.open(config.names)
-            from specfuse_shared.serving.leases import lease_engine
+            from specfuse_shared.serving.engine import lease_engine
 
             self._leases = [lease for lease in self._leases if not lease.engine.closed]
             self._leases.append(held := lease_engine(config))

@@ -1,4 +1,11 @@
-"""The engine: members loaded once, many answers at a time, streamed segment by segment."""
+"""The engine: members loaded once, many answers at a time, streamed segment by segment.
+
+What processes that are forked from one with an engine must know.
+
+One engine per configuration and process, shared by all callers and freed with its last lease.
+
+After a fork the child starts afresh: neither threads nor device contexts survive one.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,13 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
+
+import torch
 
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
@@ -21,16 +31,19 @@ from specfuse_shared.members.stages import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.placement.sizing import shared_out
 from specfuse_shared.results import EnsembleResult, SideBySide
-from specfuse_shared.serving.admission import Budget
+from specfuse_shared.serving.admission import Budget, bound_kernels, release
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of
-from specfuse_shared.serving.forks import FORKED, limit_threads_after_fork
-from specfuse_shared.serving.memory import bound_kernels, release
-from specfuse_shared.serving.opening import Opener, Opening
-from specfuse_shared.serving.places import Places
-from specfuse_shared.serving.request import Request
-from specfuse_shared.serving.scheduler import Scheduler
-from specfuse_shared.serving.streams import EventStream, result_of, results_of
-from specfuse_shared.serving.telemetry.metrics import Metrics, MetricsSnapshot
+from specfuse_shared.serving.scheduler import (
+    EventStream,
+    Opener,
+    Opening,
+    Places,
+    Request,
+    Scheduler,
+    result_of,
+    results_of,
+)
+from specfuse_shared.serving.telemetry import Metrics, MetricsSnapshot
 from specfuse_shared.settings.config import EnsembleConfig, as_config
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
@@ -38,6 +51,21 @@ from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
+
+FORKED = (
+    "this engine belongs to the process that this one was forked from: make a new one here, or let ChatSpecFuse, "
+    "SpecFuseLLM or lease_engine find one (they do so by themselves)"
+)
+
+
+@cache
+def limit_threads_after_fork() -> None:
+    """Let processes that are forked from this one compute with one thread each.
+
+    The threads that OpenMP keeps do not survive a fork, and the next one to ask for them would wait for ever.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 class EnsembleEngine:
@@ -340,3 +368,97 @@ class EnsembleEngine:
             raise EngineClosedError()
         if not self.is_of_this_process:
             raise EngineClosedError(FORKED)
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """An engine of this process, and how many hold it."""
+
+    engine: EnsembleEngine
+    holders: int = 0
+
+
+class EngineLease:
+    """A share in an engine. The engine closes with its last lease.
+
+    A lease that is dropped without `close` leaves the engine loaded for the next caller, or until
+    `close_idle_engines`.
+    """
+
+    def __init__(self, engine: EnsembleEngine, release: Callable[[bool], None]) -> None:
+        self.engine = engine
+        self._give_back: Callable[[bool], None] | None = release
+
+    def close(self) -> None:
+        """Give the share back. Safe to call twice."""
+        self._release(close=True)
+
+    def _release(self, close: bool) -> None:
+        release, self._give_back = self._give_back, None
+        if release is not None:
+            release(close)
+
+    def __del__(self) -> None:
+        self._release(close=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Registry:
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.RLock()  # a lease may be collected while another one is made
+        self._shared: list[_Shared] = []
+
+    def lease(self, config: EnsembleConfig) -> EngineLease:
+        with self._lock:
+            dead = [shared for shared in self._shared if shared.engine.closed]
+            self._shared = [shared for shared in self._shared if shared not in dead]
+            for shared in dead:
+                shared.engine.close()  # one that broke still holds its weights
+            found = next((shared for shared in self._shared if shared.engine.config == config), None)
+            if found is None:
+                found = _Shared(EnsembleEngine(config))
+                self._shared.append(found)
+            found.holders += 1
+            return EngineLease(found.engine, partial(self.release, found))
+
+    def release(self, shared: _Shared, close: bool) -> None:
+        with self._lock:
+            shared.holders -= 1
+            if shared not in self._shared or shared.holders or not close:
+                return
+            self._shared.remove(shared)
+        shared.engine.close()
+
+    def close_idle(self) -> int:
+        with self._lock:
+            idle = [shared for shared in self._shared if not shared.holders]
+            self._shared = [shared for shared in self._shared if shared.holders]
+        for shared in idle:
+            shared.engine.close()
+        return len(idle)
+
+
+_registry = _Registry()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_registry.reset)
+
+
+def lease_engine(config: EnsembleConfig) -> EngineLease:
+    """A share in this process's engine for a configuration. The engine loads on first use."""
+    return _registry.lease(config)
+
+
+def close_idle_engines() -> int:
+    """Close the engines of this process that have no lease, such as those of models that were dropped without `close`.
+
+    Returns how many were closed.
+    """
+    return _registry.close_idle()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.errors import MissingExtraError
 from specfuse_shared.serving.engine import EnsembleEngine
-from specfuse_shared.serving.telemetry.metrics import Histogram, MetricsSnapshot
+from specfuse_shared.serving.telemetry import Histogram, MetricsSnapshot
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

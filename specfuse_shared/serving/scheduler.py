@@ -4,36 +4,286 @@ The worker gives the answers what came of their stages, and the lanes (`specfuse
 answers want next, all of it in one submission to each lane, so that stages of many answers share forwards. Lanes run
 stages by themselves; only the one without a thread of its own is stepped here, a forward at a time, so that answers
 join, leave and are cancelled between two forwards.
+
+From a call to a request in the queue: a place first, then everything that costs: conversation, grammar, prompts.
+
+Places for requests. One is taken before a request is read, so that refusing one costs nothing.
+
+One answer in the scheduler: what its members do for it now, and who listens.
+
+The events of one answer, as whoever asked for it takes them.
+
+What answers may know of an engine's lanes and load.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Self
 
 from specfuse_shared.errors import (
+    EngineBusyError,
     EngineClosedError,
     GenerationError,
+    RequestError,
     RequestTimeoutError,
     SpecFuseError,
     UnfinishedValueError,
 )
-from specfuse_shared.events import Event
-from specfuse_shared.fusion.participants import Wanted
+from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.fusion.participants import Deadline, Traffic, Wanted
+from specfuse_shared.fusion.round import ScoringSession
+from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
-from specfuse_shared.members.stages import Close, Closed, Open, StageRequest, StageResult
-from specfuse_shared.serving.admission import Budget
-from specfuse_shared.serving.memory import IdleTrim
-from specfuse_shared.serving.places import Places
-from specfuse_shared.serving.request import Request
-from specfuse_shared.serving.telemetry.metrics import Metrics
-from specfuse_shared.serving.traffic import traffic_of
+from specfuse_shared.members.stages import Close, Closed, Member, Open, StageRequest, StageResult
+from specfuse_shared.results import EnsembleResult
+from specfuse_shared.serving.admission import Budget, IdleTrim, Need
+from specfuse_shared.serving.calls import (
+    CallOptions,
+    Conversation,
+    check_options,
+    choice_of,
+    conversation_of,
+    params_of,
+    tools_of,
+)
+from specfuse_shared.serving.telemetry import AnswerSpan, Metrics
+from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.settings.sampling_params import SamplingParams
+from specfuse_shared.text.tool_calls import ToolUse
+
+
+class Places:
+    """Who may run, wait, or get ready to wait: `max_concurrent` and `max_queue` together.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(self, config: EnsembleConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._free = config.max_concurrent + config.max_queue
+        self._asking = deque[Future[None]]()
+        self._closed: Exception | None = None
+
+    def take(self, seconds: float | None = None) -> None:
+        """Take a place; `leave` gives it back. If all are taken, wait for one, or raise `EngineBusyError`.
+
+        Raises `RequestTimeoutError` after so many seconds.
+        """
+        place = self._ask()
+        try:
+            place.result(seconds)
+        except TimeoutError:
+            self._give_up(place)
+            raise _timed_out() from None
+        except BaseException:  # Ctrl-C while waiting
+            self._give_up(place)
+            raise
+
+    async def atake(self, seconds: float | None = None) -> None:
+        """`take` on an event loop."""
+        place = self._ask()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(place), seconds)
+        except TimeoutError:
+            self._give_up(place)
+            raise _timed_out() from None
+        except BaseException:
+            self._give_up(place)
+            raise
+
+    def leave(self) -> None:
+        """The request is over, or was never submitted."""
+        with self._lock:
+            while self._asking:
+                try:
+                    self._asking.popleft().set_result(None)
+                    return
+                except InvalidStateError:  # it gave up meanwhile
+                    continue
+            self._free += 1
+
+    def close(self, error: Exception) -> None:
+        """Refuse everybody, also those who wait."""
+        with self._lock:
+            self._closed = error
+            asking, self._asking = list(self._asking), deque()
+        for place in asking:
+            if place.set_running_or_notify_cancel():
+                place.set_exception(error)
+
+    def check(self) -> None:
+        """Raises `EngineBusyError` where `take` would."""
+        if self._free <= 0 and self._config.when_busy == "raise":
+            raise EngineBusyError(
+                f"as many requests run and wait as may (max_concurrent={self._config.max_concurrent}, "
+                f"max_queue={self._config.max_queue}): try again later, or set when_busy='wait'"
+            )
+
+    def _ask(self) -> Future[None]:
+        place = Future[None]()
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed
+            self.check()
+            if self._free > 0:
+                self._free -= 1
+                place.set_result(None)
+            else:
+                self._asking.append(place)
+        return place
+
+    def _give_up(self, place: Future[None]) -> None:
+        if not place.cancel() and place.exception() is None:
+            self.leave()
+
+
+def _timed_out() -> RequestTimeoutError:
+    return RequestTimeoutError("the timeout passed while the request waited for a place", text="")
+
+
+Deliver = Callable[[Event | Exception], None]
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer in the scheduler; `deliver` is called from the worker with its events, last with its end."""
+
+    session: AnswerSession | ScoringSession
+    deliver: Deliver
+    deadline: float | None = None
+    number: int = 0
+    needs: Need = field(default_factory=Need)
+    submitted: float = field(default_factory=time.monotonic)
+    work: Work | None = None
+    asked: set[str] = field(default_factory=set)
+    """Members that run a stage for it now, and that it waits for."""
+    late: set[str] = field(default_factory=set)
+    """Members that run a stage for it still, and that it does not wait for."""
+    round_deadline: Deadline | None = None
+    """When those that it waits for are late."""
+    answered: dict[str, float] = field(default_factory=dict)
+    """When the others came to something."""
+    results: dict[str, StageResult] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    """Members that hold a cache for it."""
+    faulty: set[str] = field(default_factory=set)
+    """Members that failed in a stage; nothing of theirs is remembered."""
+    closing: set[str] = field(default_factory=set)
+    """Members that were asked to let it go."""
+    cancelled: bool = False
+    begun: bool = False
+    over: bool = False
+    """Nothing is told of it any more; it goes once no member holds a cache for it."""
+
+    def next_late(self) -> tuple[frozenset[str], float]:
+        """Which of its members will be late next, and when."""
+        if self.over or self.round_deadline is None:
+            return frozenset(), math.inf
+        clocks = self.round_deadline.clocks  # those that only let the answer go have none
+        answered = {name: at for name, at in self.answered.items() if name in clocks}
+        late, at = self.round_deadline.late(self.asked & clocks.keys(), answered)
+        return late, at if late else math.inf
+
+
+_SECONDS_OF_A_WAIT = 0.2 if sys.platform == "win32" and sys.version_info < (3, 14) else None
+"""There Ctrl-C is seen between two waits, but not within one (cpython #74157)."""
+
+
+class EventStream(Iterator[Event]):
+    """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
+
+    `engine`: kept until the answer is over.
+    """
+
+    def __init__(self, items: SimpleQueue[Event | Exception], cancel: Callable[[], None], engine: object) -> None:
+        self._items = items
+        self._cancel = cancel
+        self._engine: object | None = engine
+        self._over = False
+
+    def __next__(self) -> Event:
+        if self._over:
+            raise StopIteration
+        try:
+            item = self._next_item()
+        except BaseException:  # Ctrl-C while waiting
+            self.close()
+            raise
+        if isinstance(item, Exception):
+            self._over, self._engine = True, None
+            raise item
+        if isinstance(item, FinishEvent):
+            self._over, self._engine = True, None
+        return item
+
+    def _next_item(self) -> Event | Exception:
+        while _SECONDS_OF_A_WAIT is not None:
+            with suppress(Empty):
+                return self._items.get(timeout=_SECONDS_OF_A_WAIT)
+        return self._items.get()
+
+    def close(self) -> None:
+        """Stop the answer and free its caches."""
+        if not self._over:
+            self._over, self._engine = True, None
+            self._cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def result_of(events: Iterator[Event]) -> EnsembleResult:
+    """The fold of a stream."""
+    for event in events:
+        if isinstance(event, FinishEvent):
+            return event.result
+    raise AssertionError("a stream ends with a FinishEvent")
+
+
+def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exceptions: bool) -> list[Any]:
+    """Start all streams, then fold each. The first failure is raised once all have ended, or each is in its place."""
+
+    def outcome(step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Exception as error:
+            return error
+
+    begun = [outcome(start) for start in starts]
+    ended = [e if isinstance(e, Exception) else outcome(partial(result_of, e)) for e in begun]
+    failures = [e for e in ended if isinstance(e, Exception)]
+    if failures and not return_exceptions:
+        raise failures[0]
+    return ended
+
+
+def traffic_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int]) -> Traffic:
+    """What answers may know of the engine's lanes when they choose who leads."""
+    lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
+    devices = [[d for info in lane.members for d in info.devices] for lane in assembly.lanes]
+    # a device elsewhere is named with its lane: "name/cuda:0"
+    slow = ("cpu", "disk")
+    fast = [n for n, own in enumerate(devices) if own and not any(d.rpartition("/")[2] in slow for d in own)]
+    elsewhere = frozenset(info.name for lane in assembly.lanes for info in lane.members if not info.devices)
+    return Traffic(lane_of, answers, metrics.step_seconds, frozenset(fast), elsewhere)
+
 
 logger = logging.getLogger(__name__)
 
@@ -337,3 +587,123 @@ class Scheduler:
 def _broken(kind: str, message: str) -> EngineClosedError:
     what = "the engine's worker stopped"
     return EngineClosedError(f"{what} ({kind}: {message})", public=what)
+
+
+OPENING_THREADS = 4
+"""Threads that read the prompts of asynchronous calls; encoding hardly runs in parallel, so more would gain nothing."""
+
+
+class Opening:
+    """A call on its way into the queue. Raises what is wrong with it at the first look: `RequestError`, `ConfigError`.
+
+    `deadline`: when its timeout passes, by the monotonic clock. `texts`: what members shall judge instead of answering.
+    """
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        messages: Conversation,
+        params: SamplingParams | None,
+        options: CallOptions,
+        texts: Sequence[str] = (),
+    ) -> None:
+        check_options(options)
+        self.config = config.only(options.get("members"))
+        self.params = params_of(params)
+        self.messages = conversation_of(messages)
+        self.texts = tuple(texts)
+        choice, parallel = choice_of(options.get("tool_choice")), options.get("parallel_tool_calls", False)
+        self.tools = ToolUse(tools_of(options.get("tools", ())), choice, parallel)
+        self._timeout = options.get("timeout")
+        if self._timeout is not None and not (isinstance(self._timeout, (int, float)) and self._timeout > 0):
+            raise RequestError(f"timeout must be a positive number of seconds, not {self._timeout!r}")
+        self.deadline: float | None = None
+        self.cancelled = False
+
+    def start(self) -> Self:
+        """From now on the timeout runs."""
+        self.deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        return self
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raises where nobody waits for the answer any more; asked between the steps that cost."""
+        if self.cancelled:
+            raise EngineClosedError("the request was cancelled")
+        if self.seconds_left == 0.0:
+            raise RequestTimeoutError("the timeout passed while the prompt was read", text="")
+
+
+class Opener:
+    """Opens requests of the loaded `members`. Every method may be called from any thread or event loop."""
+
+    def __init__(self, members: Sequence[Member], scheduler: Scheduler) -> None:
+        self._members = tuple(members)
+        self._scheduler = scheduler
+        self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="specfuse-opening")
+
+    def open(self, opening: Opening, deliver: Deliver) -> Request:
+        """The request in the queue. Raises `RequestError` for one that cannot be served, before any work."""
+        self._scheduler.places.take(opening.seconds_left)
+        return self._submit(opening, deliver)
+
+    async def aopen(self, opening: Opening, deliver: Deliver) -> Request:
+        """`open` without blocking the event loop. A thread cannot be stopped: what a cancelled call opens is closed."""
+        await self._scheduler.places.atake(opening.seconds_left)
+        submit = partial(copy_context().run, self._submit, opening, deliver)
+        try:
+            submitting = asyncio.get_running_loop().run_in_executor(self._pool, submit)
+        except RuntimeError as error:  # the engine was closed meanwhile
+            self._scheduler.places.leave()
+            raise EngineClosedError() from error
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            opening.cancelled = True
+            submitting.add_done_callback(self._cancel_late)
+            raise
+
+    def check(self) -> None:
+        """Raises `EngineBusyError` where no place is free and none is waited for."""
+        self._scheduler.places.check()
+
+    def cancel(self, request: Request) -> None:
+        self._scheduler.cancel(request)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+    def _submit(self, opening: Opening, deliver: Deliver) -> Request:
+        try:
+            span = AnswerSpan(opening.config.names, opening.params)
+        except Exception:
+            self._scheduler.places.leave()
+            raise
+
+        def observed(item: Event | Exception) -> None:
+            span.observe(item)
+            deliver(item)
+
+        try:
+            opening.check()
+            request = Request(self._session(opening), observed, opening.deadline)
+            self._scheduler.submit(request)
+        except Exception as error:
+            self._scheduler.places.leave()
+            span.observe(error)
+            raise
+        return request
+
+    def _session(self, opening: Opening) -> AnswerSession | ScoringSession:
+        members = [member for member in self._members if member.name in opening.config.names]
+        traffic, check = self._scheduler.traffic, opening.check
+        if opening.texts:
+            return ScoringSession(opening.config, members, opening.messages, opening.texts, opening.tools, check)
+        return AnswerSession(opening.config, members, opening.messages, opening.params, opening.tools, traffic, check)
+
+    def _cancel_late(self, submitting: asyncio.Future[Request]) -> None:
+        if not submitting.cancelled() and submitting.exception() is None:
+            self.cancel(submitting.result())

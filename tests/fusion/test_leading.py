@@ -11,8 +11,8 @@ import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.fusion.participants import Lead, Traffic
-from specfuse_shared.serving.telemetry.metrics import Metrics
-from specfuse_shared.serving.traffic import traffic_of
+from specfuse_shared.serving.scheduler import traffic_of
+from specfuse_shared.serving.telemetry import Metrics
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 EVEN = {"small": 1.0, "large": 1.0}

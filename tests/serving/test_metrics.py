@@ -20,7 +20,7 @@ from specfuse_shared import (
     SamplingParams,
     prometheus_collector,
 )
-from specfuse_shared.serving.telemetry import tracing
+from specfuse_shared.serving import telemetry as tracing
 
 SECRET = "the vault code is 4711"
 

@@ -10,7 +10,7 @@ import pytest
 from soak import KINDS, Report, Tenth, soak
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from specfuse_shared.serving.memory import release
+from specfuse_shared.serving.admission import release
 from tests.support.tiny import save_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

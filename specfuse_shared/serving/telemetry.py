@@ -1,4 +1,8 @@
-"""What an engine counts: requests, waiting, first segments, tokens, rounds, wins, exits, forwards, cache use.
+"""OpenTelemetry spans, one an answer, where `opentelemetry-api` is installed (extra "metrics").
+
+Attributes follow the semantic conventions for generative AI. No text of prompts or answers is recorded.
+
+What an engine counts: requests, waiting, first segments, tokens, rounds, wins, exits, forwards, cache use.
 
 `EnsembleEngine.metrics()` returns a `MetricsSnapshot`.
 """
@@ -8,10 +12,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, WarningEvent
+from specfuse_shared.settings.sampling_params import SamplingParams
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 MEMBERS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
@@ -150,3 +156,48 @@ class Metrics:
             seconds: dict[str, float] = dict(self._forward_seconds)
         histograms = {k: Histogram(**v) for k, v in values.items() if isinstance(v, dict) and "bounds" in v}
         return MetricsSnapshot(**{**values, **histograms, **counters, **gauges, "forward_seconds": seconds})
+
+
+try:
+    from opentelemetry import trace
+except ImportError:
+    trace = None  # type: ignore[assignment]
+
+
+class AnswerSpan:
+    """The span of one answer, a child of the caller's current one; nothing where OpenTelemetry is missing."""
+
+    def __init__(self, members: Sequence[str], params: SamplingParams) -> None:
+        self._span: Any = None
+        if trace is not None:
+            self._span = trace.get_tracer("specfuse_shared").start_span(
+                "chat specfuse",
+                attributes={
+                    "gen_ai.operation.name": "chat",
+                    "gen_ai.provider.name": "specfuse",
+                    "gen_ai.request.model": "+".join(members),
+                    "gen_ai.request.max_tokens": params.max_tokens,
+                    "gen_ai.request.temperature": float(params.temperature),
+                },
+            )
+
+    def observe(self, item: Event | Exception) -> None:
+        """Record an event; the last one ends the span."""
+        span = self._span
+        if span is None:
+            return
+        if isinstance(item, SegmentEvent) and item.record is not None:
+            record = item.record
+            span.add_event("segment", {"round": record.index, "member": record.winner, "active": len(record.active)})
+        elif isinstance(item, WarningEvent):
+            span.add_event("warning", {"member": item.member, "stage": item.stage})
+        elif isinstance(item, FinishEvent):
+            usage = item.result.usage
+            span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+            span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+            span.set_attribute("gen_ai.response.finish_reasons", [str(item.result.finish_reason)])
+            span.end()
+        elif isinstance(item, Exception):
+            span.set_attribute("error.type", type(item).__name__)
+            span.set_status(trace.Status(trace.StatusCode.ERROR, type(item).__name__))
+            span.end()

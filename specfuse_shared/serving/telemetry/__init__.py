@@ -1,1 +1,0 @@
-"""What an engine counts, and a span for each answer."""
