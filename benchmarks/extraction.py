@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel, Field
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, Message, SamplingParams, demo_members
-from specfuse_shared.text.grammars.schemas import schema_request
+from specfuse_shared.text.grammars.grammar import schema_request
 
 
 class Booking(BaseModel):

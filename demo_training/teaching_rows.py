@@ -32,7 +32,7 @@ import typer
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, FinishReason, Message, SamplingParams, demo_members
 from specfuse_shared.comparing.metrics import goes_in_circles
-from specfuse_shared.text.grammars.schemas import schema_request
+from specfuse_shared.text.grammars.grammar import schema_request
 from specfuse_shared.text.tool_calls import call_text
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)

@@ -18,8 +18,7 @@ from specfuse_shared.events import SegmentEvent, ThinkingEvent
 from specfuse_shared.loading.pretrained import plain
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.text.grammars.grammar import Grammar
-from specfuse_shared.text.grammars.schemas import schema_request
+from specfuse_shared.text.grammars.grammar import Grammar, schema_request
 from specfuse_shared.text.tool_calls import CALL_CLOSE, CallDelta, CallReader, TextDelta
 from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLogprob, TopLogprob, Usage
 

@@ -21,9 +21,8 @@ from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import Lane, Member, MemberInfo, OnForward
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.grammars.guidance import byte_vocabulary
-from specfuse_shared.text.member_text import MemberText
 
 if TYPE_CHECKING:
     from specfuse_shared.members.pipe import PipedLane

@@ -33,10 +33,9 @@ from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.kv_cache import common_length
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
-from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Encoding, cut_candidate, whole_characters
 from specfuse_shared.text.grammars.constraint import MemberConstraint
-from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.text.stops import find_stop, partial_stop
 
 _MOST_EXTRA_TOKENS = 8

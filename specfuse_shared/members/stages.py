@@ -296,7 +296,7 @@ class MemberInfo:
 
 
 class TextSide(Protocol):
-    """A member's side of text: `specfuse_shared.text.member_text.MemberText`."""
+    """A member's side of text: `specfuse_shared.text.chat_template.MemberText`."""
 
     @property
     def codec(self) -> Codec:

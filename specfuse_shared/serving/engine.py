@@ -47,8 +47,7 @@ from specfuse_shared.serving.telemetry import Metrics, MetricsSnapshot
 from specfuse_shared.settings.config import EnsembleConfig, as_config
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
-from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.text.member_text import MemberText
+from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport
 

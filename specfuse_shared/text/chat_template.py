@@ -3,24 +3,334 @@
 Each member renders the conversation with its own chat template. Roles that the template does not know are
 normalised, step by step, until it renders every message. Text from users, documents and tools is data: where it
 holds one of the member's control strings, that stretch is encoded as plain text.
+
+A member's side of text: its chat template, its encoding, its tokens as a grammar reads them.
+
+Roles that a chat template does not know, normalised: each step works on top of the ones before it.
+
+Keeps messages text: a control string of a member that stands in a message is encoded as plain text.
+
+Thoughts: what a member writes for itself before it answers, between two markers of its chat template.
+
+Marks of turns that a chat template writes as plain text ("### Assistant:", "[/INST]"), which any text can hold.
+
+Templates with control tokens need none of this: text never becomes a control token. Where all that stands between two
+messages is text, a message could go on as the next turn. So every such mark inside a message is broken by a backslash
+behind its first character.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from specfuse_shared.errors import MemberLoadError, RequestError
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Codec, whole_characters
-from specfuse_shared.text.roles import STEPS, Turn, marked, told
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.grammars.guidance import Vocabulary, token_vocabulary
 from specfuse_shared.text.stops import partial_stop
-from specfuse_shared.text.text_guard import APART, TextGuard, texts_of
-from specfuse_shared.text.thinking import end_of_thoughts, find_markers
-from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, plain_description
-from specfuse_shared.text.turn_marks import TurnMarks
+from specfuse_shared.text.tool_calls import CALL_OPEN, CALL_SYNTAX, call_text, plain_description
+
+Turn = dict[str, Any]
+"""A message as chat templates read it."""
+
+
+_RESULT = re.compile(r"^([^\S\n]*R)(esult of .*:)", re.MULTILINE)
+"""A line of a user that looks like the head of a tool's result."""
+
+
+def as_given(turns: list[Turn]) -> list[Turn]:
+    return turns
+
+
+def told(turns: list[Turn], text: str) -> list[Turn]:
+    """The conversation with a further system text."""
+    return merge_system([*turns, {"role": "system", "content": text}])
+
+
+def merge_system(turns: list[Turn]) -> list[Turn]:
+    """All system messages as one, in front."""
+    system = [t["content"] for t in turns if t["role"] == "system"]
+    rest = [t for t in turns if t["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *rest] if system else rest
+
+
+def tools_as_text(turns: list[Turn]) -> list[Turn]:
+    """Tool calls as text of the assistant, tool results as quotes of the user, whose own texts cannot look like one."""
+
+    def plain(turn: Turn) -> Turn:
+        if turn["role"] == "tool":
+            quoted = "\n".join(f"> {line}" for line in turn["content"].split("\n"))
+            return {"role": "user", "content": f"Result of {turn.get('name') or 'tool'}:\n{quoted}"}
+        if turn["role"] == "user":
+            return {**turn, "content": _RESULT.sub(r"\1\\\2", turn["content"])}
+        calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in turn.get("tool_calls", ())]
+        return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *calls]))}
+
+    return [plain(t) for t in turns]
+
+
+def alternate(turns: list[Turn]) -> list[Turn]:
+    """Neighbours of one role as one message; a conversation that starts with the assistant gets an empty question."""
+    groups = (list(group) for _, group in itertools.groupby(turns, key=lambda turn: turn["role"]))
+    merged = [
+        group[0] if len(group) == 1 else {"role": group[0]["role"], "content": "\n\n".join(t["content"] for t in group)}
+        for group in groups
+    ]
+    start = 1 if merged[0]["role"] == "system" else 0
+    if len(merged) == start or merged[start]["role"] == "assistant":
+        merged.insert(start, {"role": "user", "content": "(the conversation so far)" if len(merged) > start else ""})
+    return merged
+
+
+def fold_system(turns: list[Turn]) -> list[Turn]:
+    """The system text in front of the first user message."""
+    if turns[0]["role"] != "system":
+        return turns
+    system, first, *rest = turns
+    return [{"role": "user", "content": f"{system['content']}\n\n{first['content']}".strip()}, *rest]
+
+
+def marked(turn: Turn, mark: str) -> tuple[Turn, list[str]]:
+    """The turn with markers for its text and the names of its calls, and these markers."""
+    marks, marked = [], dict(turn)
+    if turn["content"].strip():
+        marked["content"] = f"{mark}text"
+        marks.append(marked["content"])
+    if "tool_calls" in turn:
+        names = [f"{mark}call-{number}-" for number in range(len(turn["tool_calls"]))]
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": name}}
+            for call, name in zip(turn["tool_calls"], names, strict=True)
+        ]
+        marks += names
+    return marked, marks
+
+
+STEPS = (as_given, merge_system, tools_as_text, alternate, fold_system)
+"""In this order, until a template keeps every message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The strings around a member's thoughts, and what stands between them and the answer.
+
+    `before` and `begin`: written around `start` where the template does not begin the thoughts itself. `empty`: what
+    ends them at once, where it does. `wanted`: the member shall think.
+    """
+
+    start: str
+    end: str
+    closing: str
+    before: str = ""
+    begin: str = "\n"
+    empty: str = ""
+    wanted: bool = False
+
+    def opened(self, prompt: str) -> str:
+        """The prompt with thoughts begun or, where the template begins them unasked, ended at once."""
+        begun = prompt.rstrip().endswith(self.start)
+        if self.wanted:
+            return prompt if begun else f"{prompt}{self.before}{self.start}{self.begin}"
+        return f"{prompt.rstrip()}{self.empty or f'{chr(10) * 2}{self.closing}'}" if begun else prompt
+
+    def in_border(self, mark: str) -> Markers:
+        """The same where the template writes `mark` in front of answers: it has empty thoughts, or follows thoughts."""
+        if self.start in mark:
+            before, _, rest = mark.partition(self.start)
+            return replace(self, before=before, closing=f"{self.end}{rest.rpartition(self.end)[2]}")
+        return self if not mark.strip() else replace(self, closing=f"{self.closing.rstrip()}{mark}")
+
+
+def _between(start: str, end: str) -> Markers:
+    return Markers(start, end, closing=f"{end}\n\n")
+
+
+KNOWN = (
+    _between("<think>", "</think>"),
+    _between("<thinking>", "</thinking>"),
+    _between("<thought>", "</thought>"),
+    _between("<seed:think>", "</seed:think>"),
+    _between("[THINK]", "[/THINK]"),
+    _between("<|START_THINKING|>", "<|END_THINKING|>"),
+    Markers("<|channel>thought", "<channel|>", closing="<channel|>", empty="\n<channel|>"),
+    Markers("<|channel|>analysis<|message|>", "<|end|>", closing="<|end|><|start|>assistant", begin=""),
+)
+"""What templates put around thoughts: Gemma 4 and gpt-oss name a channel."""
+_SHARED_ENDS = ("<|end|>",)
+"""Ends of thoughts that also end turns, and so say nothing of a template."""
+
+
+def find_markers(template: str, thinking: bool | Sequence[str]) -> Markers | None:
+    """The markers that are given, or those that the template knows; None if there are none."""
+    if not isinstance(thinking, bool):
+        start, end = thinking
+        return replace(_between(start, end), wanted=True)
+    known = next((markers for markers in KNOWN if _knows(template, markers)), None)
+    return replace(known, wanted=thinking) if known else None
+
+
+def _knows(template: str, markers: Markers) -> bool:
+    return markers.start in template or (markers.end in template and markers.end not in _SHARED_ENDS)
+
+
+def end_of_thoughts(ids: Sequence[int], marker: Sequence[int], text: str, decode: Callable[[Any], str]) -> int | None:
+    """How many of `ids` come before the closing marker, written as the ids `marker` or as `text`; None without it."""
+    size = len(marker)
+    for start in range(len(ids) - size + 1):
+        if size and list(ids[start : start + size]) == list(marker):
+            return start
+    place = decode(ids).find(text)
+    if place < 0:
+        return None
+    return next(count for count in range(len(ids), -1, -1) if len(decode(ids[:count])) <= place)
+
+
+_LINE_START, _LINE_END = r"^[^\S\n]*", r"[^\S\n]*$"
+_WORDS_ONLY = re.compile(r"[\w\s]*")
+
+
+class TurnMarks:
+    """The marks of one template. `borders`: what it writes in front of the texts of a conversation, and at the end.
+
+    `has_control`: whether a text holds control tokens; `without_control`: the text around them.
+    """
+
+    def __init__(
+        self, borders: Sequence[str], has_control: Callable[[str], bool], without_control: Callable[[str], list[str]]
+    ) -> None:
+        plain = [text for text in borders[1:] if text.strip() and not has_control(text)]
+        # where one border is text, marks that stand beside control tokens elsewhere look like turns, too
+        others = [part for text in borders if has_control(text) for part in without_control(text)] if plain else []
+        patterns = {pattern for text in plain for pattern in _patterns(text)}
+        patterns |= {pattern for text in others for pattern in _patterns(text) if not _WORDS_ONLY.fullmatch(text)}
+        longest_first = sorted(patterns, key=lambda pattern: (-len(pattern), pattern))
+        self._search = re.compile("|".join(longest_first), re.MULTILINE) if patterns else None
+
+    def broken(self, text: str) -> str:
+        """The text with every mark in it broken."""
+        return text if self._search is None else self._search.sub(_break, text)
+
+
+def _patterns(text: str) -> list[str]:
+    """Finds each line of a border: one that begins a line there only where it begins one, a mere word only alone."""
+    lines = text.split("\n")
+    found = []
+    for number, line in enumerate(lines):
+        if not (mark := line.strip()):
+            continue
+        begins, ends = number > 0, number < len(lines) - 1
+        alone = ends and bool(_WORDS_ONLY.fullmatch(mark))
+        whole = re.escape(mark) + (_LINE_END if alone else "")
+        found.append(f"{_LINE_START}(?i:{whole})" if begins or alone else whole)
+    return found
+
+
+def _break(match: re.Match[str]) -> str:
+    text = match[0]
+    first = len(text) - len(text.lstrip()) + 1
+    return f"{text[:first]}\\{text[first:]}"
+
+
+APART = " . "
+"""Between texts that are looked at together; no control string has it."""
+_SENTINEL = re.compile("\ue000([0-9a-f]{8}):(\\d+)\ue001")
+
+
+class TextGuard:
+    """Replaces control strings inside message text by sentinels before rendering, and restores them as text.
+
+    `marks`: what turns look like, which is broken in every text. `clean`: no text holds a control string.
+    """
+
+    def __init__(
+        self, has_control: Callable[[str], bool], control: re.Pattern[str] | None, marks: TurnMarks, clean: bool
+    ) -> None:
+        self._nonce = secrets.token_hex(4)
+        self._has_control = has_control
+        self._control = control
+        self._marks = marks
+        self._clean = clean
+        self._texts: list[str] = []
+
+    def turn(self, message: Message) -> Turn:
+        turn: Turn = {"role": message.role, "content": self.protect(message.content)}
+        if message.name:
+            turn["name"] = self.protect(message.name)
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": self.protect(call.id or ""),
+                    "function": {"name": self.protect(call.name), "arguments": self._protect_all(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            turn["tool_call_id"] = self.protect(message.tool_call_id)
+        return turn
+
+    def tool(self, tool: Tool) -> dict[str, Any]:
+        function: dict[str, Any] = self._protect_all(tool.as_function()["function"])
+        return {"type": "function", "function": function}
+
+    def protect(self, text: str) -> str:
+        """`text` with every control string replaced; all of it where the tokenizer still finds one."""
+        text = self._marks.broken(text)
+        if self._clean or not self._has_control(text):
+            return text
+        replaced = self._control.sub(lambda m: self._sentinel(m.group()), text) if self._control else text
+        seen = _SENTINEL.sub(lambda m: " " if m[1] == self._nonce else m[0], replaced)
+        return self._sentinel(text) if self._has_control(seen) else replaced
+
+    def split(self, rendered: str) -> list[tuple[str, bool]]:
+        """The rendered prompt as (piece, is plain text)."""
+        parts, end = list[tuple[str, bool]](), 0
+        for found in _SENTINEL.finditer(rendered):
+            if found[1] == self._nonce:
+                parts += [(rendered[end : found.start()], False), (self._texts[int(found[2])], True)]
+                end = found.end()
+        return [*parts, (rendered[end:], False)]
+
+    def _sentinel(self, text: str) -> str:
+        self._texts.append(text)
+        return f"\ue000{self._nonce}:{len(self._texts) - 1}\ue001"
+
+    def _protect_all(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.protect(value)
+        if isinstance(value, Mapping):
+            return {self.protect(str(k)): self._protect_all(v) for k, v in value.items()}
+        return [self._protect_all(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def texts_of(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
+    """Every text of a conversation that may reach a prompt."""
+    for message in messages:
+        yield from filter(None, (message.content, message.name, message.tool_call_id))
+        for call in message.tool_calls:
+            yield from (call.id or "", call.name, *_strings_in(call.arguments))
+    for tool in tools:
+        yield from _strings_in(tool.as_function())
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield str(key)
+            yield from _strings_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _strings_in(each)
+
 
 PLAIN_TEMPLATE = """\
 {{- bos_token -}}
@@ -301,3 +611,44 @@ def control_ids(tokenizer: Any, template: str) -> frozenset[int]:
 def _alternation(strings: Sequence[str]) -> re.Pattern[str] | None:
     longest_first = sorted((s for s in strings if s.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+class MemberText:
+    """What a member's tokenizer and template say, wherever its model runs.
+
+    `codec`: that of its answers. `vocabulary_size`: rows of the model's logits. `turn_ends`: texts by which
+    a base model ends its turn.
+    """
+
+    def __init__(self, prompts: PromptEncoder, stop_ids: Sequence[int], vocabulary_size: int) -> None:
+        self.prompts = prompts
+        self.codec = prompts.answer_codec
+        self.turn_ends = PLAIN_TURN_ENDS if prompts.kind == "plain" else ()
+        self._stop_ids = tuple(stop_ids)
+        self._vocabulary_size = vocabulary_size
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Prompt ids of a conversation and the tools that its answer may call. Raises `RequestError`."""
+        return self.prompts.encode(messages, tools)
+
+    def encode_thoughts(self, thoughts: str = "") -> list[int]:
+        """Ids between the prompt and the answer: `thoughts`, and what ends them. None for a member that has none."""
+        return (
+            [*self.prompts.codec.encode(f"{thoughts}\n"), *self.prompts.thoughts_closing()]
+            if self.prompts.thinks
+            else []
+        )
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as the grammar library reads them; built when the first grammar comes."""
+        return token_vocabulary(self.prompts.tokenizer, self.codec.bytes_of, self._vocabulary_size, self._stop_ids)
+
+    def prepare(self, grammar: Grammar | None = None) -> None:
+        """Compile a grammar, in the thread that asks, so that no lane has to; None: only read the vocabulary.
+
+        Raises `ConfigError` if it cannot be.
+        """
+        vocabulary = self.vocabulary
+        if grammar is not None:
+            vocabulary.matcher(grammar.compiled)

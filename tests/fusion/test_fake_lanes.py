@@ -182,7 +182,7 @@ def test_nobody_waits_for_a_segment_until_members_have_committed_it() -> None:
 
 
 def test_the_method_and_the_text_know_no_tensor() -> None:
-    modules = "specfuse_shared.fusion.session, specfuse_shared.members.stages, specfuse_shared.text.member_text"
+    modules = "specfuse_shared.fusion.session, specfuse_shared.members.stages, specfuse_shared.text.chat_template"
     script = f"import sys, {modules}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

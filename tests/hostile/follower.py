@@ -13,8 +13,8 @@ from specfuse_shared import Grammar
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.grammars.constraint import AnswerConstraint, MemberConstraint
+from specfuse_shared.text.grammars.grammar import schema_request
 from specfuse_shared.text.grammars.guidance import token_vocabulary
-from specfuse_shared.text.grammars.schemas import schema_request
 from tests.support.tiny import byte_level_tokenizer
 
 ROUNDS, TOKENS, MOST_TOKENS = 12, 6, 64

@@ -21,7 +21,7 @@ from specfuse_shared import (
 )
 from specfuse_shared.errors import ConfigError, MemberLoadError
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.text.thinking import find_markers
+from specfuse_shared.text.chat_template import find_markers
 from tests.support.against_naive import local_members
 from tests.support.tiny import CHAT_TEMPLATE, THINKING, save_pair
 

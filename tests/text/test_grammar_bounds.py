@@ -13,10 +13,10 @@ import pytest
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams, Tool
 from specfuse_shared.errors import GrammarError, RequestError, UnfinishedValueError
 from specfuse_shared.messages import Message, ToolCall
-from specfuse_shared.text.grammars import closings, guidance
-from specfuse_shared.text.grammars.bounds import MOST_CHARACTERS, MOST_RULES, MOST_VALUES
+from specfuse_shared.text.grammars import constraint as closings
+from specfuse_shared.text.grammars import guidance
+from specfuse_shared.text.grammars.bounds import MOST_CHARACTERS, MOST_RULES, MOST_VALUES, check_has_text
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
-from specfuse_shared.text.grammars.lark_rules import check_has_text
 from tests.hostile.strategies import chain
 from tests.support.against_naive import local_members
 

@@ -12,7 +12,7 @@ from specfuse_shared import Grammar
 from specfuse_shared.errors import GrammarError
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
-from specfuse_shared.text.grammars.schemas import MOST_FIELDS, schema_request
+from specfuse_shared.text.grammars.grammar import MOST_FIELDS, schema_request
 from tests.support.tiny import byte_level_tokenizer
 
 

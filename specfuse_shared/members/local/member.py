@@ -37,9 +37,8 @@ from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
 from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
-from specfuse_shared.text.chat_template import PromptEncoder
+from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Codec
-from specfuse_shared.text.member_text import MemberText
 from specfuse_shared.types import MemberReport
 
 _NO_TEMPLATE = (

@@ -51,8 +51,7 @@ from specfuse_shared.placement.sizing import ModelSizes
 from specfuse_shared.policies import ROUNDING
 from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.settings.sampling_params import SamplingParams
-from specfuse_shared.text.chat_template import PromptEncoder
-from specfuse_shared.text.member_text import MemberText
+from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.types import MemberReport
 
 _SAMPLE = (
