@@ -25,7 +25,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, SamplingParams, demo_members
-from specfuse_shared.settings.config import PRESETS
+from specfuse_shared.config import PRESETS
 
 COPIES = ((0, 0.3), (1, 0.3), (0, 0.6))
 """(demo member, noise) of the three degraded members."""

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.agreement import Agreement, Disagreement, FieldAgreement, MemberDifference, MemberWords
+from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.differences import Difference
 from specfuse_shared.errors import (
     AuthenticationError,
@@ -54,9 +55,6 @@ from specfuse_shared.policies import (
     Stretch,
 )
 from specfuse_shared.results import EnsembleResult, SideBySide
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,

@@ -43,9 +43,9 @@ from specfuse_shared.api_server.requests.bodies import (
 from specfuse_shared.api_server.requests.calls import Call, Reader
 from specfuse_shared.api_server.requests.responses_api import NOTHING_KEPT, ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.serving.prometheus import prometheus_collector
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 READERS = 4
 """Threads that read bodies."""

@@ -14,10 +14,9 @@ from typing import Any
 
 from specfuse_shared.addresses import is_loopback
 from specfuse_shared.client.engine import KEY_ENV
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.loading.pretrained import checked, ensembles_of, read_toml, table_of, tables_of
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import Settings, check
 
 _POSITIVE = (

@@ -34,11 +34,11 @@ from specfuse_shared.cli.setup import (
     in_options,
     loaded,
 )
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine

@@ -60,14 +60,13 @@ from specfuse_shared.cli.setup import (
     usage_line,
     write_report,
 )
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.messages import Message
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 FAILED, MISUSED = 1, 2
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])

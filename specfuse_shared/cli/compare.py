@@ -29,8 +29,8 @@ from specfuse_shared.cli.setup import (
     configure_logging,
     write_report,
 )
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
-from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.validation import check_choice
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 import torch
 import transformers
 
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import MemberLoadError, SpecFuseError
 from specfuse_shared.loading.gguf import ollama_models
 from specfuse_shared.loading.planning import has_llama_cpp, plan_ensemble
@@ -18,8 +19,6 @@ from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.placement.plan import Device, Plan
 from specfuse_shared.placement.sizing import find_devices, planned_devices
 from specfuse_shared.serving.engine import EnsembleEngine
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.types import MemberReport
 
 TRIAL, TRIAL_TOKENS = "How do the tides follow the moon?", 48

@@ -32,12 +32,22 @@ import typer
 from rich.console import Console
 
 from specfuse_shared.cli import terminal
+from specfuse_shared.config import (
+    BACKENDS,
+    DEMO,
+    DTYPES,
+    EXITS,
+    FEEDBACKS,
+    PRESETS,
+    QUANTIZATIONS,
+    SCORES,
+    EnsembleConfig,
+    MemberConfig,
+    SamplingParams,
+)
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.loading.pretrained import read_ensemble
 from specfuse_shared.loading.sources import check_sources
-from specfuse_shared.settings.config import DEMO, EXITS, FEEDBACKS, PRESETS, SCORES, EnsembleConfig
-from specfuse_shared.settings.member_config import BACKENDS, DTYPES, QUANTIZATIONS, MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine

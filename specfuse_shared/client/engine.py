@@ -41,6 +41,7 @@ from specfuse_shared.addresses import is_private, server_address, trusted
 from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.client.wire import error_from_json, event_from_json, request_to_json
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import (
     AuthenticationError,
     ConfigError,
@@ -54,8 +55,6 @@ from specfuse_shared.messages import Message, Tool
 from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, params_of, tools_of
 from specfuse_shared.serving.scheduler import result_of
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import is_whole_text
 
 CONNECT_SECONDS = 10.0

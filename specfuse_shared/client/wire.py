@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from specfuse_shared import errors
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError, EngineClosedError, GenerationError, SpecFuseError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.messages import Message
 from specfuse_shared.serving.calls import CallOptions, tools_of
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 _KINDS: Mapping[str, type[Event]] = {
     "start": StartEvent,

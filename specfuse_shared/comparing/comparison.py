@@ -19,9 +19,8 @@ from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
 from specfuse_shared.comparing.verdict import Point, Verdict, judged
+from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.settings.config import DEMO, EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check
 
 LEAST_ANSWERED = 0.5

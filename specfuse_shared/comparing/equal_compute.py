@@ -25,7 +25,7 @@ from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampler, Timed, Wanted
 from specfuse_shared.comparing.scores import ALL, Column, flop_of, mains_of
 from specfuse_shared.comparing.verdict import FEWEST_ROWS
-from specfuse_shared.settings.config import EnsembleConfig
+from specfuse_shared.config import EnsembleConfig
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison

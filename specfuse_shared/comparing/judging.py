@@ -30,8 +30,8 @@ from specfuse_shared.comparing.run.asking import (
 from specfuse_shared.comparing.run.run_file import RunFile, key_of
 from specfuse_shared.comparing.scores import ALL
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
-from specfuse_shared.settings.config import EnsembleConfig
 
 MARKS = ("1", "2", "3", "4", "5")
 SMALL = 6.5e9

@@ -8,8 +8,8 @@ from typing import Any
 
 from specfuse_shared.comparing.instructions import check_instruction
 from specfuse_shared.comparing.metrics import number_in
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.validation import Settings, check, check_choice
 

@@ -14,9 +14,8 @@ from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import Asking, MakeEngine, OnProgress, askers_of
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.scores import ALL, columns_of
+from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check
 
 

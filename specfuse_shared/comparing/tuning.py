@@ -24,10 +24,9 @@ from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
+from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.loading.pretrained import ensemble_of_table, plain_config, read_toml, tables_of
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.validation import check
 
 _POLICIES = ("score", "aggregate", "feedback", "exit")

@@ -34,6 +34,7 @@ from pydantic import (
 )
 
 from specfuse_shared.client import MAX_RETRIES
+from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks.records import Detail
@@ -41,9 +42,6 @@ from specfuse_shared.loading.demo import demo_members
 from specfuse_shared.loading.pretrained import plain, plain_config, read_ensemble, stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.loading.sources import check_sources
-from specfuse_shared.settings.config import DEMO, EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import unknown_setting
 
 TRANSPORT_OPTIONS = frozenset(

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.events import SegmentEvent
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.text.stops import StopHold, StopMatch, find_stops
 from specfuse_shared.types import FinishReason, RoundRecord

@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError, RequestError
 from specfuse_shared.members.stages import NOTHING_YET, Close, Member, Op, TokenCounts
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
-from specfuse_shared.settings.config import EnsembleConfig
 from specfuse_shared.types import ExitReason, MemberExit, MemberUsage, Usage
 
 _ROOM_PER_TOKEN = 8

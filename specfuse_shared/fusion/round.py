@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import GenerationError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
@@ -44,8 +45,6 @@ from specfuse_shared.members.stages import (
 from specfuse_shared.messages import Message
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse

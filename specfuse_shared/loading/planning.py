@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specfuse_shared.config import OLLAMA, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, install_command
 from specfuse_shared.loading.gguf import (
     GgufHead,
@@ -43,8 +44,6 @@ from specfuse_shared.placement.plan import (
     place,
 )
 from specfuse_shared.placement.sizing import ModelSizes, find_devices, has_accelerator
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
 EXTRA = install_command("llamacpp")
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from specfuse_shared.config import BACKSLASHES, DEMO, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, SpecFuseError
 from specfuse_shared.loading.gguf import (
     OnStage,
@@ -41,8 +42,6 @@ from specfuse_shared.loading.sources import untested_versions
 from specfuse_shared.placement.plan import Assignment
 from specfuse_shared.runtime.mps import is_mps
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
-from specfuse_shared.settings.config import DEMO, EnsembleConfig
-from specfuse_shared.settings.member_config import BACKSLASHES, MemberConfig
 from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
 
 _ONE_THREAD_ENV = "HF_DEACTIVATE_ASYNC_LOAD"

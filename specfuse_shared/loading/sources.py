@@ -12,9 +12,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from specfuse_shared.config import OLLAMA, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import MemberLoadError
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _EXPECTED = 'expected a hub id ("Qwen/Qwen3-8B"), a folder with a config.json, a .gguf file, or "ollama:NAME"'

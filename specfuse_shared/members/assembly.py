@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, MissingExtraError
 from specfuse_shared.loading.gguf import OnStage, gguf_file
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
@@ -19,8 +20,6 @@ from specfuse_shared.members.loading import load_in_process
 from specfuse_shared.members.local.lane import LaneThread, LocalLane, lanes_of
 from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import Lane, Member, MemberInfo, OnForward
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.grammars.guidance import byte_vocabulary
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from specfuse_shared.config import MemberConfig
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import backend_of
 from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.placement.plan import Assignment
-from specfuse_shared.settings.member_config import MemberConfig
 
 logger = logging.getLogger(__name__)
 

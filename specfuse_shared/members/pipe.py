@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from specfuse_shared.config import MemberConfig
 from specfuse_shared.members.loading import load_in_process
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.stages import (
@@ -27,7 +28,6 @@ from specfuse_shared.members.stages import (
     nobody_waits,
     unanswered,
 )
-from specfuse_shared.settings.member_config import MemberConfig
 
 logger = logging.getLogger(__name__)
 

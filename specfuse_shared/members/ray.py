@@ -19,11 +19,11 @@ from typing import Any
 import ray as untyped_ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from specfuse_shared.config import MemberConfig
 from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.members.pipe import PipedLane, serve_members
 from specfuse_shared.members.stages import OnForward
 from specfuse_shared.placement.plan import format_bytes
-from specfuse_shared.settings.member_config import MemberConfig
 
 ray: Any = untyped_ray
 

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from specfuse_shared.config import MemberConfig, SamplingParams
 from specfuse_shared.members.stages import (
     CandidateVerdict,
     Commit,
@@ -31,8 +32,6 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.kv_cache import common_length
-from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Encoding, cut_candidate, whole_characters
 from specfuse_shared.text.grammars.constraint import MemberConstraint

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.messages import Message, Tool
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import MemberReport, StageName

@@ -32,8 +32,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.runtime.mps import forget_read, is_mps, keep_until_read
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 
 def upload(values: Sequence[int] | NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:

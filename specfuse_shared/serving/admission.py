@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
 from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession
@@ -25,7 +26,6 @@ from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.placement.sizing import only_cpu
 from specfuse_shared.runtime.kv_cache import TREE_ROOM, next_rows, row_capacity
 from specfuse_shared.runtime.mps import empty_cache
-from specfuse_shared.settings.config import EnsembleConfig
 
 _PREFIX_SHARE = 0.125
 _BRANCHES = 5

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.messages import Message, Tool
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import is_whole_text, unknown_setting
 
 Conversation = str | Sequence[Message | Mapping[str, Any]]

@@ -21,6 +21,7 @@ from typing import Any, Self, Unpack
 
 import torch
 
+from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams, as_config
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
 from specfuse_shared.events import Event, FinishEvent
 from specfuse_shared.fusion.round import ScoringSession
@@ -44,9 +45,6 @@ from specfuse_shared.serving.scheduler import (
     results_of,
 )
 from specfuse_shared.serving.telemetry import Metrics, MetricsSnapshot
-from specfuse_shared.settings.config import EnsembleConfig, as_config
-from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import MemberReport

@@ -36,6 +36,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Self
 
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import (
     EngineBusyError,
     EngineClosedError,
@@ -63,8 +64,6 @@ from specfuse_shared.serving.calls import (
     tools_of,
 )
 from specfuse_shared.serving.telemetry import AnswerSpan, Metrics
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.tool_calls import ToolUse
 
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 MEMBERS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import MemberConfig, MemberLoadError, MissingTemplateWarning
+from specfuse_shared.config import OLLAMA
 from specfuse_shared.loading.gguf import gguf_file, ollama_models
 from specfuse_shared.loading.planning import lora_files
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.settings.member_config import OLLAMA
 from tests.support.tiny import byte_level_tokenizer, save_model
 
 MODEL, ADAPTER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specfuse_shared import policies
+from specfuse_shared.config import AGGREGATES, PER, SCORES, EnsembleConfig
 from specfuse_shared.policies import (
     CandidateLogprobs,
     MeanLogprob,
@@ -22,7 +23,6 @@ from specfuse_shared.policies import (
     Stretch,
     rewards,
 )
-from specfuse_shared.settings.config import AGGREGATES, PER, SCORES, EnsembleConfig
 
 LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=12)
 SQUARE = st.integers(2, 5).flatmap(

@@ -22,8 +22,8 @@ from specfuse_shared.policies import (
     MeanLogprob,
     ScorePolicy,
     Stretch,
+    mean_behind,
 )
-from specfuse_shared.policies.scores import mean_behind
 
 
 def candidate(*pieces: tuple[str, float], end: float | None = None) -> CandidateLogprobs:

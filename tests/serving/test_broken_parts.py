@@ -19,8 +19,7 @@ from specfuse_shared.loading.gguf import gguf_head
 from specfuse_shared.members.local.lane import LaneThread
 from specfuse_shared.members.pipe import Answered, PipedLane, Ready
 from specfuse_shared.members.stages import CacheUse, Closed, Fault, StageRequest, StageResult, Think
-from specfuse_shared.policies import CandidateLogprobs, Stretch, weighted_mean
-from specfuse_shared.policies.election import Electorate
+from specfuse_shared.policies import CandidateLogprobs, Electorate, Stretch, weighted_mean
 from specfuse_shared.serving import engine as leases
 from tests.support.fake_engine import TALE, FakeEngine, two
 from tests.support.fake_lane import FakeLane, scripted

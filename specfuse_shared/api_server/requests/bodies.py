@@ -22,10 +22,10 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from specfuse_shared.config import MOST_TOP_LOGPROBS
 from specfuse_shared.errors import RequestError
 from specfuse_shared.frameworks import TRANSPORT_OPTIONS, Detail
 from specfuse_shared.messages import earlier_fields
-from specfuse_shared.settings.sampling_params import MOST_TOP_LOGPROBS
 from specfuse_shared.validation import unknown_setting
 
 SEED_LIMIT = 2**63

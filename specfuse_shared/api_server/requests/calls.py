@@ -22,11 +22,11 @@ from specfuse_shared.api_server.requests.bodies import (
 )
 from specfuse_shared.api_server.requests.responses_api import ResponsesBody
 from specfuse_shared.api_server.settings import ServerSettings
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ConfigError, GrammarError, SpecFuseError
 from specfuse_shared.frameworks import ToolUse, response_schema, value_of
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.serving.calls import CallOptions, choice_of, conversation_of
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.grammars.grammar import Grammar
 
 SMALLEST_TOP_P = 1e-6

@@ -27,8 +27,8 @@ from specfuse_shared.api_server.requests.bodies import (
     ToolBody,
     ToolChoiceBody,
 )
+from specfuse_shared.config import MOST_TOP_LOGPROBS
 from specfuse_shared.messages import earlier_fields
-from specfuse_shared.settings.sampling_params import MOST_TOP_LOGPROBS
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for log-probabilities with."""

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.run_file import Answer, RunFile, answer_key, key_of
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.asking import MakeEngine, OnProgress, Progress, asked_together, new_engine
 from specfuse_shared.comparing.run.run_file import Answer, RunFile, sample_key, together_key
+from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.validation import check
 
 if TYPE_CHECKING:

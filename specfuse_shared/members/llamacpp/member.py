@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import UnsupportedModelError
 from specfuse_shared.loading.gguf import OnStage, gguf_file
 from specfuse_shared.loading.planning import (
@@ -28,8 +29,6 @@ from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import CacheUse, MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
 from specfuse_shared.placement.sizing import free_memory, only_cpu
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import MemberConfig
 from specfuse_shared.types import MemberReport
 
 _TOKEN_COST_ON_CPU = 0.6

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specfuse_shared.config import OLLAMA, EnsembleConfig, MemberConfig, SamplingParams
 from specfuse_shared.errors import MissingTemplateWarning
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
@@ -34,9 +35,6 @@ from specfuse_shared.runtime.fused_norms import pack_weights
 from specfuse_shared.runtime.kv_cache import smallest_row
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
-from specfuse_shared.settings.config import EnsembleConfig
-from specfuse_shared.settings.member_config import OLLAMA, MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.types import MemberReport

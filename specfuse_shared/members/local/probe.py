@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import MemberLoadError, UnsupportedModelError
 from specfuse_shared.loading.sources import untested_versions
 from specfuse_shared.members.local.sequence import (
@@ -36,7 +37,6 @@ from specfuse_shared.runtime.model_runner import LongRope, ModelRunner, model_ho
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static_runner import Graphs
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.members.local.batching import Stage
 from specfuse_shared.members.local.sequence import (
     PREFILL_CHUNK,
@@ -25,7 +26,6 @@ from specfuse_shared.members.session import Session
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import Sampler, masked
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from specfuse_shared.config import MemberConfig, SamplingParams
 from specfuse_shared.errors import (
     ConfigError,
     ServerError,
@@ -49,8 +50,6 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.placement.sizing import ModelSizes
 from specfuse_shared.policies import ROUNDING
-from specfuse_shared.settings.member_config import MemberConfig
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.types import MemberReport
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ServerError, SpecFuseError
 from specfuse_shared.members.server.vllm import (
     Continuation,
@@ -24,7 +25,6 @@ from specfuse_shared.members.session import Session, Stage
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import allowed_ids, number_of_draw
-from specfuse_shared.settings.sampling_params import SamplingParams
 from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ import httpx
 from specfuse_shared import bounded_http
 from specfuse_shared.addresses import trusted
 from specfuse_shared.bounded_http import ResponseRefusedError
+from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import (
     ServerError,
     ServerKeyError,
@@ -44,7 +45,6 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.members.stages import Top
 from specfuse_shared.policies import ROUNDING
-from specfuse_shared.settings.sampling_params import SamplingParams
 
 CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 4.0

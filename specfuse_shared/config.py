@@ -1,0 +1,690 @@
+"""The settings of one answer. Frozen, validated once.
+
+The settings of an ensemble. Frozen, validated once.
+
+The settings of one member. Frozen, validated once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Self
+
+from specfuse_shared import policies
+from specfuse_shared.addresses import is_private, server_address
+from specfuse_shared.errors import ConfigError
+from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
+from specfuse_shared.text.grammars.grammar import Grammar
+from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS
+from specfuse_shared.validation import Settings, check, check_choice
+
+QUANTIZATIONS = ("8bit", "4bit", "auto")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "llama.cpp", "transformers")
+CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
+OLLAMA = "ollama:"
+"""Begins the name of a model in Ollama's store."""
+_OF_LLAMA_CPP = ("gpu_layers", "threads", "cache_tokens", "cache_type")
+"""What only llama.cpp knows."""
+_OF_TRANSFORMERS = ("quantization", "offload", "attn_implementation", "trust_remote_code", "allow_pickle")
+"""What only transformers knows of how a model is loaded."""
+_SERVERS_OWN = (
+    *("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "allow_pickle", "backend"),
+    *_OF_LLAMA_CPP,
+)
+"""What a server decides of the model that it runs."""
+BACKSLASHES = (
+    r"write a path of Windows in single quotes in TOML ('C:\models\new'), as r'C:\models\new' in Python, or with /"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberConfig(Settings):
+    """One model of the ensemble: where it comes from, how it is loaded, and how it takes part."""
+
+    model: str
+    """Hub id, local folder, GGUF file, or "ollama:NAME" for a model in Ollama's store. Remote code and pickled weights
+    are refused unless allowed below."""
+    name: str | None = None
+    """The member's name in records, events and `EnsembleConfig.reference`; the last part of `model` if unset."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub repository."""
+    gguf_file: str | None = None
+    """A GGUF file inside the hub repository or folder that `model` names."""
+    adapter: str | None = None
+    """Hub id or folder of a PEFT adapter, merged into the weights (extra "adapters"); on llama.cpp, a LoRA in a GGUF
+    file, applied at run time."""
+    adapter_revision: str | None = None
+    """Branch, tag or commit of the adapter's hub repository."""
+    tokenizer: str | None = None
+    """Hub id or folder of the tokenizer, if it does not come with the model."""
+    dtype: str = "auto"
+    """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it; float32 stays on a CPU."""
+    device: str = "auto"
+    """"auto" (wherever there is room, but not on MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
+    quantization: str | None = None
+    """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto": the widest precision that
+    fits (extra "quant")."""
+    backend: str = "auto"
+    """What runs the model: "llama.cpp" (GGUF files as they are, extra "llamacpp"), "transformers", or "auto": llama.cpp
+    for quantised GGUF files where it is installed and no other setting needs transformers."""
+    gpu_layers: int | None = None
+    """Layers that llama.cpp keeps on the GPU; unset: as many as fit, none with `device="cpu"`."""
+    threads: int | None = None
+    """Threads of llama.cpp; unset: the member's share of the cores."""
+    cache_tokens: int | None = None
+    """Tokens in llama.cpp's cache, for all answers together, allocated at load; unset: four answers of 4,096 tokens, or
+    as many as fit into memory."""
+    cache_type: str = "auto"
+    """Type of the numbers in llama.cpp's cache: "f32", "f16" or "q8_0"; "auto": f16, or f32 with `dtype="float32"`."""
+    offload: bool = False
+    """Allow layers that fit on no device to stay in main memory or on disk, which is very slow."""
+    weight: float = 1.0
+    """Voting weight at the start of each answer, relative to the others' (`EnsembleConfig.first_weights`)."""
+    chat_template: str | None = None
+    """Jinja source that replaces the tokenizer's chat template. A base model without one gets a plain template
+    (`specfuse_shared.text.chat_template.PLAIN_TEMPLATE`)."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template; `thinking` sets `enable_thinking`."""
+    thinking: bool | Sequence[str] = False
+    """The member thinks before the answer, between the markers of its template or the two given here. No other member
+    reads its thoughts."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the member's turn, besides those of the model's configuration."""
+    max_context: int | None = None
+    """Lowers the model's context limit, in tokens."""
+    attn_implementation: str | None = None
+    """Passed to transformers; the probe at load checks that it is exact."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Set it only for repositories that you have read."""
+    allow_pickle: bool = False
+    """Load weights that are not safetensors. Unpickling a file may run code that is in it."""
+    drafts_under_grammar: bool = True
+    """False: under a grammar or in a tool call the member only verifies, unless no other member drafts. For such
+    drafts, a member behind a server without the token endpoint needs one request per token."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Resources of a Ray node (`EnsembleConfig(runtime="ray")`): "CPU" (default 1), "GPU" (default 1 if the cluster has
+    any), "memory" in bytes (default, without a GPU: what the model takes), and custom names."""
+    server: str | None = None
+    """Address of a vLLM server that runs the model ("http://127.0.0.1:8000/v1"); `model` then names the tokenizer and
+    template (extra "servers")."""
+    server_model: str | None = None
+    """The server's name of the model; `model` if unset."""
+    server_timeout: float = 60.0
+    """Seconds after which a request to the server fails and the member leaves the answer."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key. The key itself is never stored."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, Path):
+            object.__setattr__(self, "model", str(self.model))
+        self.check_types()
+        for name in ("model", "adapter", "tokenizer"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _at_home(str(given)))
+        for name in ("model", "adapter", "tokenizer", "gguf_file"):
+            given = getattr(self, name)
+            check(
+                given is None or given.isprintable(),
+                f"MemberConfig.{name} is {given!r}, which has a control character in it: {BACKSLASHES}",
+            )
+        model = self.model.strip().removeprefix(OLLAMA)
+        check(bool(model), "MemberConfig.model is empty: give a hub id, a folder, a GGUF file or ollama:NAME")
+        if self.adapter is not None:
+            check(bool(str(self.adapter).strip()), "MemberConfig.adapter is empty: give a hub id or a folder")
+        check(
+            self.adapter_revision is None or self.adapter is not None,
+            "MemberConfig.adapter_revision is set without adapter: set adapter to a hub id, too",
+        )
+        check_choice("MemberConfig.dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            check_choice("MemberConfig.quantization", self.quantization, QUANTIZATIONS)
+        check(
+            self.quantization in (None, "auto") or not (self.offload or self.adapter),
+            "MemberConfig.offload and adapter need unquantised weights: leave quantization at None or 'auto'",
+        )
+        self._check_backend()
+        check(
+            math.isfinite(self.weight) and self.weight > 0,
+            f"MemberConfig.weight must be a positive number, not {self.weight!r}",
+        )
+        check(
+            self.max_context is None or self.max_context > 0,
+            f"MemberConfig.max_context must be positive, not {self.max_context!r}",
+        )
+        self._check_server()
+        for name in ("template_options", "resources"):
+            given = getattr(self, name)
+            check(isinstance(given, Mapping), f"MemberConfig.{name} must be a table of names and values, not {given!r}")
+        thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
+        if not isinstance(thinking, bool):
+            check(
+                _is_list_of(str, thinking) and len(thinking) == 2 and all(thinking),
+                f"MemberConfig.thinking must be True, False or the two markers around thoughts, not {thinking!r}",
+            )
+            thinking = tuple(thinking)
+        object.__setattr__(self, "thinking", thinking)
+        object.__setattr__(self, "template_options", MappingProxyType(dict(self.template_options)))
+        ids = self.stop_token_ids
+        check(_is_list_of(int, ids), f"MemberConfig.stop_token_ids must be a list of token ids, not {ids!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        amounts = dict(self.resources)
+        check(
+            all(isinstance(amount, (int, float)) and amount >= 0 for amount in amounts.values()),
+            f"MemberConfig.resources must be amounts by name, such as {{'GPU': 1}}, not {amounts!r}",
+        )
+        object.__setattr__(self, "resources", MappingProxyType(amounts))
+
+    def _check_backend(self) -> None:
+        """The settings of an engine go with that engine."""
+        check_choice("MemberConfig.backend", self.backend, BACKENDS)
+        check_choice("MemberConfig.cache_type", self.cache_type, CACHE_TYPES)
+        for name, least in (("gpu_layers", 0), ("threads", 1), ("cache_tokens", 256)):
+            count = getattr(self, name)
+            check(count is None or count >= least, f"MemberConfig.{name} must be at least {least}, not {count!r}")
+        if self.backend == "llama.cpp" and (given := self.needs_transformers):
+            check(False, f'MemberConfig.{given[0]} goes with backend="transformers": llama.cpp runs files as they are')
+        if self.backend == "transformers" and (given := self.set_of(_OF_LLAMA_CPP)):
+            check(False, f'MemberConfig.{given[0]} goes with backend="llama.cpp"')
+
+    def set_of(self, names: Sequence[str]) -> list[str]:
+        """Those of some settings that are not at their default."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
+    @property
+    def needs_transformers(self) -> list[str]:
+        """Settings that only transformers can follow."""
+        return self.set_of(_OF_TRANSFORMERS) + (["dtype"] if self.dtype not in ("auto", "float32") else [])
+
+    @property
+    def needs_llama_cpp(self) -> list[str]:
+        """Settings that only llama.cpp can follow."""
+        return self.set_of(_OF_LLAMA_CPP)
+
+    def _check_server(self) -> None:
+        """The settings of a server suit each other, and none of them would give its key away."""
+        check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
+        if self.server is None:
+            given = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
+            check(not given, f"MemberConfig.{given and given[0]} is set without server: set server to an address, too")
+            return
+        object.__setattr__(self, "server", server_address("MemberConfig.server", self.server))
+        for name in self.set_of(_SERVERS_OWN):
+            check(False, f"MemberConfig.{name} is decided by the server at {self.server}: leave it unset")
+        check(
+            self.api_key_env is None or is_private(str(self.server)),
+            f"MemberConfig.server is {self.server}: over http:// others on the network could read the key that "
+            "api_key_env names: give an https:// address, or one of this machine, such as the end of a tunnel",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: dict(values[name]) for name in ("template_options", "resources")}
+        return MemberConfig.from_dict, (values,)
+
+    @property
+    def label(self) -> str:
+        """The name in records and events: `name`, else the last part of `model` without its file ending."""
+        if self.name or self.model.startswith(OLLAMA):
+            return self.name or self.model.removeprefix(OLLAMA)
+        return Path(self.model).name.removesuffix(".gguf") or self.model
+
+
+def as_member(member: MemberConfig | str | Path) -> MemberConfig:
+    """A member as a configuration names it. Raises `ConfigError`."""
+    if isinstance(member, MemberConfig):
+        return member
+    if isinstance(member, (str, Path)):
+        return MemberConfig(str(member))
+    raise ConfigError(f"a member must be a MemberConfig or a string, not {type(member).__name__}")
+
+
+def unique_names(members: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
+    """Equal labels that were not chosen by the user get a number: the same model may appear twice."""
+    chosen = [m.name for m in members if m.name]
+    twice = sorted({name for name in chosen if chosen.count(name) > 1})
+    check(not twice, f"two members are named {twice[:1]}: give each its own name")
+    labels: list[str] = []
+    for member in members:
+        label, number = member.label, 2
+        while label in labels or (member.name is None and label in chosen):
+            label, number = f"{member.label}-{number}", number + 1
+        labels.append(label)
+    return tuple(_renamed(m, label) for m, label in zip(members, labels, strict=True))
+
+
+def _renamed(member: MemberConfig, name: str) -> MemberConfig:
+    return MemberConfig(**{**{f.name: getattr(member, f.name) for f in fields(member)}, "name": name})
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(type(each) is kind for each in value)
+
+
+def _at_home(path: str) -> str:
+    """A path whose "~" is a home folder. Raises `ConfigError` where nobody has that name."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError as error:
+        raise ConfigError(f"{path} begins with the home folder of nobody here: write the whole path") from error
+
+
+SCORES: dict[str, Callable[..., ScorePolicy]] = {
+    "mean_logprob": policies.MeanLogprob,
+    "mean_prob": policies.MeanProb,
+    "stretch": policies.Stretch,
+}
+PER: dict[str, tuple[str, ...]] = {
+    "mean_logprob": ("text", "root", "token", "byte"),
+    "mean_prob": ("token", "byte"),
+    "stretch": ("token", "byte"),
+}
+"""The units of each score; the first is the default."""
+AGGREGATES: dict[str, AggregatePolicy] = {
+    "weighted_mean": policies.weighted_mean,
+    "seconded_mean": policies.SecondedMean(),
+    "geometric_mean": policies.geometric_mean,
+}
+FIRST_WEIGHTS = ("size", "equal")
+FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
+EXITS = ("entropy", "fixed", "never")
+WHEN_BUSY = ("wait", "raise")
+EXECUTIONS = ("auto", "static", "dynamic")
+DEMO: Final = "demo"
+"""The word that stands for all members of the demo; it is no model."""
+_WHOLE = 4.0
+"""How much clearer an early lead has to be where candidates are better compared as wholes."""
+RUNTIMES = ("local", "ray")
+SPECULATIONS = ("auto", "off")
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "default": {},
+        "fast": {"first_segment_tokens": 5, "exit": "entropy"},
+        "specfuse": {
+            "segment_tokens": 10,
+            "first_segment_tokens": None,
+            "score": "mean_prob",
+            "per": "token",
+            "aggregate": "weighted_mean",
+            "first_weights": "equal",
+            "feedback": "uniform",
+            "feedback_limit": None,
+            "exit": "entropy",
+            "exit_threshold": 0.5,
+            "repetition_guard": False,
+        },
+        "specem": {
+            "segment_tokens": 10,
+            "first_segment_tokens": None,
+            "score": "mean_prob",
+            "per": "token",
+            "aggregate": "weighted_mean",
+            "first_weights": "equal",
+            "feedback": "paper",
+            "feedback_limit": None,
+            "exit": "never",
+            "repetition_guard": False,
+        },
+    }
+)
+"""Presets by name: the measured default, a faster one (docs/experiments.md), and those of the two papers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleConfig(Settings):
+    """The ensemble: its members, how a round is decided, and how many answers run at once.
+
+    A policy is given by name or as an object with the signature of its protocol (`specfuse_shared.policies`).
+    """
+
+    members: Sequence[MemberConfig | str]
+    """The members: `MemberConfig`s, or hub ids, folders and GGUF files."""
+    segment_tokens: int = 5
+    """The most tokens that a member drafts in a round, in its own tokens (papers: 10)."""
+    first_segment_tokens: int | None = 20
+    """The same for the first segment; `segment_tokens` if None. A long one chooses a short answer as a whole, and sends
+    the first words later."""
+    early_margin: float = 2.0
+    """First words early: candidates of a first segment are compared when `segment_tokens` tokens of them are drafted,
+    at twice as many, and so on. What all members say by then is streamed, and so is a candidate whose vote is this many
+    times that of every other one: half as many at twice the tokens, down to 1. Where one candidate is over and another
+    is not, under a grammar, and for calls of tools it takes four times as many, at each comparison. Else they draft on.
+    0: compare only what is drafted to the end."""
+    score: str | ScorePolicy = "stretch"
+    """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
+    cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
+    per: str | None = None
+    """The unit of the score: "text" (the probability of the whole candidate), "root" (log p divided by √tokens),
+    "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
+    "byte". "mean_prob" and "stretch" take "token" and "byte" only. Default: "text" for "mean_logprob", else "token"."""
+    aggregate: str | AggregatePolicy = "seconded_mean"
+    """How the verifiers' scores become one vote: "seconded_mean" (among three or more, a member without most of the
+    votes cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one
+    verifier finds impossible cannot win)."""
+    first_weights: str = "size"
+    """What members' votes count when an answer begins: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
+    members do not outvote one that is far better; "equal" where a size is not known) or "equal" (`MemberConfig.weight`
+    alone: the papers')."""
+    feedback: str | FeedbackPolicy = "constant"
+    """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
+    "constant", "sqrt_decay" and "paper" (SpecEM)."""
+    feedback_rate: float = 0.5
+    """How fast the weights learn; with 0 they stay as they are."""
+    feedback_limit: float | None = 2.0
+    """How far the weights learn: the ratio of two members' votes becomes at most so many times what it was at first, so
+    that many rounds of weak judges do not take a strong member's vote away. None: no limit (SpecEM). Own policies have
+    none."""
+    exit: str | ExitPolicy = "never"
+    """Which members leave an answer: "never": none; "entropy" (SpecFuse) or "fixed": those whose retention, at that
+    temperature, is low."""
+    exit_threshold: float = 0.5
+    """A member leaves when its retention falls below this share of 1/n, for n active members."""
+    min_active: int = 1
+    """The number of members, the best ones, that `exit` always keeps (SpecFuse: 1)."""
+    repetition_guard: bool = True
+    """A candidate that repeats the answer loses against one that does not. If all candidates repeat it a third time, an
+    answer of several members ends (`FinishReason.REPETITION`)."""
+    round_seconds: float | None = None
+    """Seconds of a round, after which it goes on without members that are late: they sit it out, and come back once
+    they have answered. Members that share a lane (a device of this machine) are late together or not at all; those
+    behind servers, on Ray or on another device each by themselves. None: all members are waited for."""
+    round_grace: float = 0.25
+    """With `round_seconds`: seconds behind the first answer in which no member is late, however long that took."""
+    late_rounds: int = 8
+    """With `round_seconds`: a member that has been late for so many rounds in a row, and for as many times
+    `round_seconds`, leaves the answer like one that failed."""
+    reference: str | None = None
+    """Name of the member whose tokenizer counts `max_tokens` and usage; the first member if unset."""
+    cache_dir: str | None = None
+    """Folder for converted weights; by default `$SPECFUSE_CACHE`, else `~/.cache/specfuse`."""
+    max_concurrent: int = 32
+    """The most answers that run at once."""
+    max_queue: int = 1024
+    """The most answers that wait."""
+    when_busy: str = "wait"
+    """When the queue is full, further callers "wait" or "raise" `EngineBusyError`."""
+    cache_bytes: int | None = None
+    """Bytes for caches and logits on each device; if unset, a share of what is free after the weights are loaded."""
+    reuse_prefixes: bool = True
+    """Keep an eighth of that memory for prompts that begin like earlier ones."""
+    execution: str = "auto"
+    """"static" drafts and verifies a segment in steps of fixed shape, captured as CUDA graphs on a GPU; "dynamic" goes
+    token by token; "auto" is static on a GPU, else dynamic. Members that cannot run static steps stay dynamic."""
+    speculation: str = "auto"
+    """"auto": members guess the next tokens from prompt, answer and each other's drafts, which saves forwards and
+    changes no answer. "off": every token of a draft takes a forward."""
+    runtime: str = "local"
+    """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
+    has `MemberConfig.resources`. Members behind servers stay there."""
+    ray_address: str | None = None
+    """Address of the cluster ("auto", "host:6379", "ray://host:10001"); Ray's default if unset."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.members, (str, MemberConfig)):
+            given = self.members if isinstance(self.members, str) else self.members.model
+            list_of_it = "" if given == DEMO else f"a list of models, [{given!r}], or "
+            raise ConfigError(f"EnsembleConfig.members is {given!r}: give {list_of_it}demo_members()")
+        self.check_types()
+        members = tuple(as_member(m) for m in self.members)
+        check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
+        check(
+            not any(m.server is None and m.model == DEMO for m in members) or Path(DEMO).exists(),
+            f"{DEMO!r} in a list of members is no model: members={DEMO!r} or demo_members() are the demo's two",
+        )
+        object.__setattr__(self, "members", unique_names(members))
+        for name in ("segment_tokens", "first_segment_tokens"):
+            count = getattr(self, name)
+            unset = count is None and name == "first_segment_tokens"
+            check(unset or 1 <= count <= 512, f"EnsembleConfig.{name} must be 1 to 512, not {count!r}")
+        margin = self.early_margin
+        check(margin == 0 or margin >= 1, f"EnsembleConfig.early_margin must be 0 (never) or ≥ 1, not {margin!r}")
+        for name, choices in (("score", SCORES), ("aggregate", AGGREGATES), ("feedback", FEEDBACKS), ("exit", EXITS)):
+            value = getattr(self, name)
+            if not callable(value):
+                check_choice(f"EnsembleConfig.{name}", value, tuple(choices))
+        self._check_score()
+        check(self.feedback_rate >= 0, f"EnsembleConfig.feedback_rate must be ≥ 0, not {self.feedback_rate!r}")
+        if self.feedback_limit == math.inf:  # as files say it
+            object.__setattr__(self, "feedback_limit", None)
+        limit = self.feedback_limit
+        check(limit is None or limit >= 1, f"EnsembleConfig.feedback_limit must be ≥ 1 or None, not {limit!r}")
+        check(
+            0 < self.exit_threshold <= 1,
+            f"EnsembleConfig.exit_threshold must be in (0, 1], not {self.exit_threshold!r}",
+        )
+        check(self.min_active >= 1, f"EnsembleConfig.min_active must be ≥ 1, not {self.min_active!r}")
+        seconds = self.round_seconds
+        check(
+            seconds is None or 0 < seconds < math.inf,
+            f"EnsembleConfig.round_seconds must be a number of seconds above 0, or None (no deadline), not {seconds!r}",
+        )
+        check(
+            0 <= self.round_grace < math.inf,
+            f"EnsembleConfig.round_grace must be a number of seconds, 0 or more, not {self.round_grace!r}",
+        )
+        check(self.late_rounds >= 1, f"EnsembleConfig.late_rounds must be ≥ 1, not {self.late_rounds!r}")
+        check_choice("EnsembleConfig.first_weights", self.first_weights, FIRST_WEIGHTS)
+        check_choice("EnsembleConfig.when_busy", self.when_busy, WHEN_BUSY)
+        check_choice("EnsembleConfig.execution", self.execution, EXECUTIONS)
+        check_choice("EnsembleConfig.runtime", self.runtime, RUNTIMES)
+        check(
+            self.ray_address is None or self.runtime == "ray",
+            'EnsembleConfig.ray_address goes with runtime="ray": set that, too',
+        )
+        check_choice("EnsembleConfig.speculation", self.speculation, SPECULATIONS)
+        check(self.max_concurrent >= 1, f"EnsembleConfig.max_concurrent must be ≥ 1, not {self.max_concurrent!r}")
+        check(self.max_queue >= 1, f"EnsembleConfig.max_queue must be ≥ 1, not {self.max_queue!r}")
+        check(
+            self.cache_bytes is None or self.cache_bytes > 0,
+            f"EnsembleConfig.cache_bytes must be positive, not {self.cache_bytes!r}",
+        )
+        if self.reference is not None:
+            check_choice("EnsembleConfig.reference", self.reference, self.names)
+
+    def _check_score(self) -> None:
+        """`per` suits the score; an object has settings of its own."""
+        if self.per is not None and isinstance(self.score, str):
+            check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
+
+    @classmethod
+    def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
+        """The settings of a preset ("default", "fast", "specfuse", "specem"); `settings` replace some of them."""
+        check_choice("preset", name, tuple(PRESETS))
+        return cls.from_dict({**PRESETS[name], **settings, "members": members})
+
+    def only(self, names: Sequence[str] | None) -> Self:
+        """The same ensemble with these members only; all of them if None. Raises `ConfigError` for an unknown name."""
+        if names is None:
+            return self
+        check(not isinstance(names, str), f"members is {names!r}: give a list of names")
+        for name in names:
+            check_choice("a member that shall take part", name, self.names)
+        kept = [member for member in self.member_configs if member.name in names]
+        return replace(self, members=kept, reference=self.reference if self.reference in names else None)
+
+    def looks(self, limit: int) -> tuple[int, ...]:
+        """After how many tokens of drafts of up to `limit` tokens candidates are compared; the last is the limit."""
+        early, count = [], self.segment_tokens
+        while self.early_margin and count < limit:
+            early.append(count)
+            count *= 2
+        return (*early, limit)
+
+    def margin(self, tokens: int, *, whole: bool) -> float:
+        """How many times every other vote the winner's has to be after so many tokens, to be streamed then.
+
+        `whole`: candidates are such that they are better compared as wholes. Then it has to be clearer.
+        """
+        if whole:
+            return _WHOLE * self.early_margin
+        return max(1.0, self.early_margin * self.segment_tokens / tokens)
+
+    @property
+    def units(self) -> str | None:
+        """What `score` is per: `per`, or the first that the score knows."""
+        return self.per or (PER[self.score][0] if isinstance(self.score, str) else None)
+
+    @property
+    def longest_segment(self) -> int:
+        return max(self.first_segment_tokens or 0, self.segment_tokens)
+
+    @property
+    def most_tried(self) -> int:
+        """Tokens of one member's candidates in a round, at most: where it ends differently at each look."""
+        return sum(self.looks(self.longest_segment))
+
+    @property
+    def member_configs(self) -> tuple[MemberConfig, ...]:
+        return tuple(m for m in self.members if isinstance(m, MemberConfig))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Member names, unique, in order."""
+        return tuple(m.label for m in self.member_configs)
+
+    @property
+    def reference_name(self) -> str:
+        return self.reference or self.names[0]
+
+    def score_policy(self) -> ScorePolicy:
+        if not isinstance(self.score, str):
+            return self.score
+        return SCORES[self.score](per=self.units)
+
+    def aggregate_policy(self) -> AggregatePolicy:
+        return AGGREGATES[self.aggregate] if isinstance(self.aggregate, str) else self.aggregate
+
+    def feedback_policy(self) -> FeedbackPolicy:
+        if not isinstance(self.feedback, str):
+            return self.feedback
+        if self.feedback == "uniform":
+            return policies.uniform
+        return policies.OnlineFeedback(self.feedback, self.feedback_rate)  # type: ignore[arg-type]
+
+    def exit_policy(self) -> ExitPolicy:
+        if not isinstance(self.exit, str):
+            return self.exit
+        if self.exit == "never" or len(self.members) <= self.min_active:
+            return policies.never
+        return policies.RetentionExit(self.exit, self.exit_threshold, self.min_active)  # type: ignore[arg-type]
+
+
+def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:
+    """A configuration, or one of these members with these settings. Raises `ConfigError`."""
+    if isinstance(config, EnsembleConfig):
+        check(not settings, f"settings {sorted(settings)} go with members; an EnsembleConfig has its own")
+        return config
+    return EnsembleConfig.from_dict({"members": config, **settings})
+
+
+SMALLEST_TEMPERATURE = 1e-4
+MOST_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Settings):
+    """How one answer is sampled, and when it ends."""
+
+    max_tokens: int = 256
+    """The most tokens of the answer, counted by the reference member; thoughts do not count."""
+    temperature: float = 0.0
+    """0 is greedy decoding; then `top_p`, `top_k`, `min_p` and `seed` have no effect."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens whose probabilities add up to this."""
+    top_k: int = 0
+    """Sample from this many of the most probable tokens; 0: from all."""
+    min_p: float = 0.0
+    """Leave out tokens whose probability is below this share of the most probable token's."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that occur in the prompt or the answer become less probable."""
+    seed: int | None = None
+    """The same seed gives the same answer. Without one, a sampled request draws a seed and reports it."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the answer and never appear in it."""
+    min_tokens: int = 0
+    """Members and the repetition guard cannot end the answer before it has this many tokens of the reference member;
+    stop strings can. Cannot be combined with a grammar or tools, which decide when an answer is complete."""
+    ignore_eos: bool = False
+    """The answer goes on to `max_tokens`, a stop string or the end of all contexts. Cannot be combined with a grammar
+    or tools."""
+    grammar: Grammar | None = None
+    """The grammar that the answer follows. The answer is complete and valid, or `UnfinishedValueError` is raised
+    because `max_tokens` left no room. With tools, an answer is calls or a value."""
+    logprobs: bool = False
+    """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
+    top_logprobs: int = 0
+    """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
+    max_thinking_tokens: int = 1024
+    """The most tokens of a member's thoughts (`MemberConfig.thinking`), in its own tokens."""
+
+    def __post_init__(self) -> None:
+        self.check_types()
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        check(isinstance(given, Iterable), f"SamplingParams.stop must hold strings, not {given!r}")
+        stops = tuple(given)
+        object.__setattr__(self, "stop", stops)
+        check(
+            all(isinstance(s, str) and s for s in stops),
+            "SamplingParams.stop must hold non-empty strings",
+        )
+        check(
+            len(stops) <= MOST_STOPS and all(len(s) <= LONGEST_STOP for s in stops),
+            f"SamplingParams.stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each: "
+            f"it has {len(stops)}, the longest of {max(map(len, stops), default=0)}",
+        )
+        for name, low, high in (
+            ("max_tokens", 1, math.inf),
+            ("min_tokens", 0, self.max_tokens),
+            ("temperature", 0, 100),
+            ("top_p", 1e-6, 1),
+            ("top_k", 0, math.inf),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 1e-3, 100),
+            ("max_thinking_tokens", 1, math.inf),
+            ("top_logprobs", 0, MOST_TOP_LOGPROBS),
+        ):
+            value = getattr(self, name)
+            check(
+                isinstance(value, (int, float)) and low <= value <= high,
+                f"SamplingParams.{name} must be {_range(low, high)}, not {value!r}",
+            )
+        for name in ("max_tokens", "min_tokens", "top_k", "max_thinking_tokens", "top_logprobs"):
+            value = getattr(self, name)
+            check(type(value) is int, f"SamplingParams.{name} must be a whole number, not {value!r}")
+        check(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            f"SamplingParams.grammar must be a Grammar, not {type(self.grammar).__name__}",
+        )
+        check(
+            self.logprobs or not self.top_logprobs,
+            f"SamplingParams.top_logprobs is {self.top_logprobs!r}: it needs logprobs=True",
+        )
+        check(
+            self.grammar is None or not (self.min_tokens or self.ignore_eos),
+            "SamplingParams.min_tokens and ignore_eos cannot be combined with a grammar or tools, which decide when an "
+            "answer is complete: leave them out",
+        )
+
+    @classmethod
+    def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
+        """`defaults` overridden by `given`; a call with `logprobs=False` also drops `top_logprobs`."""
+        none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
+        return cls.from_dict({**defaults, **none, **given})
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken. (Logits divided by a temperature near 0 would overflow.)"""
+        return self.temperature < SMALLEST_TEMPERATURE
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low}" if high == math.inf else f"between {low} and {high}"

@@ -1,0 +1,568 @@
+"""The decisions of a round as pure functions over numbers: score, aggregate, elect, feedback, exit.
+
+They use no tokenizer, tensor or framework. A user can replace each policy by an object with the same signature
+(`protocols`). Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
+
+Sources: SpecFuse (arXiv 2412.07380 v1/v2) for exit, SpecEM (v3, NeurIPS 2025) for feedback. The exit formulas are
+a reconstruction: the papers' exact ones could not be read.
+
+Aggregates: all verifiers' scores become one vote on each candidate.
+
+The winner of a round: scores become votes, votes a winner.
+
+Exit: which members leave the answer after a verified round (SpecFuse).
+
+Feedback: the verifiers' weights learn from a finished round (SpecEM).
+
+The signatures of policies.
+
+Scores of one verifier for the candidates of a round, in [0, 1].
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+Matrix = Sequence[Sequence[float]]
+"""`[j][i]`: what verifier j thinks of candidate i."""
+ROUNDING = 0.3
+"""Nats by which half precision may change a log-probability. A number further above 0 is not one, and two ways to
+compute the same one differ by less."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateLogprobs:
+    """One candidate of a round in the eyes of one verifier, in that verifier's own tokens.
+
+    `logprobs`: natural log p of each token. `token_bytes`: the number of UTF-8 bytes that each stands for (≥ 1). The
+    tokens end where `text` ends; they may begin before it, in the answer, if encodings do not join there. For a
+    candidate that `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its
+    beginning that open a tool call; 0 for text.
+    """
+
+    text: str
+    ends: bool
+    logprobs: Sequence[float]
+    token_bytes: Sequence[int]
+    call_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of the text."""
+        return len(self.text.encode())
+
+
+class ScorePolicy(Protocol):
+    """Turns one verifier's log-probabilities of all candidates of a round into a score in [0, 1] for each."""
+
+    def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
+        """Gets at least one candidate, each with at least one token, no two with equal text and end.
+
+        Called again in the same round for the candidates that are left, while there are two.
+        """
+        ...
+
+
+class AggregatePolicy(Protocol):
+    """Turns all verifiers' scores into one score per candidate."""
+
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (`elect` has the rule for equals).
+
+        `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
+        `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, neither stand nor
+        vote in this round.
+        """
+        ...
+
+
+class FeedbackPolicy(Protocol):
+    """Learns the verifiers' weights from a finished round."""
+
+    def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+        """`scores[j][i]`: verifier j on member i's candidate (n × n); rounds count from 1. Returns Σ = 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExitDecision:
+    """Retention probability of each active member, none where it decides nothing; the indices of those that leave."""
+
+    retention: tuple[float, ...]
+    leavers: tuple[int, ...]
+
+
+class ExitPolicy(Protocol):
+    """Decides after a verified round which members leave the answer."""
+
+    def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
+        """`totals[i]` = Σ over rounds of member i's aggregate score. Must leave at least one member."""
+        ...
+
+
+def weighted_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Σ_j w_j s_ji (the papers')."""
+    return [math.fsum(w * row[i] for w, row in zip(weights, scores, strict=True)) for i in range(len(scores[0]))]
+
+
+SECOND = 1000.0
+"""A candidate is implausible to a verifier that finds it less than 1/`SECOND` as likely as another one."""
+MOST = 0.5
+"""A member with more of the votes than this outvotes all others together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondedMean:
+    """The weighted mean, in which, among three or more members, a candidate of one member needs a second.
+
+    Its author's vote counts at most `SECOND` times the highest other vote. So a member that is sure of its own nonsense
+    cannot carry it, and votes for what another member finds plausible stay as they are. The `outsiders` neither stand
+    nor vote. None of this holds for a member with most of the votes: weak ones do not know what it knows.
+    """
+
+    def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+        def counted(j: int, i: int) -> float:
+            if len(scores) < 3 or list(drafters[i]) != [j] or weights[j] > MOST:
+                return scores[j][i]
+            second = max(row[i] for k, row in enumerate(scores) if k != j)
+            return min(scores[j][i], SECOND * second)
+
+        return weighted_mean(
+            [[counted(j, i) for i in range(len(row))] for j, row in enumerate(scores)], weights, drafters
+        )
+
+    def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[int]:
+        """Verifiers that find only their own draft plausible, while no other verifier does; none if this holds for
+        all."""
+        heard = [
+            (j, i)
+            for j, row in enumerate(scores)
+            for i, score in enumerate(row)
+            if list(drafters[i]) != [j] and SECOND * score >= max(row)
+        ]
+        insiders = {j for j, _ in heard} | {drafters[i][0] for _, i in heard if len(drafters[i]) == 1}
+        insiders |= {j for j, weight in enumerate(weights) if weight > MOST} if insiders else set()
+        return [j for j in range(len(scores)) if j not in insiders] if insiders else []
+
+
+def geometric_mean(scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
+    """S_i = Π_j s_ji^w_j: a candidate that one verifier finds impossible cannot win.
+
+    With equal weights this also ranks by regret: how much lower each verifier scores a candidate than its own.
+    """
+
+    def mean(i: int) -> float:
+        if any(row[i] <= 0 for row in scores):
+            return 0.0
+        return math.exp(math.fsum(w * math.log(row[i]) for w, row in zip(weights, scores, strict=True)))
+
+    return [mean(i) for i in range(len(scores[0]))]
+
+
+def uniform(weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+    """Weights keep their initial values (SpecFuse)."""
+    return list(weights)
+
+
+def rewards(scores: Matrix, second: float | None = None) -> list[float]:
+    """r_i: share of pairwise comparisons that member i's candidate wins in the eyes of third parties; ties count ½.
+
+    A comparison is (i, rival k, verifier j) with j ∉ {i, k}. With `second`, verifiers that find both candidates less
+    than 1/`second` as likely as the one they like best have no opinion: they would compare noise. Where no third party
+    is left, the rival judges against its own candidate.
+    """
+    n = len(scores)
+    if n < 2:
+        return [0.0] * n
+
+    def judges(i: int, k: int) -> list[int]:
+        third = [j for j in range(n) if j not in (i, k)]
+        if second is not None:
+            third = [j for j in third if second * max(scores[j][i], scores[j][k]) >= max(scores[j])]
+        return third or [k]
+
+    def share(i: int) -> float:
+        duels = [(scores[j][i], scores[j][k]) for k in range(n) if k != i for j in judges(i, k)]
+        return sum(1.0 if mine > theirs else 0.5 if mine == theirs else 0.0 for mine, theirs in duels) / len(duels)
+
+    return [share(i) for i in range(n)]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFeedback:
+    """SpecEM: w_i ← w_i · exp(η_t r_i), normalised.
+
+    Schedules: `constant` η_t = rate, `sqrt_decay` η_t = rate/√t, `paper` η_t = rate·√(1/n)/t. Other than in the paper,
+    verifiers to which two candidates are unthinkable do not compare them.
+    """
+
+    schedule: Literal["constant", "sqrt_decay", "paper"] = "constant"
+    rate: float = 0.5
+
+    def eta(self, n: int, round_index: int) -> float:
+        if self.schedule == "paper":
+            return self.rate * math.sqrt(1 / n) / round_index
+        return self.rate / math.sqrt(round_index) if self.schedule == "sqrt_decay" else self.rate
+
+    def __call__(self, weights: Sequence[float], scores: Matrix, round_index: int) -> list[float]:
+        eta = self.eta(len(weights), round_index)
+        won = rewards(scores, None if self.schedule == "paper" else SECOND)
+        return normalised([w * math.exp(eta * r) for w, r in zip(weights, won, strict=True)])
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def never(totals: Sequence[float], round_index: int) -> ExitDecision:
+    """No member leaves (an ablation of the paper), and no retention is computed."""
+    return ExitDecision((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionExit:
+    """SpecFuse exit, reconstructed: p = softmax(Q/τ); a member with p_i < δ = threshold/n leaves.
+
+    `entropy`: τ = H·√t·q, H the normalised entropy of Q/ΣQ in (0, 1] and q = ΣQ/(n·t) the mean score of a round:
+    √t because Q grows with t, H so that close races stay soft and clear ones sharpen, q so that only ratios of
+    scores matter. Without q, small models (scores about 0.2) would hardly ever leave. `fixed`: τ = 1. n counts the
+    members still active; the best one always stays.
+    """
+
+    temperature: Literal["entropy", "fixed"] = "entropy"
+    threshold: float = 0.5
+    min_active: int = 1
+
+    def __call__(self, totals: Sequence[float], round_index: int) -> ExitDecision:
+        n, top = len(totals), max(totals)
+        if self.temperature == "entropy":
+            # Q/τ = √t · (Q / mean Q) / H
+            unit = math.fsum(totals) / n or 1.0
+            tau = entropy(totals) / math.sqrt(round_index)
+        else:
+            unit = tau = 1.0
+        retention = normalised([math.exp((q - top) / unit / max(tau, 1e-9)) for q in totals])
+        best = sorted(range(n), key=lambda i: -totals[i])[: self.min_active]
+        leavers = tuple(i for i, p in enumerate(retention) if p < self.threshold / n and i not in best)
+        return ExitDecision(tuple(retention), leavers)
+
+
+def entropy(totals: Sequence[float]) -> float:
+    """Normalised Shannon entropy of Q/ΣQ in [0, 1]; 1 where nothing can be told apart."""
+    mass = math.fsum(totals)
+    if len(totals) < 2 or mass <= 0:
+        return 1.0
+    shares = [q / mass for q in totals]
+    return -math.fsum(s * math.log(s) for s in shares if s > 0) / math.log(len(totals))
+
+
+@dataclass(frozen=True, slots=True)
+class MeanLogprob:
+    """exp(Σ log p / units): the geometric mean probability per token or per byte; per text, that of the whole.
+
+    Means favour long fluent candidates over short decided ones ("Paris." and the end of the turn); the whole favours
+    short ones; "root" (units = √tokens, a length penalty of ½ as in beam search) lies between.
+    """
+
+    per: Literal["token", "byte", "text", "root"] = "token"
+
+    def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
+        return [math.exp(math.fsum(c.logprobs) / self._units(c)) for c in candidates]
+
+    def _units(self, candidate: CandidateLogprobs) -> float:
+        if self.per == "byte":
+            return sum(candidate.token_bytes)
+        count = len(candidate.logprobs)
+        return {"token": count, "root": math.sqrt(count), "text": 1}[self.per]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanProb:
+    """Mean p (the papers' score). Per byte, a token of b bytes counts as b bytes of probability p^(1/b)."""
+
+    per: Literal["token", "byte"] = "token"
+
+    def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
+        return [self._mean(c.logprobs, c.token_bytes) for c in candidates]
+
+    def _mean(self, logprobs: Sequence[float], token_bytes: Sequence[int]) -> float:
+        if self.per == "token":
+            return math.fsum(math.exp(lp) for lp in logprobs) / len(logprobs)
+        spread = (b * math.exp(lp / b) for lp, b in zip(logprobs, token_bytes, strict=True))
+        return math.fsum(spread) / sum(token_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Probability of the stretch that all candidates cover, so that the place of the cut does not matter.
+
+    B: bytes of the shortest candidate. ℓ_i = log p of the first B bytes of candidate i: tokens within them, and the
+    one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
+    If all candidates end the turn, they are complete, and B is the size of the longest: answers are scored in full.
+
+    The end of the turn is an event of its own. A candidate that ends within the stretch adds log p(end of turn), and
+    one that goes on right behind the text of one that ends is compared up to there and adds log(1 − p(end of turn)):
+    "end here" against "go on", whatever the length of what follows, and whether it ends too or not.
+
+    With whole tokens, the scores of candidates that differ within the stretch are probabilities of events that exclude
+    each other (Σ ≤ 1). So under a weighted mean, a draft whose whole text has half of the weighted probability wins
+    against all that differs from it within the stretch, and against its own beginnings, if they are encoded as its own
+    first tokens. What goes on from it may stand for it.
+    """
+
+    per: Literal["token", "byte"] = "token"
+
+    def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
+        ending = sorted((c for c in candidates if c.ends), key=lambda c: c.size)
+        size = self._size(candidates)
+        return [math.exp(self._logprob(c, next((e for e in ending if _goes_on(c, e)), None), size)) for c in candidates]
+
+    def _size(self, candidates: Sequence[CandidateLogprobs]) -> int:
+        """B in bytes."""
+        sizes = [c.size for c in candidates]
+        return max(sizes) if all(c.ends for c in candidates) else min(sizes)
+
+    def _logprob(self, candidate: CandidateLogprobs, shorter: CandidateLogprobs | None, size: int) -> float:
+        """ℓ_i; `shorter`: the shortest candidate that ends and behind which this one goes on."""
+        reach = size if shorter is None else min(size, shorter.size)
+        logprob, read = log_beginning(candidate, reach, self.per)
+        if candidate.ends and candidate.size <= reach:
+            return logprob + candidate.logprobs[-1]
+        if shorter is not None and read == reach == shorter.size:
+            return logprob + _log_not(shorter.logprobs[-1])
+        return logprob
+
+
+def whether_to_call(candidates: Sequence[CandidateLogprobs]) -> list[float] | None:
+    """Scores that tell only tool calls from text: p of the tag that opens a call, and 1 − p. None: all are of a kind.
+
+    A call is an event of its own, as the end of the turn is. By their stretches a call would win too often: most of it
+    is dictated, while the same wish to answer is spread over many beginnings of a sentence.
+    """
+    calls = [c for c in candidates if c.call_bytes]
+    if not 0 < len(calls) < len(candidates):
+        return None
+    call = max(calls, key=lambda c: c.call_bytes)
+    p = min(1.0, math.exp(log_beginning(call, call.call_bytes)[0]))
+    return [p if c.call_bytes else 1 - p for c in candidates]
+
+
+def log_beginning(
+    candidate: CandidateLogprobs, reach: int, per: Literal["token", "byte"] = "token"
+) -> tuple[float, int]:
+    """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
+    count = len(candidate.logprobs) - candidate.ends
+    # an encoding may reach back into the answer: what stands for text before the candidate lies below 0
+    at, found = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
+    for logprob, size in zip(candidate.logprobs[:count], candidate.token_bytes, strict=False):
+        if at >= reach:
+            break
+        share = 1.0 if per == "token" else min(1.0, (reach - at) / size)
+        found.append(share * logprob)
+        at += size
+    return math.fsum(found), at
+
+
+def mean_behind(candidate: CandidateLogprobs, size: int) -> float:
+    """Probability a token (geometric mean) of what stands behind the first `size` bytes, the end of the turn included.
+
+    1 where no token begins there; 0 for a candidate without log-probabilities.
+    """
+    if not candidate.logprobs:
+        return 0.0
+    sizes = candidate.token_bytes
+    begins = itertools.accumulate(sizes[:-1], initial=candidate.size + candidate.ends - sum(sizes))
+    tail = [logprob for logprob, begin in zip(candidate.logprobs, begins, strict=True) if begin >= size]
+    return math.exp(math.fsum(tail) / len(tail)) if tail else 1.0
+
+
+def _goes_on(candidate: CandidateLogprobs, ending: CandidateLogprobs) -> bool:
+    """Whether the candidate begins with the text of one that ends there, and does not end there."""
+    return candidate.text.startswith(ending.text) and (not candidate.ends or candidate.text != ending.text)
+
+
+def _log_not(logprob: float) -> float:
+    """log(1 − p), from log p."""
+    rest = -math.expm1(min(0.0, logprob))
+    return math.log(rest) if rest > 0 else -math.inf
+
+
+_EQUAL = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Election:
+    """`scores[j][i]` of verifier j for candidate i, the vote on each candidate, and which one won."""
+
+    scores: Matrix
+    votes: Sequence[float]
+    winner: int
+
+    def is_clear(self, margin: float) -> bool:
+        """Whether the vote for the winner is at least `margin` times the vote for every other candidate."""
+        others = [vote for i, vote in enumerate(self.votes) if i != self.winner]
+        return self.votes[self.winner] > 0 and self.votes[self.winner] >= margin * max(others, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Electorate:
+    """How candidates are compared: the verifiers' `weights` (Σ = 1), and the two policies.
+
+    `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote out among them, for
+    what it would have said beside the grammar is no choice (on ARC, a strong member else loses to weak ones).
+    """
+
+    score: ScorePolicy
+    aggregate: AggregatePolicy
+    weights: Sequence[float]
+    whole_values: bool = False
+
+    def elect(
+        self, table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]], barred: Sequence[bool]
+    ) -> Election:
+        """Compare the candidates of `table[j]`, the same for each verifier j.
+
+        `drafters[i]`: the verifiers that wrote candidate i. The one with the lowest vote leaves, and the others are
+        compared anew as if it had not been said, until one is left: so nobody loses because a third one was short.
+        `scores` and `votes` are those of all of them, the first time. Those that are `barred` get no vote, and lose
+        against any other one that is thinkable, where three or more vote. Verifiers that the aggregate calls
+        `outsiders` neither stand nor vote.
+        """
+        scores, votes = compared = self._compare(range(len(barred)), table, drafters)
+        if outsiders := self._outsiders(scores, drafters):
+            return replace(self._without(outsiders, table, drafters, barred), scores=scores)
+        winner = self._left(compared, table, drafters, barred)
+        return Election(scores, [0.0 if out else vote for vote, out in zip(votes, barred, strict=True)], winner)
+
+    def _left(
+        self,
+        compared: tuple[Matrix, list[float]],
+        table: Sequence[Sequence[CandidateLogprobs]],
+        drafters: Sequence[Sequence[int]],
+        barred: Sequence[bool],
+    ) -> int:
+        """Which candidate is left when one after another has gone."""
+        votes = compared[1]
+        least = max(votes) / SECOND if len(table) > 2 else 0.0
+        left = [i for i, out in enumerate(barred) if not out and votes[i] >= least] if any(barred) else []
+        left = left or list(range(len(votes)))
+        while len(left) > 1:
+            if len(left) < len(votes):
+                compared = self._compare(left, table, drafters)
+            left.remove(self._last(left, compared, table, drafters))
+        return left[0]
+
+    def _outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
+        """Verifiers that the aggregate lets neither stand nor vote, if it knows any."""
+        find = getattr(self.aggregate, "outsiders", None)
+        return find(scores, self.weights, drafters) if find is not None and len(scores) > 2 else []
+
+    def _without(
+        self,
+        outsiders: Sequence[int],
+        table: Sequence[Sequence[CandidateLogprobs]],
+        drafters: Sequence[Sequence[int]],
+        barred: Sequence[bool],
+    ) -> Election:
+        """The election without these verifiers, and without what they alone wrote, which gets no vote."""
+        voters = [j for j in range(len(table)) if j not in outsiders]
+        some = [i for i, authors in enumerate(drafters) if not authors or set(authors) - set(outsiders)]
+        mass = math.fsum(self.weights[j] for j in voters)
+        electorate = replace(self, weights=[self.weights[j] / mass for j in voters])
+        rows = [[table[j][i] for i in some] for j in voters]
+        authors = [[voters.index(j) for j in drafters[i] if j in voters] for i in some]
+        found = electorate.elect(rows, authors, [barred[i] for i in some])
+        votes = dict(zip(some, found.votes, strict=True))
+        return Election(found.scores, [votes.get(i, 0.0) for i in range(len(drafters))], some[found.winner])
+
+    def _last(
+        self,
+        some: Sequence[int],
+        compared: tuple[Matrix, list[float]],
+        table: Sequence[Sequence[CandidateLogprobs]],
+        drafters: Sequence[Sequence[int]],
+    ) -> int:
+        """Which of these candidates leaves: the one with the lowest vote, the last of equals.
+
+        Candidates that are the same to every verifier, as far as they were compared with the others, are compared among
+        themselves. If that tells no more, the shortest gives way to what goes on from it, provided that the voters
+        rather expect how it goes on than anything else: nothing else was compared with that.
+        """
+        scores, votes = compared
+        lowest = max(range(len(some)), key=lambda n: (-votes[n], n))
+        same = [some[n] for n in _same([*scores, votes], lowest)]
+        if 1 < len(same) < len(some):
+            return self._last(same, self._compare(same, table, drafters), table, drafters)
+        found = _beginning(table[0], same)
+        if found is None:
+            return some[lowest]
+        beginning, longer = found
+        expected = [self._expected(n, table[0][beginning].size, table) for n in longer]
+        return beginning if max(expected) >= MOST else longer[expected.index(min(expected))]
+
+    def _expected(self, candidate: int, size: int, table: Sequence[Sequence[CandidateLogprobs]]) -> float:
+        """Weighted mean of how likely the verifiers find what this candidate says behind its first `size` bytes."""
+        return math.fsum(w * mean_behind(row[candidate], size) for w, row in zip(self.weights, table, strict=True))
+
+    def _compare(
+        self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
+    ) -> tuple[Matrix, list[float]]:
+        """Scores and votes of these candidates, as if there were no others."""
+        scores: Matrix = [self._scores([row[i] for i in some]) for row in table]
+        if self.whole_values:
+            scores = [[score / (math.fsum(row) or 1.0) for score in row] for row in scores]
+        return scores, self.aggregate(scores, self.weights, [drafters[i] for i in some])
+
+    def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
+        """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities.
+
+        While calls of tools and text both stand, what counts is which of the two it shall be.
+        """
+        seen = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
+        known = [candidate for candidate, is_seen in zip(row, seen, strict=True) if is_seen]
+        found = iter((whether_to_call(known) or self.score(known)) if known else ())
+        return [next(found) if is_seen else 0.0 for is_seen in seen]
+
+
+def _same(rows: Matrix, one: int) -> list[int]:
+    """The candidates that no verifier tells from this one; itself among them."""
+    return [i for i in range(len(rows[0])) if all(math.isclose(row[i], row[one], rel_tol=_EQUAL) for row in rows)]
+
+
+def _beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> tuple[int, list[int]] | None:
+    """The shortest candidate, and those that go on from its text; None if it ends or none does."""
+    i = min(numbers, key=lambda n: (row[n].size, row[n].ends))
+    longer = [n for n in numbers if row[n].size > row[i].size and row[n].text.startswith(row[i].text)]
+    return (i, longer) if longer and not row[i].ends else None
+
+
+__all__ = [
+    "ROUNDING",
+    "AggregatePolicy",
+    "CandidateLogprobs",
+    "Election",
+    "Electorate",
+    "ExitDecision",
+    "ExitPolicy",
+    "FeedbackPolicy",
+    "Matrix",
+    "MeanLogprob",
+    "MeanProb",
+    "OnlineFeedback",
+    "RetentionExit",
+    "ScorePolicy",
+    "SecondedMean",
+    "Stretch",
+    "entropy",
+    "geometric_mean",
+    "never",
+    "normalised",
+    "rewards",
+    "uniform",
+    "weighted_mean",
+]
