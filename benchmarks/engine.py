@@ -30,8 +30,8 @@ from figures import RESULTS, Figure, report
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams, demo_members
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.members.local.member import LocalMember
-from specfuse_shared.results import EnsembleResult
 from tests.support.against_naive import local_members
 from tests.support.naive import naive_rounds
 

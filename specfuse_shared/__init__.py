@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specfuse_shared.agreement import Agreement, Disagreement, FieldAgreement, MemberDifference, MemberWords
+from specfuse_shared.agreement import Agreement, Difference, Disagreement, FieldAgreement, MemberDifference, MemberWords
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams
-from specfuse_shared.differences import Difference
 from specfuse_shared.errors import (
     AuthenticationError,
     ClosedValueWarning,
@@ -39,7 +38,17 @@ from specfuse_shared.errors import (
     UnsupportedModelError,
     ValueTooLongError,
 )
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.events import (
+    EnsembleResult,
+    Event,
+    ExitEvent,
+    FinishEvent,
+    SegmentEvent,
+    SideBySide,
+    StartEvent,
+    ThinkingEvent,
+    WarningEvent,
+)
 from specfuse_shared.messages import Message, Tool, ToolCall
 from specfuse_shared.policies import (
     AggregatePolicy,
@@ -54,7 +63,6 @@ from specfuse_shared.policies import (
     ScorePolicy,
     Stretch,
 )
-from specfuse_shared.results import EnsembleResult, SideBySide
 from specfuse_shared.text.grammars.grammar import Grammar
 from specfuse_shared.types import (
     Candidate,

@@ -217,7 +217,7 @@ class MemberSummary:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecord:
-    """The record of a finished answer (`specfuse_shared.results.EnsembleResult`)."""
+    """The record of a finished answer (`specfuse_shared.events.EnsembleResult`)."""
 
     text: str
     finish_reason: FinishReason

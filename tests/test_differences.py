@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specfuse_shared.differences import differences_of
+from specfuse_shared.agreement import differences_of
 
 
 def told(*texts: str) -> list[list[tuple[str, str]]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specfuse_shared.addresses import is_loopback
+from specfuse_shared.bounded_http import is_loopback
 from specfuse_shared.client.engine import KEY_ENV
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError

@@ -36,9 +36,8 @@ from specfuse_shared.cli.setup import (
 )
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.events import Event, SegmentEvent
+from specfuse_shared.events import EnsembleResult, Event, SegmentEvent
 from specfuse_shared.messages import Message
-from specfuse_shared.results import EnsembleResult
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine

@@ -62,11 +62,10 @@ from specfuse_shared.cli.setup import (
 )
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError, RequestError, SpecFuseError
-from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.messages import Message
 from specfuse_shared.placement.plan import ANSWERS, CONTEXT
-from specfuse_shared.results import EnsembleResult
 
 FAILED, MISUSED = 1, 2
 UsageError = cast("type[Any]", typer.BadParameter.__mro__[1])

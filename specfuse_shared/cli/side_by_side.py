@@ -13,13 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from specfuse_shared.agreement import Difference, differences_of
 from specfuse_shared.cli.terminal import MARKS, palette, visible
 from specfuse_shared.config import SamplingParams
-from specfuse_shared.differences import Difference, differences_of
 from specfuse_shared.errors import SpecFuseError
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent, SegmentEvent
 from specfuse_shared.messages import Message
-from specfuse_shared.results import EnsembleResult
 
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine

@@ -18,10 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from specfuse_shared.agreement import MemberWords
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.events import (
+    EnsembleResult,
+    Event,
+    ExitEvent,
+    FinishEvent,
+    SegmentEvent,
+    StartEvent,
+    ThinkingEvent,
+    WarningEvent,
+)
 from specfuse_shared.placement.plan import Plan, format_bytes
 from specfuse_shared.report.html import UNKNOWN, absences_of, in_context, instead, lead_of, number, unverified, work_of
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit, MemberReport, RoundRecord
 
 if TYPE_CHECKING:

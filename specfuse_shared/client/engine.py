@@ -37,8 +37,7 @@ from tenacity import (
 )
 
 from specfuse_shared import bounded_http
-from specfuse_shared.addresses import is_private, server_address, trusted
-from specfuse_shared.bounded_http import ResponseRefusedError
+from specfuse_shared.bounded_http import ResponseRefusedError, is_private, server_address, trusted
 from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.client.wire import error_from_json, event_from_json, request_to_json
 from specfuse_shared.config import EnsembleConfig, SamplingParams
@@ -50,9 +49,8 @@ from specfuse_shared.errors import (
     RequestError,
     SpecFuseError,
 )
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent, SegmentEvent
 from specfuse_shared.messages import Message, Tool
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_options, conversation_of, params_of, tools_of
 from specfuse_shared.serving.scheduler import result_of
 from specfuse_shared.validation import is_whole_text

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import GenerationError
-from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.participants import Lead, Participants, Traffic, Wanted
 from specfuse_shared.fusion.repetition import ValueLoop, is_stuck, loop_of, repeats
@@ -44,7 +44,6 @@ from specfuse_shared.members.stages import (
 )
 from specfuse_shared.messages import Message
 from specfuse_shared.policies import CandidateLogprobs, Election, Electorate
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.text.codec import Codec, Encoding
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse

@@ -15,7 +15,16 @@ from dataclasses import replace
 
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import GenerationError, RequestError, UnfinishedValueError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
+from specfuse_shared.events import (
+    EnsembleResult,
+    Event,
+    ExitEvent,
+    FinishEvent,
+    SegmentEvent,
+    StartEvent,
+    ThinkingEvent,
+    WarningEvent,
+)
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
 from specfuse_shared.fusion.participants import Deadline, Late, Participants, Traffic, Wanted
 from specfuse_shared.fusion.repetition import loop_of
@@ -47,7 +56,6 @@ from specfuse_shared.members.stages import (
     Verify,
 )
 from specfuse_shared.messages import Message
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage

@@ -23,7 +23,7 @@ import torch
 
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams, as_config
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
-from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent, SideBySide
 from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.loading.pretrained import stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
@@ -31,7 +31,6 @@ from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_p
 from specfuse_shared.members.stages import CacheUse, Member
 from specfuse_shared.messages import Tool
 from specfuse_shared.placement.sizing import shared_out
-from specfuse_shared.results import EnsembleResult, SideBySide
 from specfuse_shared.serving.admission import Budget, bound_kernels, release
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of
 from specfuse_shared.serving.scheduler import (

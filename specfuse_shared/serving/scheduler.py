@@ -46,13 +46,12 @@ from specfuse_shared.errors import (
     SpecFuseError,
     UnfinishedValueError,
 )
-from specfuse_shared.events import Event, FinishEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent
 from specfuse_shared.fusion.participants import Deadline, Traffic, Wanted
 from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Member, Open, StageRequest, StageResult
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.admission import Budget, IdleTrim, Need
 from specfuse_shared.serving.calls import (
     CallOptions,

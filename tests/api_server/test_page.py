@@ -12,9 +12,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from specfuse_shared import EnsembleEngine, SamplingParams
+from specfuse_shared.agreement import differences_of
 from specfuse_shared.api_server.models import Models
 from specfuse_shared.api_server.page import FILES
-from specfuse_shared.differences import differences_of
 from specfuse_shared.loading.progress import LoadProgress
 from specfuse_shared.report.html import MOST, NOTHING, SHOWN
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, shown_card

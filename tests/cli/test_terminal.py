@@ -11,8 +11,16 @@ import pytest
 from rich.console import Console
 
 from specfuse_shared.cli import terminal
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent, WarningEvent
-from specfuse_shared.results import EnsembleResult
+from specfuse_shared.events import (
+    EnsembleResult,
+    Event,
+    ExitEvent,
+    FinishEvent,
+    SegmentEvent,
+    StartEvent,
+    ThinkingEvent,
+    WarningEvent,
+)
 from specfuse_shared.types import (
     Candidate,
     FinishReason,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.members.stages import Commit, Draft, DraftAlone, Verify
 from specfuse_shared.policies import Election
-from specfuse_shared.results import EnsembleResult
 from tests.support.against_naive import assert_equals_naive, local_members, with_settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_lane import FakeLane, scripted

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.errors import ConfigError, EngineClosedError, GenerationError, PromptTooLongError, RequestError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.events import EnsembleResult, Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.fusion.repetition import repeats
 from specfuse_shared.policies import CandidateLogprobs, ExitDecision, Matrix
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import FinishReason
 from tests.support.against_naive import OpenAnswer, answer_of, local_members, open_session, run_rounds, with_settings
 from tests.support.faults import FAULTS, fault_in

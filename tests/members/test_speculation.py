@@ -22,10 +22,10 @@ from specfuse_shared import (
     demo_members,
 )
 from specfuse_shared.errors import ConfigError
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.fusion.participants import Lead
 from specfuse_shared.members.local.session import Guesses, PromptLookup, Record
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.telemetry import MetricsSnapshot
 from tests.support.against_naive import EngineOver, local_members, open_session, run_rounds, with_settings
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model

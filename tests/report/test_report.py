@@ -13,8 +13,8 @@ from html.parser import HTMLParser
 import pytest
 
 from specfuse_shared import EnsembleEngine, Message, SamplingParams
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.report.html import MOST, SHOWN, fragment, number, pieces_of
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import FinishReason, MemberAbsence, MemberExit
 from tests.support.explained import differing, explained, rival_text, round_of, unverified
 

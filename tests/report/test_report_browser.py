@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page
 
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.report.html import document, fragment
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberExit
 from tests.support.browser import CHROMIUM, CONTRASTS, DESK, PHONE, SHOWN, shown_card
 from tests.support.explained import explained, rival_text

@@ -16,10 +16,9 @@ import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, Message, SamplingParams, Tool
 from specfuse_shared.errors import EngineBusyError, EngineClosedError, RequestError, RequestTimeoutError
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent
+from specfuse_shared.events import EnsembleResult, Event, FinishEvent, SegmentEvent
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.policies import ExitDecision, never
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.serving.engine import lease_engine
 from specfuse_shared.text.chat_template import PromptEncoder
 from tests.support.against_naive import answer_of, local_members, stalls_of_the_loop

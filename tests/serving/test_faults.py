@@ -12,8 +12,7 @@ import torch
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
 from specfuse_shared.errors import EngineClosedError, GenerationError, MemberLoadError
-from specfuse_shared.events import FinishEvent, SegmentEvent, WarningEvent
-from specfuse_shared.results import EnsembleResult
+from specfuse_shared.events import EnsembleResult, FinishEvent, SegmentEvent, WarningEvent
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from tests.support.against_naive import FAULT_ROW, local_members
 from tests.support.faults import FAULTS, fault_in

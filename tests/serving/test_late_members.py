@@ -13,13 +13,12 @@ import pytest
 
 from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, Grammar, SamplingParams
 from specfuse_shared.errors import RequestTimeoutError
-from specfuse_shared.events import Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
+from specfuse_shared.events import EnsembleResult, Event, ExitEvent, FinishEvent, SegmentEvent, StartEvent, WarningEvent
 from specfuse_shared.loading.progress import OnLoadProgress
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.local.lane import LaneThread, LocalLane
 from specfuse_shared.members.stages import Close, Commit, Draft, DraftAlone, Fault, Open, StageRequest, Verify
 from specfuse_shared.policies import ExitDecision
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import MemberAbsence
 from tests.support.against_naive import assert_equals_naive_with_absences, local_members
 from tests.support.fake_engine import OTHER, TALE, FakeEngine, two

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Message, SamplingParams
-from specfuse_shared.events import Event
+from specfuse_shared.events import EnsembleResult, Event
 from specfuse_shared.fusion.participants import Participant
 from specfuse_shared.fusion.session import AnswerSession
 from specfuse_shared.loading.progress import OnLoadProgress
@@ -19,7 +19,6 @@ from specfuse_shared.members.local.lane import LaneThread, LocalLane
 from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
-from specfuse_shared.results import EnsembleResult
 from specfuse_shared.types import FinishReason, RoundRecord
 from tests.support.naive import NaiveMember, NaiveRound, naive_rounds
 

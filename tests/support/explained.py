@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specfuse_shared.results import EnsembleResult
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.types import Candidate, FinishReason, MemberExit, MemberUsage, RoundRecord, RoundTiming, Usage
 
 Turn = tuple[str, str]

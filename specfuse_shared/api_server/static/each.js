@@ -1,5 +1,5 @@
 // Each member's own answer beside the joint one; what they say otherwise is marked when all have ended.
-// The rules are those of specfuse_shared/differences.py. Text of models goes through textContent.
+// The rules are those of specfuse_shared/agreement.py. Text of models goes through textContent.
 
 const WORD = /(?:(?<![\p{L}\p{N}])[-\u2212](?=\p{Nd}))?[\p{L}\p{N}]+(?:[.,:'’-][\p{L}\p{N}]+)*/gu;
 const QUOTED = /"[^"\n]{1,80}"|“[^”\n]{1,80}”|„[^“”\n]{1,80}[“”]|«[^»\n]{1,80}»/gu;

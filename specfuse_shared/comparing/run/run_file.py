@@ -23,8 +23,8 @@ from filelock import FileLock, Timeout
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
+from specfuse_shared.events import EnsembleResult
 from specfuse_shared.loading.pretrained import plain_config
-from specfuse_shared.results import EnsembleResult
 
 _BINARY = getattr(os, "O_BINARY", 0)
 """Windows would write line ends of its own."""
