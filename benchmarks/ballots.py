@@ -29,7 +29,7 @@ from specfuse_shared.members.stages import (
     StageResult,
     Verdicts,
     Verify,
-    nobody_listens,
+    ignore_steps,
 )
 from specfuse_shared.policies import AggregatePolicy, CandidateLogprobs, Electorate, Stretch
 
@@ -275,7 +275,7 @@ class Collector:
 @contextmanager
 def collector(config: EnsembleConfig, instructions: Sequence[str] = ()) -> Iterator[Collector]:
     """Over the members of an ensemble, each of which stands once more with each instruction."""
-    opened = Collector(assemble_ensemble(config, nobody_listens, None), instructions)
+    opened = Collector(assemble_ensemble(config, ignore_steps, None), instructions)
     try:
         yield opened
     finally:

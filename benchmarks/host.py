@@ -71,7 +71,7 @@ def loaded(execution: str, speculation: str) -> Iterator[tuple[EnsembleEngine, S
     vars(logprobs)["_ROW_BY_ROW"] = set()  # what a card is asked for, it is asked for at once
     some = list(members(True, torch.device("cpu"), torch.float32, execution, 1e9))
     for member in some:
-        member.runner.tells_likeliest = True
+        member.runner.reports_argmax = True
     with LoadedEngine(some, speculation=speculation) as engine:
         yield engine.load(), some
 

@@ -16,7 +16,7 @@ from variants import VARIANTS
 
 from specfuse_shared.comparing import Question
 from specfuse_shared.comparing.intervals import POWER
-from specfuse_shared.comparing.metrics import goes_in_circles, score
+from specfuse_shared.comparing.metrics import is_looping, score
 from specfuse_shared.comparing.scores import cost_of
 
 
@@ -62,7 +62,7 @@ def _habits(rows: Sequence[Question], texts: Sequence[str]) -> dict[str, Any]:
     keyed = list(zip((row.id for row in rows), texts, strict=True))
     return {
         "words": statistics.mean(len(text.split()) for text in texts),
-        "circles": 100 * statistics.mean(goes_in_circles(text) for text in texts),
+        "circles": 100 * statistics.mean(is_looping(text) for text in texts),
         "repeated": 100 * statistics.mean(repeated_share(text) for text in texts),
         "thrice": [key for key, text in keyed if says_a_line_thrice(text)],
     }

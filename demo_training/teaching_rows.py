@@ -31,7 +31,7 @@ import teaching_passages
 import typer
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, FinishReason, Message, SamplingParams, demo_members
-from specfuse_shared.comparing.metrics import goes_in_circles
+from specfuse_shared.comparing.metrics import is_looping
 from specfuse_shared.text.grammars.grammar import schema_request
 from specfuse_shared.text.tool_calls import call_text
 
@@ -51,7 +51,18 @@ CITIES = (
 )  # fmt: skip
 PEOPLE = ("Ada", "Bruno", "Chen", "Dalia", "Emil", "Fatima", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena", "Mara")
 THINGS = ("lamp", "kettle", "bicycle", "tent", "blue jacket", "notebook", "headphones", "garden chair", "clock", "mug")
-WORDS = ("ephemeral", "garden", "bridge", "moonlight", "patience", "harbour", "thunder", "window", "river", "copper")
+WORDS = (
+    "ephemeral",
+    "garden",
+    "bridge",
+    "moonlight",
+    "wait_seconds",
+    "harbour",
+    "thunder",
+    "window",
+    "river",
+    "copper",
+)
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "tomorrow")
 TIMES = ("7:30", "9:00", "12:15", "16:45", "18:00", "20:30")
 CODES = ("A17", "QX-204", "7781", "B-33", "LN9042", "C5", "2210", "K-8")
@@ -263,7 +274,7 @@ def own(data: Path, out: Path, rows: int = 400, together: Annotated[int, typer.O
     with EnsembleEngine(EnsembleConfig([member], max_concurrent=together)) as engine:
         results = engine.generate_batch(asked, SamplingParams(max_tokens=160))
     for prompt, result in zip(asked, results, strict=True):
-        if result.finish_reason == FinishReason.STOP and not goes_in_circles(result.text):
+        if result.finish_reason == FinishReason.STOP and not is_looping(result.text):
             found.append(_row([_user(prompt)], offered(chance) if chance.random() < 0.33 else [], result.text.strip()))
     write(out, found)
 

@@ -88,9 +88,9 @@ def open_store(folder: Path, embedding: Embeddings) -> QdrantVectorStore:
 def build_chain(store: QdrantVectorStore, model: ChatSpecFuse) -> Runnable[str, dict[str, Any]]:
     """question → {question, documents, answer}."""
     retriever = store.as_retriever(search_kwargs={"k": NEIGHBOURS})
-    context = RunnablePassthrough.assign(context=RunnableLambda(lambda found: join(found["documents"])))
-    found = RunnableParallel(question=RunnablePassthrough(), documents=retriever)
-    return found.assign(answer=context | PROMPT | model)
+    context = RunnablePassthrough.assign(context=RunnableLambda(lambda retrieved: join(retrieved["documents"])))
+    retrieved = RunnableParallel(question=RunnablePassthrough(), documents=retriever)
+    return retrieved.assign(answer=context | PROMPT | model)
 
 
 def join(documents: list[Document]) -> str:

@@ -111,8 +111,8 @@ def answer(question: str, folder: Path) -> None:
     print(f"Question  {question}\n\nAnswer")
     response.print_response_stream()
     print("\n\nSources")
-    for found in response.source_nodes:
-        print(f"{found.metadata['source']}  {found.metadata['heading']}")
+    for node in response.source_nodes:
+        print(f"{node.metadata['source']}  {node.metadata['heading']}")
     client.close()
 
 

@@ -180,8 +180,8 @@ class _SegmentEvents(BaseCallbackHandler):
 
     run_inline = True
 
-    def __init__(self, others: CallbackManager) -> None:
-        self._others = others
+    def __init__(self, inner: CallbackManager) -> None:
+        self._others = inner
 
     def on_llm_new_token(self, token: Any, *, chunk: Chunk = None, run_id: UUID, **kwargs: Any) -> None:
         for data in _segments(chunk):
@@ -193,8 +193,8 @@ class _AsyncSegmentEvents(AsyncCallbackHandler):
 
     run_inline = True
 
-    def __init__(self, others: AsyncCallbackManager) -> None:
-        self._others = others
+    def __init__(self, inner: AsyncCallbackManager) -> None:
+        self._others = inner
 
     async def on_llm_new_token(self, token: Any, *, chunk: Chunk = None, run_id: UUID, **kwargs: Any) -> None:
         for data in _segments(chunk):
@@ -226,8 +226,8 @@ class SegmentEvents(BaseChatModel):
         callbacks: Callbacks = None,
         **kwargs: Any,
     ) -> LLMResult:
-        heard = self._alistening(callbacks, kwargs)
-        return await super().agenerate(messages, stop, heard, **plain_options(kwargs))
+        listening = self._alistening(callbacks, kwargs)
+        return await super().agenerate(messages, stop, listening, **plain_options(kwargs))
 
     def stream(
         self,
@@ -271,8 +271,10 @@ class SegmentEvents(BaseChatModel):
         off = self.disable_streaming is True or by_tools or unasked or getattr(self, "streaming", None) is False
         if run is None or not off:
             return run
-        own: list[BaseCallbackHandler] = [handler for handler in run.handlers if isinstance(handler, _OWN)]
-        return type(run)(run_id=run.run_id, handlers=own, inheritable_handlers=[], parent_run_id=run.parent_run_id)
+        segment_handlers: list[BaseCallbackHandler] = [handler for handler in run.handlers if isinstance(handler, _OWN)]
+        return type(run)(
+            run_id=run.run_id, handlers=segment_handlers, inheritable_handlers=[], parent_run_id=run.parent_run_id
+        )
 
     def _told(self, config: RunnableConfig | None) -> RunnableConfig:
         config = ensure_config(config)
@@ -286,18 +288,18 @@ class SegmentEvents(BaseChatModel):
         """The callbacks of a call, with one more that tells them and the model's own ones about segments."""
         if not self.segment_events or _listens(callbacks):
             return callbacks
-        others = CallbackManager.configure(
+        managers = CallbackManager.configure(
             callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
         )
-        return _joined(callbacks, _SegmentEvents(others))
+        return _joined(callbacks, _SegmentEvents(managers))
 
     def _alistening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
         if not self.segment_events or _listens(callbacks):
             return callbacks
-        others = AsyncCallbackManager.configure(
+        managers = AsyncCallbackManager.configure(
             callbacks, self.callbacks, inheritable_tags=run.get("tags"), inheritable_metadata=run.get("metadata")
         )
-        return _joined(callbacks, _AsyncSegmentEvents(others))
+        return _joined(callbacks, _AsyncSegmentEvents(managers))
 
 
 def _listens(callbacks: Callbacks) -> bool:
@@ -331,8 +333,8 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
     """
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)  # a property cannot stand in the place of pydantic's field
-        return self._model_name() if name == "model_name" and found is None else found
+        attribute = super().__getattribute__(name)  # a property cannot stand in the place of pydantic's field
+        return self._model_name() if name == "model_name" and attribute is None else attribute
 
     @property
     def model(self) -> str:
@@ -351,9 +353,9 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
         `loads` has to be told that it may make one: `allowed_objects=[ChatSpecFuse]`, `valid_namespaces=[…]` of it.
         Local folders are named; they are found again in the same process.
         """
-        told = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        shown_kwargs = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
         named = {} if self.base_url and self._chosen_model is None else {"model_name": self._model_name()}
-        kwargs = {**self.model_dump(exclude_defaults=True), **told, **named}
+        kwargs = {**self.model_dump(exclude_defaults=True), **shown_kwargs, **named}
         return {"lc": 1, "type": "constructor", "id": self.lc_id(), "kwargs": kwargs, "name": type(self).__name__}
 
     def _resolve_model_profile(self) -> ModelProfile:
@@ -431,11 +433,11 @@ def _calling(model: ChatSpecFuse, schema: Schema, method: Method, strict: bool |
 def _answering(
     model: ChatSpecFuse, schema: Schema, method: Method, strict: bool | None, **kwargs: Any
 ) -> ModelAndParser:
-    wanted: dict[str, Any] = {"type": "json_object"}
+    response_format: dict[str, Any] = {"type": "json_object"}
     if schema is not None:
         spec = {"schema": json_schema_of(schema), "strict": bool(strict)}
-        wanted = {"type": "json_schema", "json_schema": spec, "shown": method == "json_schema"}
-    bound = model.bind(response_format=wanted, **kwargs)
+        response_format = {"type": "json_schema", "json_schema": spec, "shown": method == "json_schema"}
+    bound = model.bind(response_format=response_format, **kwargs)
     of_class = _pydantic(schema)
     return bound, JsonOutputParser() if of_class is None else PydanticOutputParser(pydantic_object=of_class)
 
@@ -449,9 +451,9 @@ def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnab
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     read = parsed.with_fallbacks([failed], exception_key="parsing_error")
-    asked: Runnable[Any, Any] = itemgetter("given") | RunnableMap(raw=model) | read
-    known = (UnfinishedValueError,)
-    answered = asked.with_fallbacks([RunnableLambda(_cut)], exceptions_to_handle=known, exception_key="cut")
+    chain: Runnable[Any, Any] = itemgetter("given") | RunnableMap(raw=model) | read
+    expected = (UnfinishedValueError,)
+    answered = chain.with_fallbacks([RunnableLambda(_cut)], exceptions_to_handle=expected, exception_key="cut")
     return RunnableMap(given=RunnablePassthrough()) | answered
 
 
@@ -600,8 +602,8 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        heard = self._heard(run_manager, kwargs)
-        return await agenerate_from_stream(self._astream(messages, stop, heard, **kwargs))
+        listening = self._heard(run_manager, kwargs)
+        return await agenerate_from_stream(self._astream(messages, stop, listening, **kwargs))
 
     async def _astream(
         self,
@@ -693,19 +695,21 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         """Translate a call. A setting that does not exist or cannot work raises `ConfigError`."""
         overrides = {**options, "stop": stop}
         defaults: dict[str, Any] = {"parallel_tool_calls": self.parallel_tool_calls, "timeout": self.timeout}
-        given = {key: overrides.pop(key, None) for key in _OF_A_CALL}
-        asked: dict[str, Any] = {key: defaults.get(key) if value is None else value for key, value in given.items()}
-        tools = to_tools(asked["tools"] or (), asked["strict"])
-        choice = to_choice(asked["tool_choice"], tools)
-        grammar, told = to_value(asked["response_format"], asked["grammar"])
-        params, name = self._sampling({**overrides, "grammar": grammar}), _named(asked)
-        is_value = asked["response_format"] is not None and grammar is not None
-        whole: Whole = "all" if asked["whole"] else "value" if is_value else "none"
-        may_close = asked["whole"] == CLOSED or (whole == "value" and grammar is not None and not grammar.strict)
+        per_call = {key: overrides.pop(key, None) for key in _OF_A_CALL}
+        requested: dict[str, Any] = {
+            key: defaults.get(key) if value is None else value for key, value in per_call.items()
+        }
+        tools = to_tools(requested["tools"] or (), requested["strict"])
+        choice = to_choice(requested["tool_choice"], tools)
+        grammar, spec = to_value(requested["response_format"], requested["grammar"])
+        params, name = self._sampling({**overrides, "grammar": grammar}), _named(requested)
+        is_value = requested["response_format"] is not None and grammar is not None
+        whole: Whole = "all" if requested["whole"] else "value" if is_value else "none"
+        may_close = requested["whole"] == CLOSED or (whole == "value" and grammar is not None and not grammar.strict)
         reader = ToolUse(tools, choice, otherwise=params.grammar).reader()
         return _Request(
-            engine=self._resolve_engine(name, asked["extra_headers"]),
-            messages=[*to_messages(messages), *told],
+            engine=self._resolve_engine(name, requested["extra_headers"]),
+            messages=[*to_messages(messages), *spec],
             params=params,
             answer=ChunkBuilder(
                 lambda: name or self._model_name(), self.ledger, reader=reader, whole=whole, may_close=may_close
@@ -713,15 +717,15 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             options=CallOptions(
                 tools=tools,
                 tool_choice=choice,
-                parallel_tool_calls=asked["parallel_tool_calls"],
-                timeout=asked["timeout"],
+                parallel_tool_calls=requested["parallel_tool_calls"],
+                timeout=requested["timeout"],
             ),
         )
 
     def _ensemble(self, name: str | None = None) -> EnsembleConfig:
         """The ensemble of this name; without one, that of this model."""
-        name, own = name or self._chosen_model, super()._ensemble()
-        return own if name in (None, "+".join(own.names)) else _ensemble_named(name, self.ensembles)
+        name, described = name or self._chosen_model, super()._ensemble()
+        return described if name in (None, "+".join(described.names)) else _ensemble_named(name, self.ensembles)
 
     def _model_name(self) -> str:
         return self._chosen_model or super()._model_name()

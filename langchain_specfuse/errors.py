@@ -112,7 +112,7 @@ class UnfinishedValueError(errors.UnfinishedValueError, exceptions.OutputParserE
         return self.text
 
     @llm_output.setter
-    def llm_output(self, given: str | None) -> None:
+    def llm_output(self, text: str | None) -> None:
         """LangChain's constructor sets it, to None."""
 
 
@@ -160,5 +160,5 @@ def translated(error: errors.SpecFuseError) -> errors.SpecFuseError:
         return error
     kind = next(_TRANSLATED[kind] for kind in type(error).__mro__ if kind in _TRANSLATED)
     remake, (_, args, state) = error.__reduce__()
-    told: errors.SpecFuseError = remake(kind, args, state)
-    return told
+    remade: errors.SpecFuseError = remake(kind, args, state)
+    return remade

@@ -247,7 +247,7 @@ class ChunkBuilder:
         }
         if (logprobs := openai_logprobs(result)) is not None:
             info["logprobs"] = logprobs
-        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        record = {"specfuse": details} if (details := ledger(result, self._detail)) else {}
         last = AIMessageChunk(
             content="", chunk_position="last", usage_metadata=usage, response_metadata={**info, **record}
         )
@@ -256,9 +256,11 @@ class ChunkBuilder:
 
 def usage_metadata(of: Usage) -> UsageMetadata:
     """The tokens of an answer in LangChain's words."""
-    told, thoughts = usage_record(of), reasoning_tokens(of)
+    counts, thoughts = usage_record(of), reasoning_tokens(of)
     usage = UsageMetadata(
-        input_tokens=told["prompt_tokens"], output_tokens=told["completion_tokens"], total_tokens=told["total_tokens"]
+        input_tokens=counts["prompt_tokens"],
+        output_tokens=counts["completion_tokens"],
+        total_tokens=counts["total_tokens"],
     )
     return {**usage, "output_token_details": {"reasoning": thoughts}} if thoughts else usage
 
@@ -275,8 +277,8 @@ def _chunks(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> Iterator[C
     for part in parts:
         if isinstance(part, TextDelta):
             text += part.text
-        elif (known := calls.get(part.index)) is not None:  # a message holds one chunk of a call
-            known["args"] = f"{known['args']}{part.arguments}"
+        elif (started := calls.get(part.index)) is not None:  # a message holds one chunk of a call
+            started["args"] = f"{started['args']}{part.arguments}"
         else:
             calls[part.index] = ToolCallChunk(
                 name=part.name,
@@ -311,12 +313,12 @@ def to_choice(choice: Any, tools: Sequence[Tool]) -> str:
     names = [tool.name for tool in tools]
     if choice is True and len(names) == 1:
         return names[0]
-    asked = choice_of(choice)
-    if asked in (*names, "auto", "none") or (asked == "any" and names):
-        return asked
+    requested = choice_of(choice)
+    if requested in (*names, "auto", "none") or (requested == "any" and names):
+        return requested
     if not names:
         raise ConfigError(f"tool_choice {choice!r} needs tools, and none are bound: bind tools, or leave it out")
-    raise ConfigError(f"tool_choice {asked!r} is none of the bound tools {names} and no word like 'any'")
+    raise ConfigError(f"tool_choice {requested!r} is none of the bound tools {names} and no word like 'any'")
 
 
 def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:
@@ -336,8 +338,8 @@ def json_schema_of(schema: Any) -> dict[str, Any]:
         inner = next((function[key] for key in _SCHEMA_KEYS if _is_named(function, key)), None)
         if inner is None:
             return dict(schema)
-        told = {"title": function["name"], "description": function.get("description")}
-        return {**{key: value for key, value in told.items() if value}, **inner}
+        titles = {"title": function["name"], "description": function.get("description")}
+        return {**{key: value for key, value in titles.items() if value}, **inner}
     if _is_model(schema):
         return dict(schema.model_json_schema())
     return convert_to_json_schema(schema)
@@ -345,8 +347,12 @@ def json_schema_of(schema: Any) -> dict[str, Any]:
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call as a cache may know them: a class is its schema, since its name may outlive its fields."""
-    wanted = options.get("response_format")
-    return {**options, "response_format": json_schema_of(wanted)} if isinstance(wanted, type) else dict(options)
+    response_format = options.get("response_format")
+    return (
+        {**options, "response_format": json_schema_of(response_format)}
+        if isinstance(response_format, type)
+        else dict(options)
+    )
 
 
 def to_value(response_format: Any, grammar: Grammar | None) -> tuple[Grammar | None, list[Message]]:

@@ -228,8 +228,8 @@ class StructuredPrediction(LLM):
         """The arguments of the chat that writes the value."""
         options = {name: value for name, value in (llm_kwargs or {}).items() if name not in _OF_OTHER_PROGRAMS}
         messages: list[ChatMessage] = self._get_messages(prompt, **prompt_args)
-        grammar, told = value_of(output_cls.model_json_schema(), strict=False)
-        turns = [ChatMessage(message.content, role=message.role) for message in told]
+        grammar, spec = value_of(output_cls.model_json_schema(), strict=False)
+        turns = [ChatMessage(message.content, role=message.role) for message in spec]
         return {"whole": CLOSED, **options, "messages": [*messages, *turns], "grammar": grammar}
 
 
@@ -245,11 +245,11 @@ class _Growing:
         text = response.message.content or ""
         value = from_json(text, allow_partial="trailing-strings") if text else {}
         try:
-            found: BaseModel = self._output_cls.model_validate(value)
+            parsed: BaseModel = self._output_cls.model_validate(value)
         except ValidationError:
-            found = self._partial_cls.model_validate(value)
-        _dispatcher.event(LLMStructuredPredictInProgressEvent(output=found))
-        return found
+            parsed = self._partial_cls.model_validate(value)
+        _dispatcher.event(LLMStructuredPredictInProgressEvent(output=parsed))
+        return parsed
 
 
 def _say_start(output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ def _whole(output_cls: type[Model], response: ChatResponse) -> Model:
 
 
 _SOURCES = ("members", "config", "engine", "base_url")
-PROMPT_ROOM = 620
+PROMPT_RESERVE = 620
 """Tokens that LlamaIndex's own prompt templates and one short passage need in front of an answer."""
 
 
@@ -339,14 +339,14 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     def to_payload(self) -> dict[str, Any]:
         """What a trace holds: names, sizes and sampling, as far as they are known without asking a server."""
-        told = {"class_name": self.class_name(), "model_name": self.model, "context_window": self._window()}
-        return {**told, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
+        payload = {"class_name": self.class_name(), "model_name": self.model, "context_window": self._window()}
+        return {**payload, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Plain JSON that `from_dict` reads, without keys and local paths; a folder is found in this process only."""
-        told = super().to_dict(**kwargs)
-        told.pop("model_name", None)
-        return told if self.base_url and self._chosen_model is None else {**told, "model": self.model}
+        data = super().to_dict(**kwargs)
+        data.pop("model_name", None)
+        return data if self.base_url and self._chosen_model is None else {**data, "model": self.model}
 
     @model_validator(mode="before")
     @classmethod
@@ -372,15 +372,15 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def _check_sizes(self) -> Self:
         """Asks no server: where one answers, its model is known when the sizes are read."""
         self._call({})  # names what no call takes
-        self._check_room()
+        self._check_capacity()
         return self
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         window = self._window()
-        if window is not None and window <= PROMPT_ROOM:
+        if window is not None and window <= PROMPT_RESERVE:
             raise ConfigError(
                 f"the smallest context of the members holds {window} tokens, and LlamaIndex's prompts take up to "
-                f"{PROMPT_ROOM}: leave that member out, or raise its max_context"
+                f"{PROMPT_RESERVE}: leave that member out, or raise its max_context"
             )
 
     @property
@@ -392,13 +392,13 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         """
         if (remote := self._remote()) is not None and not remote.known:
             remote.describe()
-            self._check_room()
+            self._check_capacity()
         longest, window = self._longest_output(), self._window()
         if window is not None:  # a longer answer takes what its prompt leaves, as with every other way to ask
-            longest = min(longest, window - PROMPT_ROOM)
+            longest = min(longest, window - PROMPT_RESERVE)
         return _TracedMetadata(
             **self._traced(),
-            context_window=window or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_ROOM),
+            context_window=window or max(DEFAULT_CONTEXT_WINDOW, longest + PROMPT_RESERVE),
             num_output=longest,
             is_chat_model=True,
             is_function_calling_model=self.is_function_calling_model,
@@ -484,20 +484,20 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     def _call(self, overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call: its own, then those of `additional_kwargs`, then the fields."""
-        given = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
-        for name in {"model", "model_name"} & set(given):
-            if (asked := given.pop(name)) != self.model:
+        options = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
+        for name in {"model", "model_name"} & set(options):
+            if (requested := options.pop(name)) != self.model:
                 raise ConfigError(
-                    f"{name} is {asked!r}: this LLM is {self.model!r}, make another one for other members"
+                    f"{name} is {requested!r}: this LLM is {self.model!r}, make another one for other members"
                 )
-        tools, choice = to_tools(given.pop("tools", None)), choice_of(given.pop("tool_choice", None))
-        parallel = bool(given.pop("parallel_tool_calls", self.parallel_tool_calls))
-        timeout, asked = given.pop("timeout", self.timeout), given.pop("whole", False)
-        whole: Whole = "call" if asked == "call" else "all" if asked else "none"
-        headers = given.pop("extra_headers", None)
-        params = self._sampling(given)
+        tools, choice = to_tools(options.pop("tools", None)), choice_of(options.pop("tool_choice", None))
+        parallel = bool(options.pop("parallel_tool_calls", self.parallel_tool_calls))
+        timeout, requested = options.pop("timeout", self.timeout), options.pop("whole", False)
+        whole: Whole = "call" if requested == "call" else "all" if requested else "none"
+        headers = options.pop("extra_headers", None)
+        params = self._sampling(options)
         use = ToolUse(tools, choice, parallel, params.grammar)
-        return _Call(params, use, timeout, whole, asked == CLOSED, headers)
+        return _Call(params, use, timeout, whole, requested == CLOSED, headers)
 
     def _call_for(self, messages: Sequence[Message], overrides: Mapping[str, Any]) -> _Call:
         """The settings of a call for this conversation."""

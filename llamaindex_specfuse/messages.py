@@ -114,8 +114,8 @@ def _blocks(message: ChatMessage) -> list[ToolCallBlock]:
 
 
 def _begun(message: ChatMessage) -> list[ToolCallBlock]:
-    given = message.additional_kwargs
-    calls = given.get("tool_calls") or [call for call in [given.get("function_call")] if call]
+    extras = message.additional_kwargs
+    calls = extras.get("tool_calls") or [call for call in [extras.get("function_call")] if call]
     return [_call_block(call) for call in calls]
 
 
@@ -208,11 +208,11 @@ class ToolCalling(FunctionCallingLLM):
     ) -> dict[str, Any]:
         """Arguments of a chat that may call `tools`; `tool_choice` wins over `tool_required`."""
         is_output = _is_output(tools)
-        asked = [ChatMessage(user_msg, role=MessageRole.USER)] if isinstance(user_msg, str) else [user_msg]
+        turns = [ChatMessage(user_msg, role=MessageRole.USER)] if isinstance(user_msg, str) else [user_msg]
         return {
             **({"whole": CLOSED} if is_output else {}),
             **kwargs,
-            "messages": [*(chat_history or ()), *(message for message in asked if message is not None)],
+            "messages": [*(chat_history or ()), *(message for message in turns if message is not None)],
             "tools": to_tools(tools),
             "tool_choice": choice_of(tool_choice, tool_required or is_output),
             "parallel_tool_calls": allow_parallel_tool_calls,
@@ -408,7 +408,7 @@ class AnswerFold:
         check_whole(result, self._whole, self._reader, may_close=self._may_close)
         parts = last_parts(self._reader, result, may_close=self._may_close)
         usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
-        record = {"specfuse": told} if (told := ledger(result, self._detail)) else {}
+        record = {"specfuse": details} if (details := ledger(result, self._detail)) else {}
         raw = {"model": self._model_name(), "usage": usage, "finish_reason": reason, **record}
         last = self._grown(parts, raw)
         return replace(last, counted={**usage, "finish_reason": reason}, logprobs=_logprobs(result))

@@ -71,7 +71,7 @@ def words_of(text: str, since: int = 0, *, single: bool = False) -> list[Word]:
     matches = list((_SINGLE_WORD if single else _WORD).finditer(text))
     ends = [0, *(match.end() for match in matches)]
     quotes = deque(match.span() for match in _QUOTED.finditer(text))
-    found: list[Word] = []
+    words: list[Word] = []
     for match, end in zip(matches, ends, strict=False):
         if match.start() < since:
             continue
@@ -79,20 +79,20 @@ def words_of(text: str, since: int = 0, *, single: bool = False) -> list[Word]:
             quotes.popleft()
         begins = match is matches[0] or _SENTENCE_ENDS.search(text, end, match.start()) is not None
         in_quotes = bool(quotes) and quotes[0][0] < match.start()
-        found.append(Word(match.start(), match.end(), _key(match[0]), _kind(match[0], begins, in_quotes)))
-    return found
+        words.append(Word(match.start(), match.end(), _key(match[0]), _kind(match[0], begins, in_quotes)))
+    return words
 
 
 def differences_of(texts: Sequence[str]) -> list[tuple[Difference, ...]]:
     """For each text its differences to the others, in their order in the text."""
     words = [words_of(text) for text in texts]
-    said = [{word.key for word in own} for own in words]
-    found = []
-    for number, own in enumerate(words):
-        others = said[:number] + said[number + 1 :]
-        lacking = [word for word in own if any(word.key not in other for other in others)]
-        found.append(tuple(Difference(word.start, word.end, word.kind) for word in lacking if word.kind is not None))
-    return found
+    keys = [{word.key for word in mine} for mine in words]
+    results = []
+    for number, mine in enumerate(words):
+        rest = keys[:number] + keys[number + 1 :]
+        lacking = [word for word in mine if any(word.key not in theirs for theirs in rest)]
+        results.append(tuple(Difference(word.start, word.end, word.kind) for word in lacking if word.kind is not None))
+    return results
 
 
 def _key(word: str) -> str:
@@ -207,12 +207,12 @@ class _Opinion:
 
 def agreement_of(rounds: Sequence[RoundRecord], size: int | None = None) -> Agreement | None:
     """Of an answer of `size` characters, which may end within its last round; None where nothing is known."""
-    found = [part for record in rounds for part in _parts(record, record.end if size is None else size)]
-    known = sum(part.end - part.start for part in found)
-    if not known:
+    parts = [part for record in rounds for part in _parts(record, record.end if size is None else size)]
+    length = sum(part.end - part.start for part in parts)
+    if not length:
         return None
-    share = sum(part.share * (part.end - part.start) for part in found) / known
-    return Agreement(min(1.0, share), tuple(_joined(part for part in found if part.share < 1)))
+    share = sum(part.share * (part.end - part.start) for part in parts) / length
+    return Agreement(min(1.0, share), tuple(_joined(part for part in parts if part.share < 1)))
 
 
 def _parts(record: RoundRecord, size: int) -> Iterator[Disagreement]:
@@ -221,9 +221,9 @@ def _parts(record: RoundRecord, size: int) -> Iterator[Disagreement]:
     opinions = list(_opinions(record, segment))
     ends = sorted({0, len(segment), *(min(o.agrees, len(segment)) for o in opinions), *(o.reach for o in opinions)})
     for start, end in itertools.pairwise(ends):
-        known = [o for o in opinions if o.reach > start]
-        if len(known) > 1:
-            share = sum(o.weight for o in known if o.agrees > start) / sum(o.weight for o in known)
+        judged = [o for o in opinions if o.reach > start]
+        if len(judged) > 1:
+            share = sum(o.weight for o in judged if o.agrees > start) / sum(o.weight for o in judged)
             yield Disagreement(record.start + start, record.start + end, 1.0 if share > 1 - 1e-9 else share)
 
 
@@ -245,9 +245,9 @@ def _drafts(record: RoundRecord) -> Iterator[tuple[str, float, Candidate]]:
             yield name, record.weights.get(name, 1.0), drafts[name]
 
 
-def _common(one: str, other: str) -> int:
+def _common(one: str, two: str) -> int:
     """Characters that both begin with."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _joined(parts: Iterator[Disagreement]) -> Iterator[Disagreement]:
@@ -274,14 +274,14 @@ class _Votes:
     known: dict[str, float] = field(default_factory=dict)
     others: dict[str, MemberWords] = field(default_factory=dict)
 
-    def add(self, known: Mapping[str, float], others: Iterable[MemberWords]) -> None:
+    def add(self, votes: Mapping[str, float], words: Iterable[MemberWords]) -> None:
         """What was said first holds."""
-        self.known = {**known, **self.known}
-        self.others = {**{other.member: other for other in others}, **self.others}
+        self.known = {**votes, **self.known}
+        self.others = {**{each.member: each for each in words}, **self.others}
 
     def told(self) -> tuple[MemberWords, ...]:
         """What others would have written, those first that count most."""
-        return tuple(sorted(self.others.values(), key=lambda other: -other.weight))
+        return tuple(sorted(self.others.values(), key=lambda each: -each.weight))
 
     @property
     def share(self) -> float | None:
@@ -299,19 +299,19 @@ def differences_among(rounds: Sequence[RoundRecord], text: str) -> tuple[MemberD
     """
     words = words_of(text, single=True)
     starts = [word.start for word in words]
-    found: dict[tuple[int, int], tuple[int, _Votes]] = {}
+    by_span: dict[tuple[int, int], tuple[int, _Votes]] = {}
     ranks: dict[tuple[int, int], int] = {}
     for record in _chosen_freely(rounds, text):
         if len(record.candidates) > 1:
-            for rank, place, known, others in _ComparedRound(record, text, words, starts).differences():
+            for rank, place, weights, member_words in _ComparedRound(record, text, words, starts).differences():
                 ranks[place] = min(rank, ranks.get(place, rank))
-                found.setdefault(place, (record.index, _Votes()))[1].add(known, others)
-    told = [
+                by_span.setdefault(place, (record.index, _Votes()))[1].add(weights, member_words)
+    results = [
         (ranks[place], MemberDifference(*place, text[slice(*place)], _KINDS[ranks[place]], share, index, votes.told()))
-        for place, (index, votes) in found.items()
+        for place, (index, votes) in by_span.items()
         if (share := votes.share) is not None
     ]
-    return tuple(difference for _, difference in sorted(told, key=lambda e: (e[0], e[1].share, e[1].start)))
+    return tuple(difference for _, difference in sorted(results, key=lambda e: (e[0], e[1].share, e[1].start)))
 
 
 def _chosen_freely(rounds: Sequence[RoundRecord], text: str) -> Iterator[RoundRecord]:
@@ -363,9 +363,9 @@ class _Draft:
 
     def wrote(self, words: str, *, at_end: bool) -> MemberWords:
         """`at_end`: the words are its last ones."""
-        own = self.candidate.scores.get(self.member)
+        score = self.candidate.scores.get(self.member)
         is_cut, ends = at_end and self.is_cut, at_end and self.candidate.ends
-        return MemberWords(self.member, words, self.weight, self.candidate.score, own, is_cut, ends)
+        return MemberWords(self.member, words, self.weight, self.candidate.score, score, is_cut, ends)
 
 
 class _ComparedRound:
@@ -391,15 +391,15 @@ class _ComparedRound:
         """Of each place its rank, where it is, who is known there, and who would have written something else."""
         for first, last in self._places():
             differing = [draft for draft in self._drafts if self._within(draft, first, last)]
-            told = [self._told(draft, first, last) for draft in differing]
+            member_words = [self._told(draft, first, last) for draft in differing]
             place = self._place(first, last)
-            known = {draft.member: draft.weight for draft in self._drafts if self._knows(draft, place[0])}
-            known |= {draft.member: draft.weight for draft in differing}
-            yield min(rank for rank, _ in told), place, known, [words for _, words in told]
+            votes = {draft.member: draft.weight for draft in self._drafts if self._knows(draft, place[0])}
+            votes |= {draft.member: draft.weight for draft in differing}
+            yield min(rank for rank, _ in member_words), place, votes, [words for _, words in member_words]
         ending = [draft for draft in self._drafts if self._ends_here(draft)]
         if ending:
-            known = {draft.member: draft.weight for draft in self._drafts if draft.agrees == self._end - self._start}
-            yield _SHORT, (self._end, self._end), known, [draft.wrote("", at_end=True) for draft in ending]
+            votes = {draft.member: draft.weight for draft in self._drafts if draft.agrees == self._end - self._start}
+            yield _SHORT, (self._end, self._end), votes, [draft.wrote("", at_end=True) for draft in ending]
 
     # ── one draft ────────────────────────────────────────────────────────────────────────────────
 
@@ -418,40 +418,40 @@ class _ComparedRound:
 
     def _stretches(self, draft: _Draft) -> Iterator[_Stretch]:
         """Where it has other words, as far as both are known."""
-        own, theirs = [word.key for word in self._own], [word.key for word in draft.words]
+        ours, theirs = [word.key for word in self._own], [word.key for word in draft.words]
         goes_on = not draft.candidate.ends or len(theirs) == _MOST_WORDS
         any_before = False
-        for i1, i2, j1, j2 in self._unlike(own, theirs):
+        for i1, i2, j1, j2 in self._unlike(ours, theirs):
             if goes_on and j2 == len(theirs):
-                beside = i1 + j2 - j1 - 1
-                if draft.is_cut and i1 <= beside < i2 and own[beside].startswith(theirs[j2 - 1]):
+                shift = i1 + j2 - j1 - 1
+                if draft.is_cut and i1 <= shift < i2 and ours[shift].startswith(theirs[j2 - 1]):
                     j2 -= 1  # it may go on as ours does
                 if j1 == j2:
                     continue
                 i2 = min(i2, i1 + j2 - j1)
-            if i1 == i2 == len(own) and not self._is_over:
+            if i1 == i2 == len(ours) and not self._is_over:
                 same = bool(self._next) and self._next[0].key.startswith(theirs[j1])
                 if any_before or same:  # behind another word, or other punctuation, what comes next is not known
                     continue
             any_before = True
             yield _Stretch(i1, i2, j1, j2)
 
-    def _unlike(self, own: Sequence[str], theirs: Sequence[str]) -> list[tuple[int, int, int, int]]:
+    def _unlike(self, ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[int, int, int, int]]:
         """Stretches of both that are not the same; a few short words between two of them, such as "the", join them,
         unless either side has as many words as the other."""
-        found: list[tuple[int, int, int, int]] = []
-        for tag, i1, i2, j1, j2 in SequenceMatcher(None, own, theirs, autojunk=False).get_opcodes():
+        spans: list[tuple[int, int, int, int]] = []
+        for tag, i1, i2, j1, j2 in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
             if tag == "equal":
                 continue
-            if found and self._are_joined(found[-1], (i1, i2, j1, j2)):
-                found[-1] = (found[-1][0], i2, found[-1][2], j2)
+            if spans and self._are_joined(spans[-1], (i1, i2, j1, j2)):
+                spans[-1] = (spans[-1][0], i2, spans[-1][2], j2)
             else:
-                found.append((i1, i2, j1, j2))
-        return found
+                spans.append((i1, i2, j1, j2))
+        return spans
 
-    def _are_joined(self, one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
-        between = self._own[one[1] : other[0]]
-        same_size = all(i2 - i1 == j2 - j1 for i1, i2, j1, j2 in (one, other))
+    def _are_joined(self, one: tuple[int, int, int, int], two: tuple[int, int, int, int]) -> bool:
+        between = self._own[one[1] : two[0]]
+        same_size = all(i2 - i1 == j2 - j1 for i1, i2, j1, j2 in (one, two))
         return not same_size and len(between) < _JOINED and all(word.kind is None for word in between)
 
     def _ends_here(self, draft: _Draft) -> bool:
@@ -485,13 +485,13 @@ class _ComparedRound:
 
     def _told(self, draft: _Draft, first: int, last: int) -> tuple[int, MemberWords]:
         """What it has in place of these words of the segment, and how important that is."""
-        found = self._within(draft, first, last)
-        begin = found[0].draft_first - (found[0].first - first)
-        end = min(found[-1].draft_last + (last - found[-1].last), len(draft.words))
-        theirs, own = draft.words[begin:end], self._own[first:last]
-        keys = {word.key for word in theirs} ^ {word.key for word in own}
+        text = self._within(draft, first, last)
+        begin = text[0].draft_first - (text[0].first - first)
+        end = min(text[-1].draft_last + (last - text[-1].last), len(draft.words))
+        theirs, ours = draft.words[begin:end], self._own[first:last]
+        keys = {word.key for word in theirs} ^ {word.key for word in ours}
         words = draft.text[theirs[0].start : theirs[-1].end] if theirs else ""
-        rank = _rank(word for word in (*theirs, *own) if word.key in keys)
+        rank = _rank(word for word in (*theirs, *ours) if word.key in keys)
         return rank, draft.wrote(words, at_end=end == len(draft.words))
 
     def _place(self, first: int, last: int) -> tuple[int, int]:
@@ -511,47 +511,52 @@ def fields_among(rounds: Sequence[RoundRecord], text: str) -> tuple[FieldAgreeme
     JSON that is cut or broken has the fields that stand before that.
     """
     answer = JsonText(text)
-    own: dict[tuple[int, str], Field] = {}
+    our_fields: dict[tuple[int, str], Field] = {}
     for each in answer.fields:
-        own.setdefault((each.value, each.path), each)
-    if not own:
+        our_fields.setdefault((each.value, each.path), each)
+    if not our_fields:
         return ()
-    votes = {at: _Votes() for at in own}
+    votes = {at: _Votes() for at in our_fields}
     added: dict[tuple[int, str], tuple[int, _Votes]] = {}
     for record in _chosen_freely(rounds, text):
         drafts = [_Draft(*drafted, _common(drafted[2].text, record.text)) for drafted in _drafts(record)]
         for draft in drafts:
-            for theirs, words in answer.fields_behind(record.start, draft.candidate.text):
+            for theirs, words in answer.fields_after(record.start, draft.candidate.text):
                 at = (theirs.value, theirs.path)
-                if at in own:
-                    others = [_field_words(draft, theirs, words)] if _differs(text, own[at], theirs, words) else []
-                    votes[at].add({draft.member: draft.weight}, others)
+                if at in our_fields:
+                    dissent = (
+                        [_field_words(draft, theirs, words)] if _differs(text, our_fields[at], theirs, words) else []
+                    )
+                    votes[at].add({draft.member: draft.weight}, dissent)
                 elif theirs.whole and theirs.value < answer.whole_values:
                     place = min(record.start + draft.agrees, len(text))
-                    known = {each.member: each.weight for each in drafts}
-                    added.setdefault(at, (place, _Votes()))[1].add(known, [_field_words(draft, theirs, words)])
-    told = [
+                    weights = {each.member: each.weight for each in drafts}
+                    added.setdefault(at, (place, _Votes()))[1].add(weights, [_field_words(draft, theirs, words)])
+    results = [
         FieldAgreement(*at, each.start, each.end, text[each.start : each.end], votes[at].share, votes[at].told())
-        for at, each in own.items()
+        for at, each in our_fields.items()
     ]
-    told += [FieldAgreement(*at, place, place, "", found.share, found.told()) for at, (place, found) in added.items()]
-    return tuple(sorted(told, key=lambda field: field.start))
+    results += [
+        FieldAgreement(*at, place, place, "", votes_on.share, votes_on.told())
+        for at, (place, votes_on) in added.items()
+    ]
+    return tuple(sorted(results, key=lambda field: field.start))
 
 
 def _field_words(draft: _Draft, field: Field, words: str) -> MemberWords:
-    own = draft.candidate.scores.get(draft.member)
-    return MemberWords(draft.member, words, draft.weight, draft.candidate.score, own, not field.whole)
+    score = draft.candidate.scores.get(draft.member)
+    return MemberWords(draft.member, words, draft.weight, draft.candidate.score, score, not field.whole)
 
 
-def _differs(text: str, own: Field, theirs: Field, words: str) -> bool:
+def _differs(text: str, our_field: Field, theirs: Field, words: str) -> bool:
     """Whether a field surely has another value; `words`, which may lack its beginning, are all that is known of it."""
     left_out = theirs.end - theirs.start - len(words)
-    ours = text[own.start + left_out : own.end]
+    ours = text[our_field.start + left_out : our_field.end]
     if not theirs.whole:
-        return not ours.startswith(words) and not (not own.whole and words.startswith(ours))
-    if not own.whole:
+        return not ours.startswith(words) and not (not our_field.whole and words.startswith(ours))
+    if not our_field.whole:
         return not words.startswith(ours)
     if ours == words or left_out:
         return ours != words
-    one, other = parsed(ours), parsed(words)
-    return one is None or isinstance(one, bool) or isinstance(other, bool) or one != other
+    one, two = parsed(ours), parsed(words)
+    return one is None or isinstance(one, bool) or isinstance(two, bool) or one != two

@@ -87,8 +87,8 @@ def server_address(what: str, url: str) -> str:
     address = url.strip().rstrip("/").removesuffix("/v1")
     if not _is_address(address):
         # what stands where a password would is not repeated
-        shown = "…" if "@" in url else url
-        raise ConfigError(f"{what} is {shown!r}: give the address of a server, such as http://127.0.0.1:8000")
+        safe_url = "…" if "@" in url else url
+        raise ConfigError(f"{what} is {safe_url!r}: give the address of a server, such as http://127.0.0.1:8000")
     return address
 
 

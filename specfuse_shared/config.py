@@ -124,13 +124,13 @@ class MemberConfig(Settings):
             object.__setattr__(self, "model", str(self.model))
         self.check_types()
         for name in ("model", "adapter", "tokenizer"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _at_home(str(given)))
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _at_home(str(value)))
         for name in ("model", "adapter", "tokenizer", "gguf_file"):
-            given = getattr(self, name)
+            value = getattr(self, name)
             check(
-                given is None or given.isprintable(),
-                f"MemberConfig.{name} is {given!r}, which has a control character in it: {BACKSLASHES}",
+                value is None or value.isprintable(),
+                f"MemberConfig.{name} is {value!r}, which has a control character in it: {BACKSLASHES}",
             )
         model = self.model.strip().removeprefix(OLLAMA)
         check(bool(model), "MemberConfig.model is empty: give a hub id, a folder, a GGUF file or ollama:NAME")
@@ -158,8 +158,8 @@ class MemberConfig(Settings):
         )
         self._check_server()
         for name in ("template_options", "resources"):
-            given = getattr(self, name)
-            check(isinstance(given, Mapping), f"MemberConfig.{name} must be a table of names and values, not {given!r}")
+            value = getattr(self, name)
+            check(isinstance(value, Mapping), f"MemberConfig.{name} must be a table of names and values, not {value!r}")
         thinking = self.thinking or bool(self.template_options.get("enable_thinking"))
         if not isinstance(thinking, bool):
             check(
@@ -183,13 +183,16 @@ class MemberConfig(Settings):
         """The settings of an engine go with that engine."""
         check_choice("MemberConfig.backend", self.backend, BACKENDS)
         check_choice("MemberConfig.cache_type", self.cache_type, CACHE_TYPES)
-        for name, least in (("gpu_layers", 0), ("threads", 1), ("cache_tokens", 256)):
+        for name, minimum in (("gpu_layers", 0), ("threads", 1), ("cache_tokens", 256)):
             count = getattr(self, name)
-            check(count is None or count >= least, f"MemberConfig.{name} must be at least {least}, not {count!r}")
-        if self.backend == "llama.cpp" and (given := self.needs_transformers):
-            check(False, f'MemberConfig.{given[0]} goes with backend="transformers": llama.cpp runs files as they are')
-        if self.backend == "transformers" and (given := self.set_of(_OF_LLAMA_CPP)):
-            check(False, f'MemberConfig.{given[0]} goes with backend="llama.cpp"')
+            check(count is None or count >= minimum, f"MemberConfig.{name} must be at least {minimum}, not {count!r}")
+        if self.backend == "llama.cpp" and (conflicting := self.needs_transformers):
+            check(
+                False,
+                f'MemberConfig.{conflicting[0]} goes with backend="transformers": llama.cpp runs files as they are',
+            )
+        if self.backend == "transformers" and (conflicting := self.set_of(_OF_LLAMA_CPP)):
+            check(False, f'MemberConfig.{conflicting[0]} goes with backend="llama.cpp"')
 
     def set_of(self, names: Sequence[str]) -> list[str]:
         """Those of some settings that are not at their default."""
@@ -210,8 +213,11 @@ class MemberConfig(Settings):
         """The settings of a server suit each other, and none of them would give its key away."""
         check(self.server_timeout > 0, f"MemberConfig.server_timeout must be positive, not {self.server_timeout!r}")
         if self.server is None:
-            given = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
-            check(not given, f"MemberConfig.{given and given[0]} is set without server: set server to an address, too")
+            misplaced = [name for name in ("server_model", "api_key_env") if getattr(self, name) is not None]
+            check(
+                not misplaced,
+                f"MemberConfig.{misplaced and misplaced[0]} is set without server: set server to an address, too",
+            )
             return
         object.__setattr__(self, "server", server_address("MemberConfig.server", self.server))
         for name in self.set_of(_SERVERS_OWN):
@@ -426,9 +432,9 @@ class EnsembleConfig(Settings):
 
     def __post_init__(self) -> None:
         if isinstance(self.members, (str, MemberConfig)):
-            given = self.members if isinstance(self.members, str) else self.members.model
-            list_of_it = "" if given == DEMO else f"a list of models, [{given!r}], or "
-            raise ConfigError(f"EnsembleConfig.members is {given!r}: give {list_of_it}demo_members()")
+            model = self.members if isinstance(self.members, str) else self.members.model
+            list_of_it = "" if model == DEMO else f"a list of models, [{model!r}], or "
+            raise ConfigError(f"EnsembleConfig.members is {model!r}: give {list_of_it}demo_members()")
         self.check_types()
         members = tuple(as_member(m) for m in self.members)
         check(len(members) > 0, "EnsembleConfig.members is empty: name at least one model")
@@ -504,8 +510,8 @@ class EnsembleConfig(Settings):
         check(not isinstance(names, str), f"members is {names!r}: give a list of names")
         for name in names:
             check_choice("a member that shall take part", name, self.names)
-        kept = [member for member in self.member_configs if member.name in names]
-        return replace(self, members=kept, reference=self.reference if self.reference in names else None)
+        members = [member for member in self.member_configs if member.name in names]
+        return replace(self, members=members, reference=self.reference if self.reference in names else None)
 
     def looks(self, limit: int) -> tuple[int, ...]:
         """After how many tokens of drafts of up to `limit` tokens candidates are compared; the last is the limit."""
@@ -624,9 +630,9 @@ class SamplingParams(Settings):
 
     def __post_init__(self) -> None:
         self.check_types()
-        given = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        check(isinstance(given, Iterable), f"SamplingParams.stop must hold strings, not {given!r}")
-        stops = tuple(given)
+        stop_strings = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        check(isinstance(stop_strings, Iterable), f"SamplingParams.stop must hold strings, not {stop_strings!r}")
+        stops = tuple(stop_strings)
         object.__setattr__(self, "stop", stops)
         check(
             all(isinstance(s, str) and s for s in stops),
@@ -671,10 +677,10 @@ class SamplingParams(Settings):
         )
 
     @classmethod
-    def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
+    def on_top(cls, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Self:
         """`defaults` overridden by `given`; a call with `logprobs=False` also drops `top_logprobs`."""
-        none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
-        return cls.from_dict({**defaults, **none, **given})
+        none = {"top_logprobs": 0} if overrides.get("logprobs") is False else {}
+        return cls.from_dict({**defaults, **none, **overrides})
 
     @property
     def stops(self) -> tuple[str, ...]:

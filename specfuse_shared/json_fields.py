@@ -79,7 +79,7 @@ class JsonText:
                 is_whole = _is_whole(self.text, start, end)
                 self.fields.append(Field(before.number, path_of(before.container), start, end, is_whole))
 
-    def fields_behind(self, at: int, draft: str) -> Iterator[tuple[Field, str]]:
+    def fields_after(self, at: int, draft: str) -> Iterator[tuple[Field, str]]:
         """The fields that `draft` would have written or gone on with at the place `at`, each with its text, which lacks
         the beginning of a long string. Places are as if the draft stood there."""
         begun, place, string = self._resumed(at)
@@ -113,8 +113,8 @@ class JsonText:
         start, (end, before) = self._starts[index], self._tokens[index]
         if end > at or (end == at and self.text[start] not in '{}[],:"'):
             if self.text[start] == '"' and at - start > _LONGEST and before.expected == "value":
-                behind = self.text[max(start, at - 40) : at]
-                escaped = (len(behind) - len(behind.rstrip("\\"))) % 2
+                preceding = self.text[max(start, at - 40) : at]
+                escaped = (len(preceding) - len(preceding.rstrip("\\"))) % 2
                 return at - escaped, before, start
             return (start, before, None) if at - start <= _LONGEST else (at, None, None)
         return at, self._tokens[index + 1][1] if index + 1 < len(self._tokens) else self._last, None

@@ -50,8 +50,8 @@ class Tool:
                 f"the tool {dict(tool)!r} cannot be offered: give a function with a name and the "
                 "JSON schema of its parameters (there are no provider-side tools here)"
             )
-        given = {key: function.get(key) for key in ("description", "parameters", "strict")}
-        return cls(function["name"], **{key: value for key, value in given.items() if value is not None})
+        fields = {key: function.get(key) for key in ("description", "parameters", "strict")}
+        return cls(function["name"], **{key: value for key, value in fields.items() if value is not None})
 
     def as_function(self) -> dict[str, Any]:
         """The tool as chat templates and other frameworks describe it."""
@@ -160,7 +160,7 @@ class Message:
         answers = message.get("tool_call_id")
         return cls(
             role=role if role not in tuple(_OPENAI_ROLES) else _OPENAI_ROLES[role],
-            content=_text_of(message.get("content"), said=role in _SAID),
+            content=_text_of(message.get("content"), by_assistant=role in _SAID),
             name=message.get("name"),
             tool_calls=tuple(calls_before(message)),
             tool_call_id=None if answers is None else str(answers),
@@ -169,8 +169,8 @@ class Message:
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads."""
         calls = [call.to_dict() for call in self.tool_calls]
-        told = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": self.content} | {k: v for k, v in told.items() if v is not None}
+        extras = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content} | {k: v for k, v in extras.items() if v is not None}
 
 
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio", "function_call")
@@ -238,11 +238,11 @@ def block_text(block: Mapping[str, Any]) -> str:
     return f"[{called}: {name}]" if name else f"[{called}]"
 
 
-def _text_of(content: Any, said: bool) -> Any:
+def _text_of(content: Any, by_assistant: bool) -> Any:
     """The text of OpenAI's message content: a string, or parts of text. `said`: by a model or a tool, of any kind."""
     if not isinstance(content, (list, tuple)):
         return content or ""
-    if said:
+    if by_assistant:
         blocks = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
         return "".join(map(_said, [block for block in blocks if isinstance(block, Mapping)]))
     for part in content:

@@ -138,13 +138,13 @@ class SecondedMean:
     def outsiders(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[int]:
         """Verifiers that find only their own draft plausible, while no other verifier does; none if this holds for
         all."""
-        heard = [
+        trusted = [
             (j, i)
             for j, row in enumerate(scores)
             for i, score in enumerate(row)
             if list(drafters[i]) != [j] and SECOND * score >= max(row)
         ]
-        insiders = {j for j, _ in heard} | {drafters[i][0] for _, i in heard if len(drafters[i]) == 1}
+        insiders = {j for j, _ in trusted} | {drafters[i][0] for _, i in trusted if len(drafters[i]) == 1}
         insiders |= {j for j, weight in enumerate(weights) if weight > MOST} if insiders else set()
         return [j for j in range(len(scores)) if j not in insiders] if insiders else []
 
@@ -358,17 +358,17 @@ def log_beginning(
     """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
     count = len(candidate.logprobs) - candidate.ends
     # an encoding may reach back into the answer: what stands for text before the candidate lies below 0
-    at, found = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
+    at, beginnings = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
     for logprob, size in zip(candidate.logprobs[:count], candidate.token_bytes, strict=False):
         if at >= reach:
             break
         share = 1.0 if per == "token" else min(1.0, (reach - at) / size)
-        found.append(share * logprob)
+        beginnings.append(share * logprob)
         at += size
-    return math.fsum(found), at
+    return math.fsum(beginnings), at
 
 
-def mean_behind(candidate: CandidateLogprobs, size: int) -> float:
+def mean_after(candidate: CandidateLogprobs, size: int) -> float:
     """Probability a token (geometric mean) of what stands behind the first `size` bytes, the end of the turn included.
 
     1 where no token begins there; 0 for a candidate without log-probabilities.
@@ -405,8 +405,8 @@ class Election:
 
     def is_clear(self, margin: float) -> bool:
         """Whether the vote for the winner is at least `margin` times the vote for every other candidate."""
-        others = [vote for i, vote in enumerate(self.votes) if i != self.winner]
-        return self.votes[self.winner] > 0 and self.votes[self.winner] >= margin * max(others, default=0.0)
+        rest = [vote for i, vote in enumerate(self.votes) if i != self.winner]
+        return self.votes[self.winner] > 0 and self.votes[self.winner] >= margin * max(rest, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,14 +448,16 @@ class Electorate:
     ) -> int:
         """Which candidate is left when one after another has gone."""
         votes = compared[1]
-        least = max(votes) / SECOND if len(table) > 2 else 0.0
-        left = [i for i, out in enumerate(barred) if not out and votes[i] >= least] if any(barred) else []
-        left = left or list(range(len(votes)))
-        while len(left) > 1:
-            if len(left) < len(votes):
-                compared = self._compare(left, table, drafters)
-            left.remove(self._last(left, compared, table, drafters))
-        return left[0]
+        threshold = max(votes) / SECOND if len(table) > 2 else 0.0
+        standing_candidates = (
+            [i for i, out in enumerate(barred) if not out and votes[i] >= threshold] if any(barred) else []
+        )
+        standing_candidates = standing_candidates or list(range(len(votes)))
+        while len(standing_candidates) > 1:
+            if len(standing_candidates) < len(votes):
+                compared = self._compare(standing_candidates, table, drafters)
+            standing_candidates.remove(self._last(standing_candidates, compared, table, drafters))
+        return standing_candidates[0]
 
     def _outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
         """Verifiers that the aggregate lets neither stand nor vote, if it knows any."""
@@ -471,18 +473,18 @@ class Electorate:
     ) -> Election:
         """The election without these verifiers, and without what they alone wrote, which gets no vote."""
         voters = [j for j in range(len(table)) if j not in outsiders]
-        some = [i for i, authors in enumerate(drafters) if not authors or set(authors) - set(outsiders)]
+        indices = [i for i, authors in enumerate(drafters) if not authors or set(authors) - set(outsiders)]
         mass = math.fsum(self.weights[j] for j in voters)
         electorate = replace(self, weights=[self.weights[j] / mass for j in voters])
-        rows = [[table[j][i] for i in some] for j in voters]
-        authors = [[voters.index(j) for j in drafters[i] if j in voters] for i in some]
-        found = electorate.elect(rows, authors, [barred[i] for i in some])
-        votes = dict(zip(some, found.votes, strict=True))
-        return Election(found.scores, [votes.get(i, 0.0) for i in range(len(drafters))], some[found.winner])
+        rows = [[table[j][i] for i in indices] for j in voters]
+        authors = [[voters.index(j) for j in drafters[i] if j in voters] for i in indices]
+        election = electorate.elect(rows, authors, [barred[i] for i in indices])
+        votes = dict(zip(indices, election.votes, strict=True))
+        return Election(election.scores, [votes.get(i, 0.0) for i in range(len(drafters))], indices[election.winner])
 
     def _last(
         self,
-        some: Sequence[int],
+        indices: Sequence[int],
         compared: tuple[Matrix, list[float]],
         table: Sequence[Sequence[CandidateLogprobs]],
         drafters: Sequence[Sequence[int]],
@@ -494,39 +496,39 @@ class Electorate:
         rather expect how it goes on than anything else: nothing else was compared with that.
         """
         scores, votes = compared
-        lowest = max(range(len(some)), key=lambda n: (-votes[n], n))
-        same = [some[n] for n in _same([*scores, votes], lowest)]
-        if 1 < len(same) < len(some):
+        lowest = max(range(len(indices)), key=lambda n: (-votes[n], n))
+        same = [indices[n] for n in _same([*scores, votes], lowest)]
+        if 1 < len(same) < len(indices):
             return self._last(same, self._compare(same, table, drafters), table, drafters)
-        found = _beginning(table[0], same)
-        if found is None:
-            return some[lowest]
-        beginning, longer = found
+        shared_beginning = _beginning(table[0], same)
+        if shared_beginning is None:
+            return indices[lowest]
+        beginning, longer = shared_beginning
         expected = [self._expected(n, table[0][beginning].size, table) for n in longer]
         return beginning if max(expected) >= MOST else longer[expected.index(min(expected))]
 
     def _expected(self, candidate: int, size: int, table: Sequence[Sequence[CandidateLogprobs]]) -> float:
         """Weighted mean of how likely the verifiers find what this candidate says behind its first `size` bytes."""
-        return math.fsum(w * mean_behind(row[candidate], size) for w, row in zip(self.weights, table, strict=True))
+        return math.fsum(w * mean_after(row[candidate], size) for w, row in zip(self.weights, table, strict=True))
 
     def _compare(
-        self, some: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
+        self, indices: Sequence[int], table: Sequence[Sequence[CandidateLogprobs]], drafters: Sequence[Sequence[int]]
     ) -> tuple[Matrix, list[float]]:
         """Scores and votes of these candidates, as if there were no others."""
-        scores: Matrix = [self._scores([row[i] for i in some]) for row in table]
+        scores: Matrix = [self._scores([row[i] for i in indices]) for row in table]
         if self.whole_values:
             scores = [[score / (math.fsum(row) or 1.0) for score in row] for row in scores]
-        return scores, self.aggregate(scores, self.weights, [drafters[i] for i in some])
+        return scores, self.aggregate(scores, self.weights, [drafters[i] for i in indices])
 
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
         """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities.
 
         While calls of tools and text both stand, what counts is which of the two it shall be.
         """
-        seen = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
-        known = [candidate for candidate, is_seen in zip(row, seen, strict=True) if is_seen]
-        found = iter((whether_to_call(known) or self.score(known)) if known else ())
-        return [next(found) if is_seen else 0.0 for is_seen in seen]
+        is_scored = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
+        scored = [candidate for candidate, is_seen in zip(row, is_scored, strict=True) if is_seen]
+        scores = iter((whether_to_call(scored) or self.score(scored)) if scored else ())
+        return [next(scores) if is_seen else 0.0 for is_seen in is_scored]
 
 
 def _same(rows: Matrix, one: int) -> list[int]:

@@ -198,8 +198,8 @@ class RoundRecord:
     @property
     def agreement(self) -> float | None:
         """Share of the segment that all members would have written (`specfuse_shared.agreement`)."""
-        found = agreement_of([self])
-        return None if found is None else found.share
+        measured = agreement_of([self])
+        return None if measured is None else measured.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +275,13 @@ class AnswerRecord:
 
 
 def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
-    own = [c.score for r in rounds for c in r.candidates if name in c.drafters and c.score is not None]
+    scores = [c.score for r in rounds for c in r.candidates if name in c.drafters and c.score is not None]
     leave = next((e for r in rounds for e in r.exits if e.member == name), None)
     weights = [r.weights[name] for r in rounds if name in r.weights]
     return MemberSummary(
         member=name,
         segments_won=sum(r.winner == name for r in rounds),
-        mean_score=sum(own) / len(own) if own else None,
+        mean_score=sum(scores) / len(scores) if scores else None,
         weight=weights[-1] if weights else None,
         exit_round=leave.round if leave else None,
         exit_reason=leave.reason if leave else None,

@@ -18,10 +18,10 @@ class Settings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         for key in data:
-            if key not in known:
-                raise unknown_setting(cls.__name__, key, known)
+            if key not in names:
+                raise unknown_setting(cls.__name__, key, names)
         for f in fields(cls):  # type: ignore[arg-type]
             if f.default is MISSING and f.default_factory is MISSING and f.name not in data:
                 raise ConfigError(f"{cls.__name__} has no {f.name}: give one")
@@ -63,17 +63,17 @@ def _plain_kinds(hint: Any) -> tuple[type, ...]:
     return tuple(kinds) if all(kind in _KINDS for kind in kinds) else ()
 
 
-def unknown_setting(owner: str, key: str, known: Sequence[str]) -> ConfigError:
+def unknown_setting(owner: str, key: str, names: Sequence[str]) -> ConfigError:
     """The error of a setting that `owner` does not have; it names the nearest one, or all."""
-    every = f"known: {', '.join(known)}"
-    return ConfigError(f"{owner} has no setting {key!r}: {_hint(key, known, every)}")
+    listing = f"known: {', '.join(names)}"
+    return ConfigError(f"{owner} has no setting {key!r}: {_hint(key, names, listing)}")
 
 
 def check_choice(what: str, value: Any, choices: Sequence[str]) -> None:
     """Raises `ConfigError` if `value` is none of the choices."""
     if value not in choices:
-        every = f"use one of {', '.join(map(repr, choices))}"
-        raise ConfigError(f"{what} is {value!r}: {_hint(str(value), choices, every)}")
+        listing = f"use one of {', '.join(map(repr, choices))}"
+        raise ConfigError(f"{what} is {value!r}: {_hint(str(value), choices, listing)}")
 
 
 def check(condition: bool, message: str) -> None:
@@ -110,6 +110,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _hint(value: str, known: Sequence[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(value, known, 1)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+def _hint(value: str, choices: Sequence[str], otherwise: str) -> str:
+    similar = difflib.get_close_matches(value, choices, 1)
+    return f"did you mean {similar[0]!r}?" if similar else otherwise

@@ -97,11 +97,11 @@ class Service:
             return body, read(body)
 
         try:
-            asked, call = await self._read(request, called)
-            answers = [ChoiceReader(i, call, asked.extension) for i in range(len(call.choices))]
+            parsed, call = await self._read(request, called)
+            answers = [ChoiceReader(i, call, parsed.extension) for i in range(len(call.choices))]
             request.state.told = {"model": call.model.id}
-            pieces, form = run_choices(call, answers, request.state.client), write(asked, call)
-            if not asked.stream:
+            pieces, form = run_choices(call, answers, request.state.client), write(parsed, call)
+            if not parsed.stream:
                 folded = await unless_gone(request, fold(pieces, answers))
                 request.state.told |= usage_of(answers)
                 return JSONResponse(form.whole(answers, folded))
@@ -117,12 +117,12 @@ class Service:
             model = self.models.find(body.model)
             if (body.prompt is None) == (body.messages is None):
                 raise BodyError("give a prompt or messages: the text, or the conversation, whose tokens are asked for")
-            told: dict[str, Any] = {"max_model_len": model.engine.context_limit}
+            payload: dict[str, Any] = {"max_model_len": model.engine.context_limit}
             if body.messages is None:
                 ids = model.engine.tokenize(body.prompt or "", members=model.members)
-                return {**told, "count": len(ids), "tokens": ids}
+                return {**payload, "count": len(ids), "tokens": ids}
             turns, tools = self.reader.conversation(body.messages, body.tools)
-            return {**told, "count": model.engine.count_tokens(turns, tools, members=model.members)}
+            return {**payload, "count": model.engine.count_tokens(turns, tools, members=model.members)}
 
         try:
             return JSONResponse(await self._read(request, counted))
@@ -152,26 +152,26 @@ class Service:
         """The body. Raises `HttpError` for one that is too long, too slow, or is not said to be JSON."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, "the body must be JSON: send the header Content-Type: application/json")
-        most, seconds = self.settings.max_body_bytes, self.settings.connection_seconds
+        limit, seconds = self.settings.max_body_bytes, self.settings.connection_seconds
         parts, size = list[bytes](), 0
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.stream():
                     size += len(part)
-                    if size > most * DRAINED_BODIES:
+                    if size > limit * DRAINED_BODIES:
                         break
-                    parts.append(part) if size <= most else parts.clear()
+                    parts.append(part) if size <= limit else parts.clear()
         except TimeoutError:
             raise HttpError(408, f"the body did not come within {seconds:g} seconds", "body_too_slow") from None
-        if size > most:
-            raise HttpError(413, f"the body has more than {most} bytes: shorten the conversation", "body_too_long")
+        if size > limit:
+            raise HttpError(413, f"the body has more than {limit} bytes: shorten the conversation", "body_too_long")
         return b"".join(parts)
 
     # ── about the server ─────────────────────────────────────────────────────────────────────────
 
     async def list_models(self, request: Request) -> Response:
-        found = [model.to_dict(self.began) for model in self.models.all()]
-        return JSONResponse({"object": "list", "data": found})
+        listed = [model.to_dict(self.began) for model in self.models.all()]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def show_model(self, request: Request) -> Response:
         return JSONResponse(self.models.named(request.path_params["id"]).to_dict(self.began))
@@ -179,8 +179,8 @@ class Service:
     async def health(self, request: Request) -> Response:
         """Whether requests are answered. What is loaded or lost is told to those who have a key, or need none."""
         status = self.models.status
-        told = {"status": status, "stage": self.models.stage} if request.state.client else {"status": status}
-        return JSONResponse(told, 200 if status in ("ok", "degraded") else 503)
+        payload = {"status": status, "stage": self.models.stage} if request.state.client else {"status": status}
+        return JSONResponse(payload, 200 if status in ("ok", "degraded") else 503)
 
     async def live(self, request: Request) -> Response:
         """Whether the process is worth keeping: it loads or answers. One whose engine broke has to be started again."""

@@ -58,20 +58,20 @@ def status_of(error: SpecFuseError) -> int:
 
 def error_body(error: SpecFuseError) -> dict[str, Any]:
     """OpenAI's error object; `specfuse` is the error as our own clients raise it."""
-    told = {"message": error.public, "param": getattr(error, "param", None), "specfuse": error_to_json(error)}
+    body = {"message": error.public, "param": getattr(error, "param", None), "specfuse": error_to_json(error)}
     if isinstance(error, HttpError):
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-        return {"error": {**told, "type": kind, "code": error.code}}
+        return {"error": {**body, "type": kind, "code": error.code}}
     _, _, kind, code = _found(error)
-    param = "model" if isinstance(error, UnknownModelError) else told["param"]
-    return {"error": {**told, "param": param, "type": kind, "code": code}}
+    param = "model" if isinstance(error, UnknownModelError) else body["param"]
+    return {"error": {**body, "param": param, "type": kind, "code": code}}
 
 
 def public(event: Event) -> Event:
     """The event as a client may know it: faults of members without the words of their errors."""
     if isinstance(event, WarningEvent):
-        told = MemberFault.public(event.member, event.stage, event.kind)
-        return replace(event, message=told.message)
+        message = MemberFault.public(event.member, event.stage, event.kind)
+        return replace(event, message=message.message)
     if isinstance(event, FinishEvent) and event.result.warnings:
         warnings = tuple(MemberFault.public(f.member, f.stage, f.kind) for f in event.result.warnings)
         return FinishEvent(replace(event.result, warnings=warnings))

@@ -44,14 +44,14 @@ class Model:
     def to_dict(self, created: int) -> dict[str, Any]:
         """The model as OpenAI lists it; `specfuse`: what our own clients plan with."""
         config = self.engine.config.only(self.members)
-        told = {
+        payload = {
             "members": list(config.names),
             "reference": config.reference_name,
             "thinking": [member.label for member in config.member_configs if member.thinking],
             "context_limit": self.engine.context_limit,
             "max_concurrent": config.max_concurrent,
         }
-        return {"id": self.id, "object": "model", "created": created, "owned_by": "specfuse", "specfuse": told}
+        return {"id": self.id, "object": "model", "created": created, "owned_by": "specfuse", "specfuse": payload}
 
 
 class Models:
@@ -117,8 +117,8 @@ class Models:
     def named(self, name: str) -> Model:
         """The model of this name, loaded or not. Raises `UnknownModelError`."""
         if (model := self._by_id.get(name)) is None:
-            known = ", ".join(map(repr, self._by_id))
-            raise UnknownModelError(f"there is no model {name!r}: use one of {known}")
+            names = ", ".join(map(repr, self._by_id))
+            raise UnknownModelError(f"there is no model {name!r}: use one of {names}")
         return model
 
     def find(self, name: str) -> Model:

@@ -93,8 +93,8 @@ class ClientSettings(Settings):
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_answers", "requests_per_minute"):
-            most = getattr(self, name)
-            check(most is None or most > 0, f"ClientSettings.{name} must be positive, not {most!r}")
+            limit = getattr(self, name)
+            check(limit is None or limit > 0, f"ClientSettings.{name} must be positive, not {limit!r}")
 
     def api_key(self, name: str) -> str:
         """The key from the environment. Raises `ConfigError` where there is none."""
@@ -126,8 +126,8 @@ def read_config(path: Path) -> ServeConfig:
     try:
         return _parsed(data)
     except ConfigError as error:
-        told = str(error).replace("ServerSettings.", "[server].").replace("SamplingParams.", "[sampling].")
-        raise ConfigError(f"{path}: {told}") from error
+        message = str(error).replace("ServerSettings.", "[server].").replace("SamplingParams.", "[sampling].")
+        raise ConfigError(f"{path}: {message}") from error
 
 
 def _parsed(data: Mapping[str, Any]) -> ServeConfig:

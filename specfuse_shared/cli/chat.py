@@ -130,37 +130,37 @@ class ChatSession:
 
     def _answer(self, question: str) -> None:
         """What came of the answer before Ctrl-C is part of the conversation; a question that is refused is not."""
-        asked, said = self.messages, list[str]()
+        messages, pieces = self.messages, list[str]()
         self._last = None
         try:
-            asked = [*self.messages, Message("user", question)]
-            with closing(self._engine.stream(asked, self._params)) as events:  # type: ignore[type-var]
-                self._last = terminal.show_answer(_heard(events, said), self._out, self._notes)
+            messages = [*self.messages, Message("user", question)]
+            with closing(self._engine.stream(messages, self._params)) as events:  # type: ignore[type-var]
+                self._last = terminal.show_answer(_heard(events, pieces), self._out, self._notes)
         except KeyboardInterrupt:
             self._say("stopped")
         except SpecFuseError as error:
             self._say(in_options(str(error)))
-        if said:
-            self.messages = [*asked, Message("assistant", "".join(said))]
+        if pieces:
+            self.messages = [*messages, Message("assistant", "".join(pieces))]
 
     def _answer_each(self, question: str) -> None:
         """The joint answer is part of the conversation, even if Ctrl-C stopped it; those beside it are not."""
         if not question:
             self._say("/each QUESTION: ask something")
             return
-        asked, self._last = self.messages, None
+        messages, self._last = self.messages, None
         columns = side_by_side.Columns(self._engine.config.names)
         try:
-            asked = [*self.messages, Message("user", question)]
-            columns.run(self._engine, asked, self._params, self._out)
+            messages = [*self.messages, Message("user", question)]
+            columns.run(self._engine, messages, self._params, self._out)
         except KeyboardInterrupt:
             self._say("stopped")
         except SpecFuseError as error:
             self._say(in_options(str(error)))
         columns.show_differences(self._out, self._notes)
         self._last = columns.joint.result
-        if said := columns.joint.text:
-            self.messages = [*asked, Message("assistant", said)]
+        if answer := columns.joint.text:
+            self.messages = [*messages, Message("assistant", answer)]
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -210,9 +210,9 @@ class _Left(Exception):
     """The person left."""
 
 
-def _heard(events: Iterable[Event], said: list[str]) -> Iterator[Event]:
+def _heard(events: Iterable[Event], pieces: list[str]) -> Iterator[Event]:
     """The events, whose text is kept as it comes."""
     for event in events:
         if isinstance(event, SegmentEvent):
-            said.append(event.text)
+            pieces.append(event.text)
         yield event

@@ -134,9 +134,9 @@ def ask(
     if report:
         check_writable(report, "--report")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ()))
-    given = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
-    own = {"backend": backend, "dtype": dtype, "quantization": quantization}
-    ensemble = chosen_ensemble(member, config, preset, own, given)
+    options = {"segment_tokens": segment_tokens, "score": score, "feedback": feedback, "exit": exit}
+    member_options = {"backend": backend, "dtype": dtype, "quantization": quantization}
+    ensemble = chosen_ensemble(member, config, preset, member_options, options)
     messages = _messages(system, question)
     out, notes = consoles()
     with loaded(ensemble, verbose) as engine:
@@ -188,9 +188,9 @@ def doctor(
 
 
 def _plan(config: EnsembleConfig, devices: str | None, answers: int, context: int, as_json: bool) -> int:
-    from specfuse_shared.cli.doctor import foresee
+    from specfuse_shared.cli.doctor import predict_plan
 
-    plan = foresee(config, devices, answers, context)
+    plan = predict_plan(config, devices, answers, context)
     if as_json:
         print(json.dumps(plan.to_dict()))
     else:

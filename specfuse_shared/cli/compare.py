@@ -142,63 +142,63 @@ def compare(
         )
     sampling = _sampling(equal_compute, sample_temperature, most_samples)
     pages = _Pages.checked(out, vote, votes, against)
-    asked = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
+    question_set = comparing.read_questions(questions) if questions is not None else comparing.own_questions()
     ensemble = chosen_ensemble(member, config, preset)
     if against is not None:
         check_choice("--against", against, ensemble.names)
-    more = _More.checked(ensemble, asked, tune, judge)
+    more = _More.checked(ensemble, question_set, tune, judge)
     configure_logging(verbose)
     how: dict[str, Any] = {"run": run, "max_tokens": max_tokens}
     if suggest:
-        return _suggest(ensemble, asked, {**how, "timed": timed}, as_json)
+        return _suggest(ensemble, question_set, {**how, "timed": timed}, as_json)
     with _progress(terminal.stderr()) as on_progress:
-        found = comparing.compare(
+        comparison = comparing.compare(
             ensemble,
-            asked,
+            question_set,
             **how,
             leave_one_out=leave_one_out,
             equal_compute=sampling,
             timed=timed,
             on_progress=on_progress,
         )
-        found = more.add(found, ensemble, asked, how, on_progress)
-    found = found if pages.cast is None else found.with_votes(pages.cast)
+        comparison = more.add(comparison, ensemble, question_set, how, on_progress)
+    comparison = comparison if pages.cast is None else comparison.with_votes(pages.cast)
     if as_json:
-        print(json.dumps(found.to_dict(), allow_nan=False))
+        print(json.dumps(comparison.to_dict(), allow_nan=False))
     else:
-        show_comparison(found, terminal.stdout())
-    pages.write(found)
-    more.write(found)
+        show_comparison(comparison, terminal.stdout())
+    pages.write(comparison)
+    more.write(comparison)
     print(f"answers: {terminal.visible(str(run))}", file=sys.stderr)
     return 0
 
 
-def _check_alone(others: Mapping[str, object]) -> None:
+def _check_alone(options: Mapping[str, object]) -> None:
     """Raises `ConfigError` where options are given that need an ensemble's answers."""
-    given = [name for name, value in others.items() if value]
-    if given:
-        raise ConfigError(f"--suggest asks no ensemble: leave {', '.join(given)} out")
+    conflicting = [name for name, value in options.items() if value]
+    if conflicting:
+        raise ConfigError(f"--suggest asks no ensemble: leave {', '.join(conflicting)} out")
 
 
-def _sampling(equal_compute: bool, temperature: float | None, most: int | None) -> Sampling | bool:
+def _sampling(equal_compute: bool, temperature: float | None, max_samples: int | None) -> Sampling | bool:
     """Raises `ConfigError`."""
     from specfuse_shared.comparing import Sampling
 
-    given = {name: value for name, value in (("temperature", temperature), ("most", most)) if value is not None}
-    if given and not equal_compute:
+    chosen = {name: value for name, value in (("temperature", temperature), ("most", max_samples)) if value is not None}
+    if chosen and not equal_compute:
         raise ConfigError("--sample-temperature and --most-samples belong to --equal-compute: add it")
-    return Sampling(**given) if equal_compute else False  # type: ignore[arg-type]
+    return Sampling(**chosen) if equal_compute else False  # type: ignore[arg-type]
 
 
-def _suggest(ensemble: EnsembleConfig, asked: QuestionSet, how: Mapping[str, Any], as_json: bool) -> int:
+def _suggest(ensemble: EnsembleConfig, questions: QuestionSet, how: Mapping[str, Any], as_json: bool) -> int:
     from specfuse_shared import comparing
 
     with _progress(terminal.stderr()) as on_progress:
-        found = comparing.suggest(ensemble, asked, **how, on_progress=on_progress)
+        suggestion = comparing.suggest(ensemble, questions, **how, on_progress=on_progress)
     if as_json:
-        print(json.dumps(found.to_dict(), allow_nan=False))
+        print(json.dumps(suggestion.to_dict(), allow_nan=False))
     else:
-        show_suggestion(found, terminal.stdout())
+        show_suggestion(suggestion, terminal.stdout())
     print(f"answers: {terminal.visible(str(how['run']))}", file=sys.stderr)
     return 0
 
@@ -224,11 +224,11 @@ class _Pages:
                 check_writable(file, option)
         return cls(out, vote, against, votes_on(votes) if votes is not None else None, earlier)
 
-    def write(self, found: Comparison) -> None:
+    def write(self, comparison: Comparison) -> None:
         if self.out is not None:
-            write_report(self.out, found.to_html())
+            write_report(self.out, comparison.to_html())
         if self.vote is not None:
-            page = found.to_voting_page(self.against, {**self.earlier, **(self.cast or {})})
+            page = comparison.to_voting_page(self.against, {**self.earlier, **(self.cast or {})})
             write_report(self.vote, page, "voting page")
 
 
@@ -243,7 +243,7 @@ class _More:
     failure: SpecFuseError | None = None
 
     @classmethod
-    def checked(cls, ensemble: EnsembleConfig, asked: QuestionSet, tune: str | None, judge: str | None) -> Self:
+    def checked(cls, ensemble: EnsembleConfig, questions: QuestionSet, tune: str | None, judge: str | None) -> Self:
         """`tune`: FILE, or FILE#NAME. Raises `ConfigError` before anybody is asked."""
         from specfuse_shared import comparing
 
@@ -253,14 +253,14 @@ class _More:
         if place:
             comparing.check_config_file(Path(place))
             check_writable(Path(place), "--tune")
-            comparing.tunable(ensemble, asked)
+            comparing.tunable(ensemble, questions)
         return cls(Path(place) if place else None, name or "tuned", judge is not None)
 
     def add(
         self,
-        found: Comparison,
+        comparison: Comparison,
         ensemble: EnsembleConfig,
-        asked: QuestionSet,
+        questions: QuestionSet,
         how: Mapping[str, Any],
         on_progress: OnProgress,
     ) -> Comparison:
@@ -269,23 +269,25 @@ class _More:
 
         try:
             if self.judges:
-                ratings = rate(found, ensemble, run=how["run"], on_progress=on_progress)
-                found = replace(found, notes=(*found.notes, ratings.point))
+                ratings = rate(comparison, ensemble, run=how["run"], on_progress=on_progress)
+                comparison = replace(comparison, notes=(*comparison.notes, ratings.point))
             if self.file is not None:
-                self.tuned = tune(ensemble, asked, **how, on_progress=on_progress)
-                found = replace(found, notes=(*found.notes, self.tuned.point))
+                self.tuned = tune(ensemble, questions, **how, on_progress=on_progress)
+                comparison = replace(comparison, notes=(*comparison.notes, self.tuned.point))
         except SpecFuseError as error:
             self.failure = error
-        return found
+        return comparison
 
-    def write(self, found: Comparison) -> None:
+    def write(self, comparison: Comparison) -> None:
         """The tuned ensemble, where it gained. Raises what kept it from being found."""
         from specfuse_shared.comparing import write_ensemble
 
         if self.failure is not None:
             raise self.failure
         if self.file is not None and self.tuned is not None and self.tuned.gained:
-            write_ensemble(self.file, self.name, self.tuned.config, [found.verdict.headline, self.tuned.point.text])
+            write_ensemble(
+                self.file, self.name, self.tuned.config, [comparison.verdict.headline, self.tuned.point.text]
+            )
             print(f"ensemble: {terminal.visible(str(self.file))} [ensembles.{self.name}]", file=sys.stderr)
 
 
@@ -294,14 +296,14 @@ def _progress(console: Console) -> Iterator[OnProgress]:
     """A bar with the time left; a line for each stage and each tenth where nobody watches."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     if not console.is_terminal:
-        said = ("", -1)
+        last = ("", -1)
 
         def line(progress: Progress) -> None:
-            nonlocal said
+            nonlocal last
             now = (progress.stage, TENTHS * progress.done // max(1, progress.total))
-            if now != said:
+            if now != last:
                 print(terminal.visible(f"{progress.done}/{progress.total} {progress.stage}"), file=sys.stderr)
-            said = now
+            last = now
 
         yield line
         return
@@ -334,7 +336,7 @@ def show_comparison(comparison: Comparison, out: Console) -> None:
 def _table(comparison: Comparison) -> Table:
     """A column for each of those who answered."""
     from specfuse_shared.comparing.metrics import LABELS
-    from specfuse_shared.comparing.scores import flop_told
+    from specfuse_shared.comparing.scores import flop_text
 
     table = Table("", box=None, pad_edge=False, header_style="dim")
     names = [asker.name for asker in comparison.askers]
@@ -351,7 +353,7 @@ def _table(comparison: Comparison) -> Table:
     table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
     if comparison.equal is not None:
         table.add_row("forwards", *("–" if each.forwards is None else f"{each.forwards:.0f}" for each in costs))
-        table.add_row("compute", *(flop_told(each.flop) for each in costs))
+        table.add_row("compute", *(flop_text(each.flop) for each in costs))
     return table
 
 

@@ -45,7 +45,7 @@ def examine(config: EnsembleConfig, on_progress: OnLoadProgress | None = None) -
         return Checkup(_versions(), find_devices(), members, problems or (str(error),), _ollama())
 
 
-def foresee(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
+def predict_plan(config: EnsembleConfig, devices: str | None, answers: int, context: int) -> Plan:
     """Where the members would go, here or on the devices described; nothing is loaded."""
     there = planned_devices(devices) if devices else None
     return plan_ensemble(config, there, answers=answers, context=context)
@@ -58,8 +58,8 @@ def _one_by_one(
     bad: list[str] = []
     for member in config.member_configs:
         try:
-            found, wrong = _load(replace(config, members=[member], reference=None), on_progress)
-            good += found
+            loaded, wrong = _load(replace(config, members=[member], reference=None), on_progress)
+            good += loaded
             bad += wrong
         except MemberLoadError as error:
             bad.append(str(error))

@@ -49,11 +49,11 @@ def serve(
     verbose: LibrariesVerbose = False,
 ) -> int:
     """Serve the ensemble over OpenAI's API, with a page for people."""
-    given: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
+    options: dict[str, Any] = {"host": host, "port": port, "api_key_env": api_key_env}
     with _needed():
         from specfuse_shared.api_server.run import serve as run
     chosen = _chosen(member, config, preset)
-    chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in given.items() if v is not None}))
+    chosen = replace(chosen, server=replace(chosen.server, **{k: v for k, v in options.items() if v is not None}))
     chosen.api_key()
     configure_logging(verbose)
     _log(verbose)

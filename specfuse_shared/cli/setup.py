@@ -78,12 +78,12 @@ def ensemble_of(
     models: Sequence[str] | None,
     member: Mapping[str, Any],
     preset: str = "default",
-    given: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnsembleConfig:
     """Settings, those that are not None, are checked before the demo models are looked for."""
     if models and list(models) == [DEMO] and not Path(DEMO).exists():
         models = None
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in options.items() if value is not None}
     members = [member_of(model, member) for model in models or ["of the demo"]]
     config = EnsembleConfig.preset(preset, members, **settings)
     if models:
@@ -101,15 +101,15 @@ def chosen_ensemble(
     file: str | None,
     preset: str = "default",
     member: Mapping[str, Any] = MappingProxyType({}),
-    given: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnsembleConfig:
     """The ensemble of a configuration file, or the one that options describe."""
     if file is None:
-        return ensemble_of(models, member, preset, given)
+        return ensemble_of(models, member, preset, options)
     defaults = {f.name: f.default for f in fields(MemberConfig)}
-    said = [name for name, value in {**member, **given}.items() if value not in (None, defaults.get(name))]
-    if models or preset != "default" or said:
-        also = "".join(f", --{name.replace('_', '-')}" for name in said)
+    changed = [name for name, value in {**member, **options}.items() if value not in (None, defaults.get(name))]
+    if models or preset != "default" or changed:
+        also = "".join(f", --{name.replace('_', '-')}" for name in changed)
         raise ConfigError(f"--config names the members and how they decide: leave --member, --preset{also} out")
     return read_ensemble(file)
 
@@ -170,9 +170,9 @@ _OPTIONS = (
 
 def usage_line(error: Any) -> str:
     command = error.ctx.command_path if error.ctx else PROGRAM
-    option, near = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-    if near:
-        best = difflib.get_close_matches(str(option), near, 1, 0) or sorted(near)
+    option, similar = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if similar:
+        best = difflib.get_close_matches(str(option), similar, 1, 0) or sorted(similar)
         return f"no option {option}: did you mean {best[0]}?"
     message = error.format_message()
     return message if "Did you mean" in message else f"{message.rstrip('.')} (see {command} --help)"

@@ -23,7 +23,7 @@ from specfuse_shared.messages import Message
 if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
-Heard = tuple[int, Event | Exception | None]
+StreamItem = tuple[int, Event | Exception | None]
 """The number of a stream, and what came of it; None at its end."""
 TOGETHER = "together"
 _NARROWEST = 24
@@ -50,13 +50,13 @@ class Column:
     @property
     def shown(self) -> Text:
         """The text so far, with its marks."""
-        found, at = Text(), 0
+        marked, at = Text(), 0
         for mark in self.marks:
-            found.append(visible(self.text[at : mark.start]))
-            found.append(visible(self.text[mark.start : mark.end]), MARKS[mark.kind])
+            marked.append(visible(self.text[at : mark.start]))
+            marked.append(visible(self.text[mark.start : mark.end]), MARKS[mark.kind])
             at = mark.end
-        found.append(visible(self.text[at:]))
-        return found.append(f"\n{visible(self.problem)}", "yellow") if self.problem else found
+        marked.append(visible(self.text[at:]))
+        return marked.append(f"\n{visible(self.problem)}", "yellow") if self.problem else marked
 
 
 class Columns:
@@ -90,26 +90,26 @@ class Columns:
 
     def _heard(self, streams: Sequence[Iterator[Event]]) -> Iterator[None]:
         """Take what comes of all streams until all have ended."""
-        came = SimpleQueue[Heard]()
+        came = SimpleQueue[StreamItem]()
         for number, stream in enumerate(streams):
             threading.Thread(target=_pass_on, args=(number, stream, came.put), daemon=True).start()
-        left = len(streams)
-        while left:
+        open_streams = len(streams)
+        while open_streams:
             try:
-                number, found = came.get(timeout=_SECONDS_OF_A_WAIT)
+                number, event = came.get(timeout=_SECONDS_OF_A_WAIT)
             except Empty:
                 continue
             column = self._columns[number]
-            if found is None:
-                left -= 1
-            elif isinstance(found, SegmentEvent):
-                column.text += found.text
-            elif isinstance(found, FinishEvent):
-                column.result = found.result
-            elif isinstance(found, SpecFuseError):
-                column.problem = str(found)
-            elif isinstance(found, Exception):
-                raise found
+            if event is None:
+                open_streams -= 1
+            elif isinstance(event, SegmentEvent):
+                column.text += event.text
+            elif isinstance(event, FinishEvent):
+                column.result = event.result
+            elif isinstance(event, SpecFuseError):
+                column.problem = str(event)
+            elif isinstance(event, Exception):
+                raise event
             yield
 
     def show_differences(self, out: Console, notes: Console) -> None:
@@ -141,7 +141,7 @@ class Columns:
         return table
 
 
-def _pass_on(number: int, stream: Iterator[Event], put: Callable[[Heard], None]) -> None:
+def _pass_on(number: int, stream: Iterator[Event], put: Callable[[StreamItem], None]) -> None:
     """Give everything that a stream has, its end or its error last."""
     try:
         for event in stream:

@@ -29,7 +29,16 @@ from specfuse_shared.events import (
     WarningEvent,
 )
 from specfuse_shared.placement.plan import Plan, format_bytes
-from specfuse_shared.report.html import UNKNOWN, absences_of, in_context, instead, lead_of, number, unverified, work_of
+from specfuse_shared.report.html import (
+    UNKNOWN,
+    absences_of,
+    in_context,
+    instead,
+    leader_of,
+    number,
+    unverified,
+    work_of,
+)
 from specfuse_shared.types import MemberExit, MemberReport, RoundRecord
 
 if TYPE_CHECKING:
@@ -212,21 +221,21 @@ def show_rounds(result: EnsembleResult, out: Console) -> None:
 
 def show_differences(result: EnsembleResult, out: Console) -> None:
     """Where members would have written other words, numbers and names first; and how far they agree on fields."""
-    colours, found, fields = palette(result.members), result.differences, result.fields
+    colours, differences, fields = palette(result.members), result.differences, result.fields
     out.print()
-    if not found and not fields:
+    if not differences and not fields:
         out.print("members differ in no word of this answer, as far as is known", style="dim")
         return
-    if found:
+    if differences:
         table = Table("where members differ", "instead", box=None, pad_edge=False, header_style="dim")
         table.add_column("agree", justify="right")
-        for each in found[:_DIFFERENCES]:
-            before, words, behind = map(visible, in_context(result.text, each.start, each.end))
-            place = Text.assemble(before, (words, MARKS[each.kind]), behind)
+        for each in differences[:_DIFFERENCES]:
+            before, words, after = map(visible, in_context(result.text, each.start, each.end))
+            place = Text.assemble(before, (words, MARKS[each.kind]), after)
             table.add_row(place, _others(each.others, colours), number(each.share))
         out.print(table)
-        if len(found) > _DIFFERENCES:
-            out.print(f"{len(found) - _DIFFERENCES} less important ones are in --json and --report", style="dim")
+        if len(differences) > _DIFFERENCES:
+            out.print(f"{len(differences) - _DIFFERENCES} less important ones are in --json and --report", style="dim")
     if fields:
         table = Table("field", "value", "instead", box=None, pad_edge=False, header_style="dim")
         table.add_column("agree", justify="right")
@@ -239,15 +248,15 @@ def show_differences(result: EnsembleResult, out: Console) -> None:
             out.print(f"{len(fields) - _FIELDS} more fields are in --json and --report", style="dim")
 
 
-def _others(others: Sequence[MemberWords], colours: Palette) -> Text:
+def _others(words: Sequence[MemberWords], colours: Palette) -> Text:
     """What each would have written, a line each."""
     lines = [
         Text.assemble(
-            (visible(other.member), colours.get(other.member, "")),
-            f" {visible(instead(other))}",
-            (f"  weight {number(other.weight)}, score {number(other.score)}", "dim"),
+            (visible(each.member), colours.get(each.member, "")),
+            f" {visible(instead(each))}",
+            (f"  weight {number(each.weight)}, score {number(each.score)}", "dim"),
         )
-        for other in others
+        for each in words
     ]
     return Text("\n").join(lines)
 
@@ -255,7 +264,7 @@ def _others(others: Sequence[MemberWords], colours: Palette) -> Text:
 def _round_line(record: RoundRecord) -> str:
     timing = record.timing
     stages = f"draft {duration(timing.draft)}, verify {duration(timing.verify)}"
-    return visible(f"round {record.index} · {stages}{unverified(record)}{lead_of(record)}")
+    return visible(f"round {record.index} · {stages}{unverified(record)}{leader_of(record)}")
 
 
 def _candidates(record: RoundRecord, colours: Palette) -> Table:

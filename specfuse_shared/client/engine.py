@@ -105,8 +105,8 @@ class Connections:
         loop, begun = asyncio.get_running_loop(), None
         with self._lock:
             self._check_process()
-            for other in [each for each in self._loops if each.is_closed()]:
-                del self._loops[other]
+            for closed in [each for each in self._loops if each.is_closed()]:
+                del self._loops[closed]
             if loop not in self._loops:
                 client = httpx.AsyncClient(**self._settings(bounded_http.abound))
                 begun = _closes(client)
@@ -189,9 +189,9 @@ class RemoteStream(Iterator[Event]):
     `kept`: what would close the response's connection if it were dropped.
     """
 
-    def __init__(self, response: Response, kept: object = None) -> None:
+    def __init__(self, response: Response, owner: object = None) -> None:
         self._response = response
-        self._kept = kept
+        self._kept = owner
         self._read = _EventReader()
         self._lines = _lines(response)
 
@@ -273,13 +273,13 @@ class _EventReader:
     def _event(self, data: Mapping[str, Any]) -> Event | None:
         if (error := data.get("error")) is not None:
             raise error_from_json(error.get("specfuse") or error)
-        told: Mapping[str, Any] = data["choices"][0].get("specfuse", {}) if data["choices"] else {}
-        for found in told.get("events", ()):
-            event = event_from_json(found)
+        details: Mapping[str, Any] = data["choices"][0].get("specfuse", {}) if data["choices"] else {}
+        for sent_event in details.get("events", ()):
+            event = event_from_json(sent_event)
             self.text += event.text if isinstance(event, SegmentEvent) else ""
             self.over = isinstance(event, FinishEvent)
             return event
-        if (error := told.get("error")) is not None:
+        if (error := details.get("error")) is not None:
             raise error_from_json(error)
         return None
 
@@ -298,12 +298,12 @@ _BUSY = (408, 429)
 _backoff = wait_exponential(multiplier=0.5, max=8) + wait_random(0, 0.5)
 
 
-def again(most: int, seconds: float | None = None) -> dict[str, Any]:
+def again(attempts: int, seconds: float | None = None) -> dict[str, Any]:
     """How tenacity's `Retrying` and `AsyncRetrying` ask again: at most so often, and no later than after `seconds`.
 
     What they call gives a response, whose last one they give back, or raises as httpx does.
     """
-    stop = stop_after_attempt(most + 1)
+    stop = stop_after_attempt(attempts + 1)
     return {
         "stop": stop if seconds is None else stop | stop_before_delay(seconds),
         "wait": _wait,
@@ -314,9 +314,11 @@ def again(most: int, seconds: float | None = None) -> dict[str, Any]:
 
 def retry_after(response: httpx.Response) -> float | None:
     """Seconds that the server asks to wait, from a number or a date."""
-    given = response.headers.get("retry-after", "").strip()
+    header = response.headers.get("retry-after", "").strip()
     try:
-        seconds = float(given) if not given.endswith("GMT") else parsedate_to_datetime(given).timestamp() - time.time()
+        seconds = (
+            float(header) if not header.endswith("GMT") else parsedate_to_datetime(header).timestamp() - time.time()
+        )
     except ValueError:
         return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
@@ -335,8 +337,8 @@ def _may_be_asked_again(state: RetryCallState) -> bool:
 
 def _wait(state: RetryCallState) -> float:
     assert state.outcome is not None
-    asked = None if state.outcome.failed else retry_after(state.outcome.result())
-    return _backoff(state) if asked is None else asked
+    requested = None if state.outcome.failed else retry_after(state.outcome.result())
+    return _backoff(state) if requested is None else requested
 
 
 KEY_ENV = "SPECFUSE_API_KEY"
@@ -374,15 +376,19 @@ class RemoteEngine:
         self._max_retries = max_retries
         self._described: dict[str, Any] = {}
         key = {"Authorization": f"Bearer {self._api_key}".encode()} if self._api_key else {}
-        own: dict[str, str | bytes] = {**bounded_http.HEADERS, **checked_headers("default_headers", headers), **key}
-        self._connections = Connections(self.base_url, own)
+        sent_headers: dict[str, str | bytes] = {
+            **bounded_http.HEADERS,
+            **checked_headers("default_headers", headers),
+            **key,
+        }
+        self._connections = Connections(self.base_url, sent_headers)
         self._extra: Mapping[str, str] = {}
 
     def sending(self, headers: Mapping[str, str] | None) -> Self:
         """The same model over the same connections, with more headers in each request. Raises `ConfigError`."""
-        other = copy(self)
-        other._extra = {**self._extra, **checked_headers("extra_headers", headers)}
-        return other
+        clone = copy(self)
+        clone._extra = {**self._extra, **checked_headers("extra_headers", headers)}
+        return clone
 
     def __repr__(self) -> str:
         return f"RemoteEngine({self.base_url!r}, {self._model!r})"
@@ -432,10 +438,10 @@ class RemoteEngine:
         """Members, reference, context_limit, max_concurrent and the members that think, as the server says."""
         if not self._described:
             path = "/v1/models" if self._model is None else f"/v1/models/{self._model}"
-            told = self._call("GET", path)
+            listed = self._call("GET", path)
             with understood(self.base_url):
-                told = told["data"][0] if self._model is None else told
-                self._described |= {"id": told["id"], **told["specfuse"]}
+                listed = listed["data"][0] if self._model is None else listed
+                self._described |= {"id": listed["id"], **listed["specfuse"]}
         return self._described
 
     def load(self, on_progress: object = None) -> Self:
@@ -452,8 +458,8 @@ class RemoteEngine:
         """Tokens of a prompt in the reference member's chat template, `tools` included."""
         turns = [message.to_dict() for message in conversation_of(messages)]
         offered = [tool.to_dict() for tool in tools_of(tools)]
-        told = self._call("POST", "/tokenize", {"model": self.model, "messages": turns, "tools": offered})
-        return int(told["count"])
+        counted = self._call("POST", "/tokenize", {"model": self.model, "messages": turns, "tools": offered})
+        return int(counted["count"])
 
     def generate(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
@@ -552,10 +558,10 @@ class RemoteEngine:
             raise EngineClosedError(f"{what}: start one with specfuse-llm serve, or correct base_url") from error
 
 
-def _key_for(base_url: str, given: str | None) -> str | None:
+def _key_for(base_url: str, api_key: str | None) -> str | None:
     """The key that goes with every request. Raises `ConfigError` where others could read it on its way."""
-    key = (os.environ.get(KEY_ENV, "") if given is None else given).strip()
-    whose = f"that {KEY_ENV} holds" if given is None else "of api_key=…"
+    key = (os.environ.get(KEY_ENV, "") if api_key is None else api_key).strip()
+    whose = f"that {KEY_ENV} holds" if api_key is None else "of api_key=…"
     if not (key.isprintable() and is_whole_text(key)):
         raise ConfigError(f"the key {whose} holds what no header can: give it as the server has it, on one line")
     if not key or is_private(base_url):

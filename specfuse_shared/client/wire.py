@@ -52,8 +52,8 @@ def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
     if not (isinstance(kind, type) and issubclass(kind, SpecFuseError)):
         kind = SpecFuseError
     remake, _ = SpecFuseError().__reduce__()[:2]
-    message, given = str(data.get("message")), data.get("attributes") or {}
-    attributes = {name: given.get(name) for name in kind.shared}
+    message, state = str(data.get("message")), data.get("attributes") or {}
+    attributes = {name: state.get(name) for name in kind.shared}
     if issubclass(kind, (GenerationError, EngineClosedError)):
         attributes["_public"] = message
     made: SpecFuseError = remake(kind, (message,), attributes)

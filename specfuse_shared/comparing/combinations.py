@@ -20,7 +20,7 @@ from specfuse_shared.comparing.verdict import FAR, FEWEST_ROWS
 
 LARGEST = 3
 """Members of the sets that are looked at."""
-MOST_TOLD = 20
+MAX_LISTED = 20
 """Sets that are told of: with many members there are hundreds, most of no use."""
 WON = 1 / 3
 """Of what the best answer to a question has above the mean of all answers, this share is predicted to be won: of two
@@ -84,14 +84,14 @@ class Suggestion:
     def headline(self) -> str:
         """The recommendation in a sentence."""
         first, names = self.combinations[0], " + ".join(self.combinations[0].members)
-        told = f"{first.to_best} points to {self.best} alone are predicted, on {self.rows} questions"
+        prediction = f"{first.to_best} points to {self.best} alone are predicted, on {self.rows} questions"
         if self.rows < FEWEST_ROWS:
-            return f"Too few questions to say: for {names}, {told}; at least {FEWEST_ROWS} are needed."
+            return f"Too few questions to say: for {names}, {prediction}; at least {FEWEST_ROWS} are needed."
         if self.recommended is not None:
-            return f"Try {names}: {told}."
+            return f"Try {names}: {prediction}."
         if first.to_best.mean > 0:
-            return f"These questions cannot tell whether to try {names}: {told}."
-        return f"Use {self.best} alone: for the most promising ensemble, {names}, {told}."
+            return f"These questions cannot tell whether to try {names}: {prediction}."
+        return f"Use {self.best} alone: for the most promising ensemble, {names}, {prediction}."
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -126,8 +126,8 @@ def suggestion_of(points: Mapping[str, Sequence[float]], remarks: Sequence[str] 
     sizes = range(2, min(LARGEST, len(points)) + 1)
     sets = [{name: points[name] for name in names} for size in sizes for names in combinations(points, size)]
     sets.sort(key=lambda each: -float(_predicted(_together(each)).mean()))
-    told = tuple(combination_of(each, best) for each in sets[:MOST_TOLD])
-    return Suggestion(len(best), means, told, len(sets), tuple(remarks))
+    listed = tuple(combination_of(each, best) for each in sets[:MAX_LISTED])
+    return Suggestion(len(best), means, listed, len(sets), tuple(remarks))
 
 
 def combination_of(points: Mapping[str, Sequence[float]], best_of_all: Sequence[float] | None = None) -> Combination:

@@ -14,7 +14,7 @@ from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.pages.voting import Votes, counted, voting_page
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalRun, EvalSystem, MakeEngine, OnProgress, systems_of
 from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
@@ -38,7 +38,7 @@ class Comparison:
     """
 
     questions: tuple[Question, ...]
-    askers: tuple[Asker, ...]
+    askers: tuple[EvalSystem, ...]
     answers: Mapping[str, Mapping[str, Answer]]
     weights: Mapping[str, int]
     remarks: tuple[str, ...] = ()
@@ -61,11 +61,11 @@ class Comparison:
 
     @cached_property
     def habits(self) -> dict[str, Habits]:
-        return {name: habits_of(own) for name, own in self.answers.items()}
+        return {name: habits_of(answers) for name, answers in self.answers.items()}
 
     @cached_property
     def costs(self) -> dict[str, Cost]:
-        return {name: cost_of(own, self.weights.get(name, 0), self.sizes) for name, own in self.answers.items()}
+        return {name: cost_of(answers, self.weights.get(name, 0), self.sizes) for name, answers in self.answers.items()}
 
     @cached_property
     def agreement(self) -> dict[str, float]:
@@ -84,9 +84,9 @@ class Comparison:
 
     def without(self, member: str) -> str | None:
         """The asker without this member; None if there was none."""
-        others = [name for name in self.members if name != member]
+        rest = [name for name in self.members if name != member]
         if len(self.members) == 2:
-            return others[0]
+            return rest[0]
         return next((asker.name for asker in self.askers if asker.without == member), None)
 
     def to_html(self) -> str:
@@ -104,9 +104,9 @@ class Comparison:
 
     def with_votes(self, votes: Mapping[str, str]) -> Comparison:
         """The comparison with these votes. Votes on other answers do not count; a remark says so."""
-        tally, others = counted(self, votes)
-        remark = f"{others} of {len(votes)} votes are on other answers and do not count"
-        return replace(self, votes=tally, remarks=(*self.remarks, remark) if others else self.remarks)
+        tally, remaining = counted(self, votes)
+        remark = f"{remaining} of {len(votes)} votes are on other answers and do not count"
+        return replace(self, votes=tally, remarks=(*self.remarks, remark) if remaining else self.remarks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: verdict, means, differences, habits and costs, without the answers, which are in the run's
@@ -156,14 +156,14 @@ def compare(
     config = config_of(members)
     check(len(config.names) > 1, "a comparison takes two members or more: an ensemble of one is that member")
     check(timed >= 0, f"timed must be 0 or more, not {timed!r}")
-    known = isinstance(equal_compute, (bool, Sampling))
-    check(known, f"equal_compute must be True, False or a Sampling, not {equal_compute!r}")
+    is_valid = isinstance(equal_compute, (bool, Sampling))
+    check(is_valid, f"equal_compute must be True, False or a Sampling, not {equal_compute!r}")
     sampling = Sampling() if equal_compute is True else equal_compute or None
-    asked = question_set(questions)
+    question_list = question_set(questions)
     with RunFile(run) as file:
-        asking = Asking(
-            askers_of(config, leave_one_out),
-            asked.questions,
+        asking = EvalRun(
+            systems_of(config, leave_one_out),
+            question_list.questions,
             file,
             max_tokens=max_tokens,
             timed=timed,
@@ -171,11 +171,11 @@ def compare(
             on_progress=on_progress,
         )
         asking.ask_all()
-        found = compared(asking, asked)
+        comparison = compared(asking, question_list)
         if sampling is None:
-            return found
+            return comparison
         sampler = Sampler(file, sampling, max_tokens=max_tokens, make_engine=make_engine, on_progress=on_progress)
-        return with_equal_compute(found, config, sampler)
+        return with_equal_compute(comparison, config, sampler)
 
 
 def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"]) -> EnsembleConfig:
@@ -202,38 +202,38 @@ def question_set(
     return QuestionSet.of(list(questions))
 
 
-def compared(asking: Asking, asked: QuestionSet) -> Comparison:
+def compared(asking: EvalRun, questions: QuestionSet) -> Comparison:
     """What came of a run. Raises `SpecFuseError` where too little is left to compare."""
-    answers, kept, missing = enough_answers(asking)
-    remarks = [*asked.remarks, *missing]
-    if ENSEMBLE not in (a.name for a in kept) or not any(a.is_member for a in kept):
+    answers, complete, missing = enough_answers(asking)
+    remarks = [*questions.remarks, *missing]
+    if ENSEMBLE not in (a.name for a in complete) or not any(a.is_member for a in complete):
         raise SpecFuseError(f"too few answers came to compare anything: {'; '.join(remarks)}")
-    rows = rows_of_all(asking, answers, kept, remarks)
+    rows = rows_of_all(asking, answers, complete, remarks)
     return Comparison(
         questions=tuple(rows),
-        askers=tuple(kept),
-        answers={a.name: {q.id: answers[a.name][q.id] for q in rows} for a in kept},
-        weights={a.name: asking.weight_bytes(a) for a in kept},
+        askers=tuple(complete),
+        answers={a.name: {q.id: answers[a.name][q.id] for q in rows} for a in complete},
+        weights={a.name: asking.weight_bytes(a) for a in complete},
         remarks=(*remarks, *_faults(answers)),
-        own=asked.own,
+        own=questions.own,
         in_half=asking.in_half(),
         sizes=asking.sizes(),
     )
 
 
-def enough_answers(asking: Asking) -> tuple[dict[str, dict[str, Answer]], list[Asker], list[str]]:
+def enough_answers(asking: EvalRun) -> tuple[dict[str, dict[str, Answer]], list[EvalSystem], list[str]]:
     """All answers, who has answered enough of the questions, and what is missing."""
     answers = asking.answers()
-    least = LEAST_ANSWERED * len(asking.questions)
-    kept = [asker for asker in asking.askers if len(answers[asker.name]) >= max(1, least)]
-    return answers, kept, _missing(asking, answers, kept)
+    minimum = LEAST_ANSWERED * len(asking.questions)
+    complete = [asker for asker in asking.askers if len(answers[asker.name]) >= max(1, minimum)]
+    return answers, complete, _missing(asking, answers, complete)
 
 
 def rows_of_all(
-    asking: Asking, answers: Mapping[str, Mapping[str, Answer]], kept: Sequence[Asker], remarks: list[str]
+    asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[EvalSystem], remarks: list[str]
 ) -> list[Question]:
     """The questions that all of them have answered; a remark is added on others. Raises `SpecFuseError` for none."""
-    rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in kept)]
+    rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in complete)]
     if not rows:
         raise SpecFuseError(f"there is no question that all have answered: {'; '.join(remarks)}")
     if len(rows) < len(asking.questions):
@@ -241,14 +241,14 @@ def rows_of_all(
     return rows
 
 
-def _missing(asking: Asking, answers: Mapping[str, Mapping[str, Answer]], kept: Sequence[Asker]) -> list[str]:
+def _missing(asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[EvalSystem]) -> list[str]:
     """Who could not answer how many questions, and the first reason."""
     remarks = []
     for asker in asking.askers:
         missing = len(asking.questions) - len(answers[asker.name])
         reason = next((why for (name, _), why in asking.failures.items() if name == asker.name), "")
         if missing:
-            out = "" if asker in kept else ", and is left out"
+            out = "" if asker in complete else ", and is left out"
             remarks.append(
                 f"{asker.name} has no answer to {missing} of {len(asking.questions)} questions{out}: {reason}"
             )
@@ -258,8 +258,10 @@ def _missing(asking: Asking, answers: Mapping[str, Mapping[str, Answer]], kept: 
 def _faults(answers: Mapping[str, Mapping[str, Answer]]) -> list[str]:
     """Members that left answers of an ensemble because they failed: those answers are of the others."""
     remarks = []
-    for name, own in answers.items():
-        failed = [member for answer in own.values() for member in answer.faults]
+    for name, of_asker in answers.items():
+        failed = [member for answer in of_asker.values() for member in answer.faults]
         for member in dict.fromkeys(failed):
-            remarks.append(f"{member} failed in {failed.count(member)} of {len(own)} answers of {name} and left them")
+            remarks.append(
+                f"{member} failed in {failed.count(member)} of {len(of_asker)} answers of {name} and left them"
+            )
     return remarks

@@ -20,7 +20,7 @@ import numpy as np
 
 from specfuse_shared.comparing.metrics import final_answer, score
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
+from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalSystem
 from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampler, Timed, Wanted
 from specfuse_shared.comparing.scores import ALL, Column, flop_of, mains_of
@@ -38,8 +38,8 @@ def chosen(question: Question, samples: Sequence[Answer]) -> Answer:
     """
     alike: dict[str, list[Answer]] = defaultdict(list)
     for sample in samples:
-        if (said := final_answer(question, sample.text)) is not None:
-            alike[said].append(sample)
+        if (final := final_answer(question, sample.text)) is not None:
+            alike[final].append(sample)
     voted = max(alike.values(), key=lambda same: (len(same), fmean(map(certainty, same))), default=samples)
     return max(voted, key=certainty)
 
@@ -144,7 +144,7 @@ class _Sampled:
         weight = max(self._comparison.weights.get(name, 0) for name in members)
         return replace(
             self._comparison,
-            askers=(*self._comparison.askers, *(Asker(name, alone, is_sampled=True) for name in answers)),
+            askers=(*self._comparison.askers, *(EvalSystem(name, alone, is_sampled=True) for name in answers)),
             answers={**self._comparison.answers, **answers},
             weights={**self._comparison.weights, **dict.fromkeys(answers, weight)},
             equal=equal,
@@ -161,9 +161,9 @@ class _Sampled:
         elif any(each is None for each in paid.values()):
             self._untold["compute"] = NOT_COUNTED
         else:
-            known = {group: each for group, each in paid.items() if each is not None}
-            self._samples["compute"] = {group: self._rounded(each) for group, each in known.items()}
-            return known
+            measured = {group: each for group, each in paid.items() if each is not None}
+            self._samples["compute"] = {group: self._rounded(each) for group, each in measured.items()}
+            return measured
         return {}
 
     def _paid(self, group: str) -> float | None:
@@ -216,8 +216,8 @@ class _Sampled:
 
     def _name(self, what: str, counts: Mapping[str, int]) -> str:
         who = next(iter(self._members.values())) if len(set(self._members.values())) == 1 else "best of each kind"
-        least, most = min(counts.values()), max(counts.values())
-        many = f"{most} sample{'' if most == 1 else 's'}" if least == most else f"{least} to {most} samples"
+        low, high = min(counts.values()), max(counts.values())
+        many = f"{high} sample{'' if high == 1 else 's'}" if low == high else f"{low} to {high} samples"
         if what == "ceiling":
             return f"{who}, best of {many} (ceiling)"
         same = len(self._samples) > 1 and len(set(map(str, self._samples.values()))) == 1
@@ -226,13 +226,13 @@ class _Sampled:
     def _chosen(self, counts: Mapping[str, int], choose: Choose, timed: Sequence[Timed]) -> dict[str, Answer]:
         """The answer to each question, with the work of all its samples."""
         times = {row.question.id: self._times(row) for row in timed}
-        found = {}
+        choices = {}
         for question in self._questions:
             count, samples = counts[str(question.group)], self._of(question, counts)
-            known = times.get(question.id, {})
-            seconds = float(np.interp(count, list(known), list(known.values()))) if known else None
-            found[question.id] = _with_work(choose(question, samples), samples, seconds)
-        return found
+            seconds_of = times.get(question.id, {})
+            seconds = float(np.interp(count, list(seconds_of), list(seconds_of.values()))) if seconds_of else None
+            choices[question.id] = _with_work(choose(question, samples), samples, seconds)
+        return choices
 
     def _of(self, question: Question, counts: Mapping[str, int]) -> list[Answer]:
         """A question's samples; a single one is the greedy answer."""
@@ -243,10 +243,10 @@ class _Sampled:
 
     def _missing(self, counts: Mapping[str, int]) -> str:
         """How many samples are missing, and why; empty where all are there."""
-        wanted = sum(counts[str(question.group)] for question in self._questions)
+        expected = sum(counts[str(question.group)] for question in self._questions)
         there = sum(len(self._of(question, counts)) for question in self._questions)
         reason = "; ".join(f"{name}: {why}" for name, why in self._sampler.failures.items())
-        return "" if there == wanted else f"{wanted - there} of {wanted} samples failed ({reason})"
+        return "" if there == expected else f"{expected - there} of {expected} samples failed ({reason})"
 
     def _wanted(self, question: Question) -> Wanted:
         count = max((counts[str(question.group)] for counts in self._samples.values()), default=1)

@@ -42,8 +42,8 @@ def check_instruction(instruction: Mapping[str, Any]) -> None:
 
 
 def _follows(answer: str, instruction: Mapping[str, Any]) -> bool:
-    asked = {key: value for key, value in instruction.items() if key != "name" and value is not None}
-    return CHECKS[instruction["name"]](answer, **asked)
+    arguments = {key: value for key, value in instruction.items() if key != "name" and value is not None}
+    return CHECKS[instruction["name"]](answer, **arguments)
 
 
 def _relates(count: int, relation: str, bound: int) -> bool:
@@ -102,8 +102,8 @@ def _two_responses(text: str) -> bool:
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
-    found = re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)
-    return sum(any(part.strip() for part in pair) for pair in found) >= num_highlights
+    matches = re.findall(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*", text)
+    return sum(any(part.strip() for part in pair) for pair in matches) >= num_highlights
 
 
 def _quoted(text: str) -> bool:

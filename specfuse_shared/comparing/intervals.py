@@ -55,7 +55,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
         return Interval(float(gaps.mean()) if rows else 0.0, -np.inf, np.inf, rows, np.inf)
     if not gaps.any():
         return Interval(0.0, 0.0, 0.0, rows)
-    found = library("scipy.stats").bootstrap(
+    interval = library("scipy.stats").bootstrap(
         (gaps,),
         np.mean,
         n_resamples=RESAMPLES,
@@ -63,7 +63,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
         method="percentile",
         rng=np.random.default_rng(0),
     )
-    low, high = found.confidence_interval
+    low, high = interval.confidence_interval
     return Interval(float(gaps.mean()), float(low), float(high), rows, least_seen(gaps))
 
 

@@ -72,10 +72,10 @@ class Ratings:
         if self.gap.rows < FEWEST_ROWS:
             parts[0] = f"too few questions to say ({self.gap.rows})"
         if self.agreed[1]:
-            found = share(*self.agreed)
-            told = f"{found.mean:.0f} % [{found.low:.0f}, {found.high:.0f}] of {found.rows} pairs"
-            useless = "" if found.low > 50 else ": no better than chance, as far as these tell"
-            parts.append(f"marks agree with references on {told}, 50 % is chance{useless}")
+            agreement = share(*self.agreed)
+            share_text = f"{agreement.mean:.0f} % [{agreement.low:.0f}, {agreement.high:.0f}] of {agreement.rows} pairs"
+            useless = "" if agreement.low > 50 else ": no better than chance, as far as these tell"
+            parts.append(f"marks agree with references on {share_text}, 50 % is chance{useless}")
         if self.small:
             names = ", ".join(self.small)
             parts.append(f"such marks are known to help from about 7 billion parameters on: fewer have {names}")
@@ -133,10 +133,10 @@ class _Judging:
                 done += 1
                 self.on_progress(Progress("members rate answers", done, total))
 
-    def _keep(self, reading: _Marking, found: Callable[[], Sequence[float]]) -> None:
+    def _keep(self, reading: _Marking, read: Callable[[], Sequence[float]]) -> None:
         judge = reading.judge.names[0]
         try:
-            logprobs = found()
+            logprobs = read()
         except EngineClosedError:
             raise
         except SpecFuseError as error:
@@ -184,9 +184,9 @@ def _texts(comparison: Comparison, question: Question) -> list[str]:
 def _readings(comparison: Comparison, question: Question, judge: EnsembleConfig) -> Iterator[_Marking]:
     """Of every answer that is not the judge's own, in both orders."""
     texts = _texts(comparison, question)
-    own = comparison.answers.get(judge.names[0], {}).get(question.id)
+    judges_answer = comparison.answers.get(judge.names[0], {}).get(question.id)
     for text in texts if len(texts) > 1 else ():
-        if own is None or text != own.text:
+        if judges_answer is None or text != judges_answer.text:
             for order in (tuple(texts), tuple(reversed(texts))):
                 yield _Marking(judge, question, order, order.index(text))
 
@@ -196,8 +196,8 @@ def _marks(comparison: Comparison, judges: Mapping[str, EnsembleConfig], run: Ru
         for name, judge in judges.items():
             marks: dict[str, list[float]] = defaultdict(list)
             for reading in _readings(comparison, question, judge):
-                if (known := run.get(reading.key)) is not None:
-                    marks[reading.texts[reading.place]].append(float(known["mark"]))
+                if (stored := run.get(reading.key)) is not None:
+                    marks[reading.texts[reading.place]].append(float(stored["mark"]))
             for asker in (*comparison.members, ENSEMBLE):
                 both = marks.get(comparison.answers[asker][question.id].text, [])
                 if len(both) == 2:
@@ -208,19 +208,19 @@ def _standardised(ratings: Iterator[Rating]) -> Iterator[Rating]:
     by_judge: dict[str, list[Rating]] = defaultdict(list)
     for rating in ratings:
         by_judge[rating.judge].append(rating)
-    for judge, own in by_judge.items():
-        middle = statistics.mean(rating.mark for rating in own)
-        spread = statistics.pstdev(rating.mark for rating in own) or 1.0
-        for rating in own:
+    for judge, marks_of_judge in by_judge.items():
+        middle = statistics.mean(rating.mark for rating in marks_of_judge)
+        spread = statistics.pstdev(rating.mark for rating in marks_of_judge) or 1.0
+        for rating in marks_of_judge:
             yield Rating(judge, rating.question, rating.asker, (rating.mark - middle) / spread)
 
 
 def _by_question(ratings: Sequence[Rating]) -> dict[str, dict[str, dict[str, float]]]:
     """Question → judge → asker → mark."""
-    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    by_question: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for rating in ratings:
-        found[rating.question][rating.judge][rating.asker] = rating.mark
-    return found
+        by_question[rating.question][rating.judge][rating.asker] = rating.mark
+    return by_question
 
 
 def _gap(ratings: Sequence[Rating], to: str) -> Interval:
@@ -241,9 +241,9 @@ def _agreed(comparison: Comparison, ratings: Sequence[Rating]) -> tuple[int, int
     points = {row: {name: each[n] for name, each in whole.points.items()} for n, row in enumerate(whole.rows)}
     for row, judges in _by_question(ratings).items():
         for marks in judges.values():
-            for one, other in combinations(marks, 2):
-                better = points[row][one] - points[row][other] if row in points else 0.0
-                if better and (higher := marks[one] - marks[other]):
+            for one, two in combinations(marks, 2):
+                better = points[row][one] - points[row][two] if row in points else 0.0
+                if better and (higher := marks[one] - marks[two]):
                     pairs += 1
                     agreed += (better > 0) == (higher > 0)
     return agreed, pairs

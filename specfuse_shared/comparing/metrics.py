@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.comparing.instructions import followed
 from specfuse_shared.comparing.libraries import library
-from specfuse_shared.fusion.repetition import TIMES, ends_in_circle
+from specfuse_shared.fusion.repetition import TIMES, ends_in_loop
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.questions import Question
@@ -44,10 +44,10 @@ def score(question: Question, answer: str) -> dict[str, float]:
 def number_in(text: str, *, whole: bool = False) -> float | None:
     """The last number of a text, with commas between thousands alone; `whole`: the text is nothing else."""
     text = text.replace("\u2212", "-")
-    found = _NUMBER.findall(text)
-    if not found or (whole and found[-1].strip() != text.strip().removesuffix(".")):
+    numbers = _NUMBER.findall(text)
+    if not numbers or (whole and numbers[-1].strip() != text.strip().removesuffix(".")):
         return None
-    return float(found[-1].replace(",", "").replace("$", ""))
+    return float(numbers[-1].replace(",", "").replace("$", ""))
 
 
 def final_answer(question: Question, text: str) -> str | None:
@@ -58,15 +58,15 @@ def final_answer(question: Question, text: str) -> str | None:
     if question.kind == "choice":
         return letter_in(text)
     if question.kind == "number":
-        found = number_in(text)
-        return None if found is None else repr(found)
+        number = number_in(text)
+        return None if number is None else repr(number)
     return " ".join(plain_words(text) or text.split()) or None if question.kind == "short" else None
 
 
 def letter_in(text: str) -> str | None:
     """The first letter that stands alone."""
-    found = re.search(r"\b[A-Z]\b", text)
-    return None if found is None else found[0]
+    match = re.search(r"\b[A-Z]\b", text)
+    return None if match is None else match[0]
 
 
 # ── habits ───────────────────────────────────────────────────────────────────────────────────────
@@ -74,14 +74,14 @@ def letter_in(text: str) -> str | None:
 
 def agreement(first: str, second: str) -> float:
     """How much two answers have in common: F1 of their words, 0 to 100."""
-    one, other = plain_words(first), plain_words(second)
-    return 100.0 if one == other else 100.0 * _f1(one, other)
+    one, two = plain_words(first), plain_words(second)
+    return 100.0 if one == two else 100.0 * _f1(one, two)
 
 
-def goes_in_circles(answer: str) -> bool:
+def is_looping(answer: str) -> bool:
     """Whether a line (of three words or more) stands in the answer three times, or its end is one stretch thrice."""
     lines = (line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
-    return any_thrice(lines) or ends_in_circle(answer.split())
+    return any_thrice(lines) or ends_in_loop(answer.split())
 
 
 def any_thrice(lines: Iterable[str]) -> bool:
@@ -104,9 +104,11 @@ def _bare_words(text: str) -> list[str]:
 
 def _text(question: Question, answer: str) -> dict[str, float]:
     """ROUGE-L (Lin 2004) knows the letters a to z alone: other writing is compared by chrF (Popović 2015)."""
-    other = _in_other_letters(question.references)
-    compared = _chrf if other else _rouge
-    return {"chrf" if other else "rougeL": max(compared(reference, answer) for reference in question.references)}
+    transliterated = _in_other_letters(question.references)
+    compared = _chrf if transliterated else _rouge
+    return {
+        "chrf" if transliterated else "rougeL": max(compared(reference, answer) for reference in question.references)
+    }
 
 
 def _rouge(reference: str, answer: str) -> float:
@@ -133,34 +135,34 @@ def _short(question: Question, answer: str) -> dict[str, float]:
     """F1 over normalised words (SQuAD, Rajpurkar et al. 2016), and whether a reference is in the answer."""
     pairs = [_compared_words(answer, reference) for reference in question.references]
     return {
-        "f1": max(_f1(found, wanted) for found, wanted in pairs),
-        "contains": float(any(_contains(found, wanted) for found, wanted in pairs)),
+        "f1": max(_f1(answered, expected) for answered, expected in pairs),
+        "contains": float(any(_contains(answered, expected) for answered, expected in pairs)),
     }
 
 
 def _compared_words(answer: str, reference: str) -> tuple[list[str], list[str]]:
     """Words of both; a reference of nothing but articles or marks ("A", "!") keeps them."""
     for read in (plain_words, _bare_words):
-        if wanted := read(reference):
-            return read(answer), wanted
+        if expected := read(reference):
+            return read(answer), expected
     return answer.split(), reference.split()
 
 
-def _contains(words: Sequence[str], wanted: Sequence[str]) -> bool:
+def _contains(words: Sequence[str], reference: Sequence[str]) -> bool:
     """Whether the wanted words stand among the words in a row."""
-    size = len(wanted)
-    return size > 0 and any(list(words[n : n + size]) == list(wanted) for n in range(len(words) - size + 1))
+    size = len(reference)
+    return size > 0 and any(list(words[n : n + size]) == list(reference) for n in range(len(words) - size + 1))
 
 
-def _f1(found: Sequence[str], wanted: Sequence[str]) -> float:
-    shared = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+def _f1(answered: Sequence[str], reference: Sequence[str]) -> float:
+    shared = sum((Counter(answered) & Counter(reference)).values())
+    return 2 * shared / (len(answered) + len(reference)) if shared else 0.0
 
 
 def _number(question: Question, answer: str) -> dict[str, float]:
     """Whether the last number of the answer is one that is wanted."""
-    found, wanted = number_in(answer), [number_in(text) for text in question.references]
-    return {"exact": float(found is not None and any(w is not None and abs(found - w) < 1e-6 for w in wanted))}
+    number, expected = number_in(answer), [number_in(text) for text in question.references]
+    return {"exact": float(number is not None and any(w is not None and abs(number - w) < 1e-6 for w in expected))}
 
 
 def _choice(question: Question, answer: str) -> dict[str, float]:

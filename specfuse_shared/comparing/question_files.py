@@ -47,9 +47,9 @@ class QuestionSet:
     own: bool = False
 
     @classmethod
-    def of(cls, given: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
+    def of(cls, items: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
         """Questions with unique ids. Raises `ConfigError` if none is left."""
-        made = [_as_question(question) for question in given]
+        made = [_as_question(question) for question in items]
         questions, more = numbered(made)
         return cls(tuple(questions), (*remarks, *more))
 
@@ -82,23 +82,23 @@ def read_questions(path: str | Path) -> QuestionSet:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
     remarks: list[str] = []
     try:
-        found = QuestionSet.of(list(_parsed(reader(text), remarks)), remarks)
+        question_set = QuestionSet.of(list(_parsed(reader(text), remarks)), remarks)
     except MissingExtraError:
         raise
     except (ConfigError, csv.Error) as error:
         first = f"; {remarks[0]}" if remarks else ""
         raise ConfigError(f"{path}: {error}{first}") from error
-    return found
+    return question_set
 
 
-def _as_question(given: Question | str | Mapping[str, Any]) -> Question:
-    if isinstance(given, Question):
-        return given
-    if isinstance(given, str):
-        return Question(given)
-    if isinstance(given, Mapping):
-        return Question.from_dict(given)
-    raise ConfigError(f"a question is a text, a mapping or a Question, not {type(given).__name__}")
+def _as_question(item: Question | str | Mapping[str, Any]) -> Question:
+    if isinstance(item, Question):
+        return item
+    if isinstance(item, str):
+        return Question(item)
+    if isinstance(item, Mapping):
+        return Question.from_dict(item)
+    raise ConfigError(f"a question is a text, a mapping or a Question, not {type(item).__name__}")
 
 
 Rows = Iterator[tuple[str, Mapping[str, Any] | str]]
@@ -125,24 +125,24 @@ def _parsed(rows: Rows, remarks: list[str]) -> Iterator[Question]:
 
 
 def _question(row: Mapping[str, Any]) -> Question:
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field, names in NAMES.items():
         value = next((row[name] for name in names if row.get(name) not in (None, "", [])), None)
         if value is not None:
-            given[field] = value
+            values[field] = value
     if not any(name in row for name in NAMES["text"]):
         raise ConfigError(f"it has no question: name the column {NAMES['text'][0]!r}")
     if any(name in row for name in _IFEVAL):
-        given["instructions"] = _ifeval(row)
-    given["id"] = str(given.get("id", ""))
-    choices = given.get("choices")
-    answer = given.get("references")
+        values["instructions"] = _ifeval(row)
+    values["id"] = str(values.get("id", ""))
+    choices = values.get("choices")
+    answer = values.get("references")
     if isinstance(answer, Mapping) and isinstance(answer.get("text"), list):  # as SQuAD has them
-        given["references"] = answer["text"]
+        values["references"] = answer["text"]
     texts = choices if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices) else []
     if type(answer) is int and 0 <= answer < len(texts):  # a number among numbers is the choice itself
-        given["references"] = [texts[answer]]
-    return Question(**{"text": "", **given})
+        values["references"] = [texts[answer]]
+    return Question(**{"text": "", **values})
 
 
 def _ifeval(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -151,14 +151,14 @@ def _ifeval(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(names, list) or not isinstance(settings, list) or len(names) != len(settings):
         raise ConfigError("instruction_id_list and kwargs must be lists of the same length")
     return [
-        {**(dict(own) if isinstance(own, Mapping) else {}), "name": name}
-        for name, own in zip(names, settings, strict=True)
+        {**(dict(setting) if isinstance(setting, Mapping) else {}), "name": name}
+        for name, setting in zip(names, settings, strict=True)
     ]
 
 
 def _unused(row: Mapping[str, Any]) -> Iterable[str]:
-    known = {*_IFEVAL, *(name for names in NAMES.values() for name in names)}
-    return (str(name) for name in row if name not in known)
+    known_names = {*_IFEVAL, *(name for names in NAMES.values() for name in names)}
+    return (str(name) for name in row if name not in known_names)
 
 
 def _lines(text: str) -> Rows:
@@ -187,8 +187,8 @@ def _table(text: str, delimiter: str | None = None) -> Rows:
         raise ConfigError(
             f"its first line names the columns {', '.join(columns) or '(none)'}: one of them must be 'question'"
         )
-    known = {name for names in NAMES.values() for name in names}
-    if twice := [name for name, count in Counter(columns).items() if count > 1 and name in known]:
+    known_names = {name for names in NAMES.values() for name in names}
+    if twice := [name for name, count in Counter(columns).items() if count > 1 and name in known_names]:
         raise ConfigError(f"its first line names the column {twice[0]!r} twice: leave one of them out")
     while True:
         try:

@@ -53,15 +53,15 @@ class Question(Settings):
     def __post_init__(self) -> None:
         check(isinstance(self.text, str) and bool(self.text.strip()), "the question is empty")
         for name in ("references", "choices"):
-            given = getattr(self, name)
-            texts = (given,) if isinstance(given, (str, int, float)) else given or ()
+            value = getattr(self, name)
+            texts = (value,) if isinstance(value, (str, int, float)) else value or ()
             plain = isinstance(texts, Sequence) and all(isinstance(text, (str, int, float)) for text in texts)
-            check(plain, f"{name} must be texts, not {given!r}")
+            check(plain, f"{name} must be texts, not {value!r}")
             object.__setattr__(self, name, tuple(str(text) for text in texts if str(text).strip()))
         check(isinstance(self.passage, str), f"the passage must be a text, not {self.passage!r}")
-        asked = self.instructions or ()
-        check(isinstance(asked, Sequence), f"instructions must be a list of them, not {asked!r}")
-        object.__setattr__(self, "instructions", tuple(asked))
+        instructions = self.instructions or ()
+        check(isinstance(instructions, Sequence), f"instructions must be a list of them, not {instructions!r}")
+        object.__setattr__(self, "instructions", tuple(instructions))
         for instruction in self.instructions:
             check_instruction(instruction)
         object.__setattr__(self, "kind", self.kind or self._kind())
@@ -122,31 +122,31 @@ class Question(Settings):
     def params(self, max_tokens: int | None = None) -> SamplingParams:
         """Greedy; a choice is held to its letters."""
         grammar = Grammar.choice(list(LETTERS[: len(self.choices)])) if self.kind == "choice" else None
-        most = MOST_TOKENS[self.kind or "open"]
-        longest = self.max_tokens or (max(max_tokens, most) if max_tokens and grammar else max_tokens) or most
+        limit = MOST_TOKENS[self.kind or "open"]
+        longest = self.max_tokens or (max(max_tokens, limit) if max_tokens and grammar else max_tokens) or limit
         return SamplingParams(max_tokens=longest, grammar=grammar)
 
 
 def numbered(questions: Sequence[Question]) -> tuple[list[Question], list[str]]:
     """The questions with an id each, no question twice; and what had to be done for that."""
-    kept: dict[str, Question] = {}
-    seen: dict[str, str] = {}
+    by_id: dict[str, Question] = {}
+    first_text: dict[str, str] = {}
     remarks: list[str] = []
     for n, question in enumerate(questions, 1):
         name = question.id or str(n)
-        if (earlier := seen.get(question.prompt)) is not None:
+        if (earlier := first_text.get(question.prompt)) is not None:
             remarks.append(f"question {name!r} is the same as {earlier!r}: it is asked once")
             continue
         fresh, more = name, 2
-        while fresh in kept:
+        while fresh in by_id:
             fresh, more = f"{name}-{more}", more + 1
         if fresh != name:
             remarks.append(f"two questions have the id {name!r}: the second one is called {fresh!r}")
-        kept[fresh] = _named(question, fresh)
-        seen[question.prompt] = fresh
-    if not kept:
+        by_id[fresh] = _named(question, fresh)
+        first_text[question.prompt] = fresh
+    if not by_id:
         raise ConfigError("there are no questions: give at least one")
-    return list(kept.values()), remarks
+    return list(by_id.values()), remarks
 
 
 def _named(question: Question, name: str) -> Question:

@@ -10,7 +10,7 @@ from itertools import combinations
 from types import MappingProxyType
 
 from specfuse_shared.comparing.intervals import Interval, difference
-from specfuse_shared.comparing.metrics import agreement, goes_in_circles, score
+from specfuse_shared.comparing.metrics import agreement, is_looping, score
 from specfuse_shared.comparing.questions import Question
 from specfuse_shared.comparing.run.run_file import Answer
 
@@ -70,15 +70,19 @@ def columns_of(
     questions: Sequence[Question], answers: Mapping[str, Mapping[str, Answer]], members: Sequence[str]
 ) -> dict[str, Column]:
     """Name → column; the first is that of all questions that can be scored. Rows are those that all have answered."""
-    scored = {q.id: {name: score(q, own[q.id].text) for name, own in answers.items()} for q in questions if q.scored}
+    scored = {
+        q.id: {name: score(q, of_question[q.id].text) for name, of_question in answers.items()}
+        for q in questions
+        if q.scored
+    }
     points: dict[tuple[str, str], dict[str, dict[str, float]]] = defaultdict(dict)
     for question in (q for q in questions if q.scored):
         each = scored[question.id]
         metrics = list(next(iter(each.values())))
-        points[ALL, ""][question.id] = {name: found[metrics[0]] for name, found in each.items()}
+        points[ALL, ""][question.id] = {name: points_of[metrics[0]] for name, points_of in each.items()}
         for metric in metrics:
             group = question.group or ""
-            points[group, metric][question.id] = {name: found[metric] for name, found in each.items()}
+            points[group, metric][question.id] = {name: points_of[metric] for name, points_of in each.items()}
     return {f"{g}: {m}" if m else g: _column(g, m, rows, members) for (g, m), rows in points.items()}
 
 
@@ -103,7 +107,7 @@ def habits_of(answers: Mapping[str, Answer]) -> Habits:
     texts = [answer.text for answer in answers.values()]
     return Habits(
         words=statistics.mean(len(text.split()) for text in texts),
-        circles=100 * statistics.mean(goes_in_circles(text) for text in texts),
+        circles=100 * statistics.mean(is_looping(text) for text in texts),
         cut=100 * statistics.mean(answer.finish == "length" for answer in answers.values()),
     )
 
@@ -136,7 +140,7 @@ def flop_of(answer: Answer, sizes: Mapping[str, int]) -> float | None:
     return 2.0 * sum(sizes[name] * (prompt + fed) for name, prompt, fed in answer.work)
 
 
-def flop_told(value: float | None) -> str:
+def flop_text(value: float | None) -> str:
     """In a unit that fits."""
     if value is None:
         return "–"
@@ -152,6 +156,6 @@ def agreement_of(answers: Mapping[str, Mapping[str, Answer]], members: Sequence[
     rows = answers[members[0]]
     pairs = list(combinations(members, 2))
     return {
-        row: statistics.mean(agreement(answers[one][row].text, answers[other][row].text) for one, other in pairs)
+        row: statistics.mean(agreement(answers[one][row].text, answers[two][row].text) for one, two in pairs)
         for row in rows
     }

@@ -11,7 +11,7 @@ from specfuse_shared.comparing.comparison import config_of, enough_answers, ques
 from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.question_files import QuestionSet
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.run.asking import EvalRun, MakeEngine, OnProgress, systems_of
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.scores import ALL, columns_of
 from specfuse_shared.config import EnsembleConfig, MemberConfig
@@ -34,13 +34,13 @@ def suggest(
     The parameters are those of `compare`, which goes on from the same `run`. Members are loaded one after another.
     Raises `ConfigError` if no question has references."""
     check_libraries()
-    config, asked = config_of(members), question_set(questions)
+    config, question_list = config_of(members), question_set(questions)
     check(len(config.names) > 1, "a suggestion takes two members or more")
-    scored = [question for question in asked.questions if question.scored]
+    scored = [question for question in question_list.questions if question.scored]
     check(bool(scored), "a suggestion takes questions with references: without any, nothing tells who is right")
     with RunFile(run) as file:
-        asking = Asking(
-            [asker for asker in askers_of(config) if asker.is_member],
+        asking = EvalRun(
+            [asker for asker in systems_of(config) if asker.is_member],
             scored,
             file,
             max_tokens=max_tokens,
@@ -49,11 +49,11 @@ def suggest(
             on_progress=on_progress,
         )
         asking.ask_all()
-    answers, kept, told = enough_answers(asking)
-    remarks = [*asked.remarks, *told]
-    if len(kept) < 2:
+    answers, complete, notes = enough_answers(asking)
+    remarks = [*question_list.remarks, *notes]
+    if len(complete) < 2:
         raise SpecFuseError(f"too few answers came to suggest anything: {'; '.join(remarks)}")
-    rows = rows_of_all(asking, answers, kept, remarks)
-    names = [asker.name for asker in kept]
+    rows = rows_of_all(asking, answers, complete, remarks)
+    names = [asker.name for asker in complete]
     points = columns_of(rows, {name: answers[name] for name in names}, names)[ALL].points
     return suggestion_of(points, remarks)

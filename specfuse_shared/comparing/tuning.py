@@ -21,7 +21,7 @@ from specfuse_shared.comparing.libraries import check_libraries, library
 from specfuse_shared.comparing.metrics import score
 from specfuse_shared.comparing.question_files import QuestionSet
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, Asking, MakeEngine, OnProgress, askers_of
+from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalRun, EvalSystem, MakeEngine, OnProgress, systems_of
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
 from specfuse_shared.config import EnsembleConfig, MemberConfig
@@ -85,8 +85,8 @@ def table_of_ensemble(config: EnsembleConfig) -> dict[str, Any]:
 
 
 def _table_of_member(member: MemberConfig) -> Mapping[str, Any]:
-    usual, own = plain_config(MemberConfig(member.model), changed=False), plain_config(member, changed=False)
-    return {"model": member.model, **{key: value for key, value in own.items() if value != usual[key]}}
+    usual, settings = plain_config(MemberConfig(member.model), changed=False), plain_config(member, changed=False)
+    return {"model": member.model, **{key: value for key, value in settings.items() if value != usual[key]}}
 
 
 def _replace(file: Path, text: str) -> None:
@@ -136,10 +136,10 @@ class Tuned:
         """The point of the verdict about it."""
         if not self.change:
             return Point("Tuned", f"nothing is better than the settings as they are, of {self.tried} that were tried.")
-        told = f"{self.change} gives {self.gain} points on the {self.gain.rows} questions that did not choose it"
+        sentence = f"{self.change} gives {self.gain} points on the {self.gain.rows} questions that did not choose it"
         chosen = f"{self.chosen.mean:+.1f} on the {self.chosen.rows} that did, of {self.tried} settings tried"
-        shown = "" if self.gained else ": no gain is shown"
-        return Point("Tuned", f"{told} ({chosen}){shown}; to {self.best} alone {self.to_best}.")
+        caveat = "" if self.gained else ": no gain is shown"
+        return Point("Tuned", f"{sentence} ({chosen}){caveat}; to {self.best} alone {self.to_best}.")
 
 
 def tune(
@@ -157,20 +157,20 @@ def tune(
     questions or the ensemble could not be written to a file.
     """
     check_libraries()
-    config, asked = config_of(members), question_set(questions)
-    choosing, confirming = tunable(config, asked)
+    config, question_list = config_of(members), question_set(questions)
+    choosing, confirming = tunable(config, question_list)
     with RunFile(run) as file:
         tuning = _Tuning(file, max_tokens, on_progress, make_engine)
         best, tried = _search(config, choosing, tuning)
         return _confirmed(config, best, tried, choosing, confirming, tuning)
 
 
-def tunable(config: EnsembleConfig, asked: QuestionSet) -> tuple[list[Question], list[Question]]:
+def tunable(config: EnsembleConfig, questions: QuestionSet) -> tuple[list[Question], list[Question]]:
     """The halves of the questions that can be scored. Raises `ConfigError` where they are too few to confirm anything,
     or the ensemble could not be written to a file."""
     check(len(config.names) > 1, "tuning takes two members or more")
     check_writable_config(config)
-    scored = [question for question in asked.questions if question.scored]
+    scored = [question for question in questions.questions if question.scored]
     choosing, confirming = halves(scored)
     check(
         len(confirming) >= FEWEST_ROWS,
@@ -189,9 +189,9 @@ def halves(questions: Sequence[Question]) -> tuple[list[Question], list[Question
     both: tuple[list[Question], list[Question]] = ([], [])
     for (group, _), cluster in clusters.items():
         first, second = sides[group]
-        behind = (len(first), len(both[0])) <= (len(second), len(both[1]))
-        (first if behind else second).extend(cluster)
-        both[not behind].extend(cluster)
+        first_is_smaller = (len(first), len(both[0])) <= (len(second), len(both[1]))
+        (first if first_is_smaller else second).extend(cluster)
+        both[not first_is_smaller].extend(cluster)
     return both
 
 
@@ -204,9 +204,9 @@ class _Tuning:
     on_progress: OnProgress
     make_engine: MakeEngine | None
 
-    def points(self, askers: Sequence[Asker], questions: Sequence[Question]) -> dict[str, dict[str, float]]:
+    def points(self, askers: Sequence[EvalSystem], questions: Sequence[Question]) -> dict[str, dict[str, float]]:
         """Asker → question → points by the metric that counts first. What fails is missing."""
-        asking = Asking(
+        asking = EvalRun(
             askers,
             questions,
             self.run,
@@ -218,8 +218,8 @@ class _Tuning:
         asking.ask_all()
         by_id = {question.id: question for question in questions}
         return {
-            name: {row: next(iter(score(by_id[row], answer.text).values())) for row, answer in own.items()}
-            for name, own in asking.answers().items()
+            name: {row: next(iter(score(by_id[row], answer.text).values())) for row, answer in of_asker.items()}
+            for name, of_asker in asking.answers().items()
         }
 
 
@@ -229,11 +229,11 @@ def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuni
 
     def attempt(candidate: EnsembleConfig) -> bool:
         nonlocal best, mean, tried
-        found = _mean(candidate, questions, tuning)
+        score = _mean(candidate, questions, tuning)
         tried += 1
-        better = found > mean
+        better = score > mean
         if better:
-            best, mean = candidate, found
+            best, mean = candidate, score
         return better
 
     if config.first_weights != "equal":  # a small member that knows more is else heard too late, if at all
@@ -261,7 +261,7 @@ def _spread(config: EnsembleConfig) -> float:
 
 
 def _mean(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning) -> float:
-    points = tuning.points([Asker(ENSEMBLE, config)], questions)[ENSEMBLE]
+    points = tuning.points([EvalSystem(ENSEMBLE, config)], questions)[ENSEMBLE]
     if len(points) < len(questions):
         missing = len(questions) - len(points)
         raise SpecFuseError(f"{missing} of {len(questions)} questions were not answered: run it again to go on")
@@ -277,8 +277,8 @@ def _confirmed(
     tuning: _Tuning,
 ) -> Tuned:
     """The best settings beside those as they were, on both halves; and beside the best member of the choosing half."""
-    members = [asker for asker in askers_of(config) if asker.is_member]
-    askers = [Asker("before", config), Asker("after", best), *members]
+    members = [asker for asker in systems_of(config) if asker.is_member]
+    askers = [EvalSystem("before", config), EvalSystem("after", best), *members]
     ours, theirs = tuning.points(askers, choosing), tuning.points(askers, confirming)
     rival = max(members, key=lambda m: statistics.mean(ours[m.name].values() or [0.0])).name
     return Tuned(

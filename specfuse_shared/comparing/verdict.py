@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from specfuse_shared.comparing.intervals import POWER
 from specfuse_shared.comparing.metrics import LABELS
 from specfuse_shared.comparing.run.asking import ENSEMBLE
-from specfuse_shared.comparing.scores import ALL, Column, Cost, flop_told, mains_of
+from specfuse_shared.comparing.scores import ALL, Column, Cost, flop_text, mains_of
 
 if TYPE_CHECKING:
     from specfuse_shared.comparing.comparison import Comparison
@@ -67,16 +67,16 @@ def _headline(whole: Column, once: str) -> tuple[Outcome, str]:
     """`once`: how the best member was asked, where that has to be said."""
     gap, rows = whole.differences[ENSEMBLE], len(whole.rows)
     against = f"than the best member, {whole.best},{once} on {rows} question{'' if rows == 1 else 's'}"
-    told = f"{gap} points"
+    points = f"{gap} points"
     if rows < FEWEST_ROWS:
         return "too few rows", (
-            f"Too few questions to say: the ensemble has {told} more {against}; at least {FEWEST_ROWS} are needed."
+            f"Too few questions to say: the ensemble has {points} more {against}; at least {FEWEST_ROWS} are needed."
         )
     if gap.above:
-        return "better", f"Yes: the ensemble is better {against}: {told}."
+        return "better", f"Yes: the ensemble is better {against}: {points}."
     if gap.below:
-        return "worse", f"No: the ensemble is worse {against}: {told}. Use {whole.best} alone."
-    return "not seen", f"No difference is seen: the ensemble has {told} more {against}."
+        return "worse", f"No: the ensemble is worse {against}: {points}. Use {whole.best} alone."
+    return "not seen", f"No difference is seen: the ensemble has {points} more {against}."
 
 
 def _headline_of_votes(votes: Votes | None) -> tuple[Outcome, str]:
@@ -86,20 +86,20 @@ def _headline_of_votes(votes: Votes | None) -> tuple[Outcome, str]:
             "Whether the ensemble is better cannot be told: no question has a reference. Vote on its answers "
             f"({FEWEST_ROWS} votes or more), or add references."
         )
-    told = f"{votes.share.mean:.0f} % [{votes.share.low:.0f}, {votes.share.high:.0f}] of {votes.share.rows} votes"
+    share = f"{votes.share.mean:.0f} % [{votes.share.low:.0f}, {votes.share.high:.0f}] of {votes.share.rows} votes"
     if votes.share.low > EVEN:
-        return "better", f"Yes: people prefer the ensemble to {votes.against}: it won {told}."
+        return "better", f"Yes: people prefer the ensemble to {votes.against}: it won {share}."
     if votes.share.high < EVEN:
-        return "worse", f"No: people prefer {votes.against} to the ensemble, which won {told}."
-    return "not seen", f"No difference is seen: the ensemble won {told} against {votes.against}."
+        return "worse", f"No: people prefer {votes.against} to the ensemble, which won {share}."
+    return "not seen", f"No difference is seen: the ensemble won {share} against {votes.against}."
 
 
 def _votes(votes: Votes | None) -> Iterator[Point]:
     if votes is not None:
         share = votes.share
-        told = f"the ensemble won {votes.ours}, {votes.against} {votes.theirs}, {votes.equal} equal"
+        counts = f"the ensemble won {votes.ours}, {votes.against} {votes.theirs}, {votes.equal} equal"
         yield Point(
-            "Votes", f"{told}: {share.mean:.0f} % [{share.low:.0f}, {share.high:.0f}] of those for one of them."
+            "Votes", f"{counts}: {share.mean:.0f} % [{share.low:.0f}, {share.high:.0f}] of those for one of them."
         )
 
 
@@ -108,7 +108,7 @@ def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     equal = comparison.equal
     if equal is None:
         return
-    for what, of in (("compute", _compute_beside), ("seconds", _seconds_beside)):
+    for what, of in (("compute", _compute_details), ("seconds", _seconds_beside)):
         title = f"Equal {what}"
         if whole is None or what in equal.untold:
             yield Point(title, f"not told: {equal.untold[what]}.")
@@ -118,8 +118,8 @@ def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
         yield Point(title, "; ".join(parts) + ".")
     if whole is not None and (ceiling := equal.columns.get("ceiling")) is not None:
         gap = whole.between(ceiling, ENSEMBLE)
-        told = f"the best sample, chosen by references, has {gap} points more than the ensemble"
-        yield Point("Ceiling", f"{told}: where references are missing, nothing reaches that.")
+        sentence = f"the best sample, chosen by references, has {gap} points more than the ensemble"
+        yield Point("Ceiling", f"{sentence}: where references are missing, nothing reaches that.")
 
 
 def _told(column: Column, name: str) -> str:
@@ -139,14 +139,14 @@ def _told_by_group(comparison: Comparison, name: str) -> Iterator[str]:
             yield f"{column.group} ({len(column.rows)}, {LABELS[column.metric]}) {column.between(ENSEMBLE, name)}"
 
 
-def _compute_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
+def _compute_details(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
     """What both take, and how many samples that pays for."""
-    told = {group: "any number" if isinf(paid) else f"{paid:.1f}" for group, paid in equal.paid.items()}
-    each = set(told.values())
-    paid = next(iter(each)) if len(each) == 1 else ", ".join(f"{group} {count}" for group, count in told.items())
+    samples = {group: "any number" if isinf(paid) else f"{paid:.1f}" for group, paid in equal.paid.items()}
+    each = set(samples.values())
+    paid = next(iter(each)) if len(each) == 1 else ", ".join(f"{group} {count}" for group, count in samples.items())
     capped = f" (at most {equal.most} are asked)" if any(paid > equal.most for paid in equal.paid.values()) else ""
     yield f"samples that its compute pays for: {paid}{capped}"
-    yield f"an answer takes {flop_told(comparison.costs[name].flop)} to {flop_told(comparison.costs[ENSEMBLE].flop)}"
+    yield f"an answer takes {flop_text(comparison.costs[name].flop)} to {flop_text(comparison.costs[ENSEMBLE].flop)}"
 
 
 def _seconds_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
@@ -169,13 +169,13 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     if comparison.agreement:
         mean = sum(comparison.agreement.values()) / len(comparison.agreement)
         same = sum(value == 100.0 for value in comparison.agreement.values())
-        told = f"members' answers share {mean:.0f} % of their words"
-        yield Point("Agreement", f"{told}; to {same} of {len(comparison.agreement)} questions they are the same.")
+        sentence = f"members' answers share {mean:.0f} % of their words"
+        yield Point("Agreement", f"{sentence}; to {same} of {len(comparison.agreement)} questions they are the same.")
     sampled = {asker.name for asker in comparison.askers if asker.is_sampled}
     circles = {name: habits.circles for name, habits in comparison.habits.items() if name not in sampled}
     if max(circles.values()) >= LOOPS:
-        told = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
-        yield Point("In circles", f"answers that say the same again and again: {told}.")
+        sentence = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
+        yield Point("In circles", f"answers that say the same again and again: {sentence}.")
 
 
 def _by_group(comparison: Comparison) -> Iterator[Point]:
@@ -185,26 +185,26 @@ def _by_group(comparison: Comparison) -> Iterator[Point]:
         return
     many = [c for c in mains.values() if len(c.rows) >= FEWEST_ROWS]
     few = [c for c in mains.values() if len(c.rows) < FEWEST_ROWS]
-    told = [f"{c.group} ({len(c.rows)}, {LABELS[c.metric]}) {c.differences[ENSEMBLE]} to {c.best}" for c in many]
+    sentences = [f"{c.group} ({len(c.rows)}, {LABELS[c.metric]}) {c.differences[ENSEMBLE]} to {c.best}" for c in many]
     if few:
         means = ", ".join(f"{c.group} {c.differences[ENSEMBLE].mean:+.1f}" for c in few)
-        told.append(f"fewer than {FEWEST_ROWS} questions, too few to say: {means}")
-    yield Point("By kind", "; ".join(told) + ".")
+        sentences.append(f"fewer than {FEWEST_ROWS} questions, too few to say: {means}")
+    yield Point("By kind", "; ".join(sentences) + ".")
 
 
 def _best_alone(comparison: Comparison, whole: Column) -> Point:
     means = whole.means
-    others = sorted((name for name in comparison.members if name != whole.best), key=lambda name: -means[name])
-    if not others:
+    rest = sorted((name for name in comparison.members if name != whole.best), key=lambda name: -means[name])
+    if not rest:
         return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points.")
-    gap = whole.between(whole.best, others[0])
-    sure = "" if gap.above else f", not told apart from {others[0]} ({means[others[0]]:.1f})"
-    return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points{sure}; to {others[0]} {gap}.")
+    gap = whole.between(whole.best, rest[0])
+    sure = "" if gap.above else f", not told apart from {rest[0]} ({means[rest[0]]:.1f})"
+    return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points{sure}; to {rest[0]} {gap}.")
 
 
 def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
     """Which member the ensemble is better without, which it needs, and what cannot be told."""
-    gaps = {m: whole.between(other, ENSEMBLE) for m in comparison.members if (other := comparison.without(m))}
+    gaps = {m: whole.between(smaller, ENSEMBLE) for m in comparison.members if (smaller := comparison.without(m))}
     if not gaps:
         if len(comparison.members) > 2:
             yield Point("Which to drop", "not asked: --leave-one-out asks the ensemble without each member.")
@@ -220,18 +220,20 @@ def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
 def _apart(comparison: Comparison, whole: Column) -> Iterator[Point]:
     """Whether members are near enough in quality for an ensemble to pay."""
     gaps = {name: whole.between(whole.best, name) for name in comparison.members if name != whole.best}
-    far = {name: gap for name, gap in gaps.items() if gap.mean > NEAR}
+    distant = {name: gap for name, gap in gaps.items() if gap.mean > NEAR}
     if not gaps:
         return
-    if not far:
+    if not distant:
         widest = max(gaps.values(), key=lambda gap: gap.mean)
         sure = "" if widest.high <= NEAR else ", though these questions cannot exclude more"
         yield Point("Near enough", f"members are within {NEAR:.0f} points of the best{sure} (at most {widest}).")
         return
-    told = "; ".join(f"{name} is {gap.mean:.1f} [{gap.low:.1f}, {gap.high:.1f}] below" for name, gap in far.items())
+    gaps_text = "; ".join(
+        f"{name} is {gap.mean:.1f} [{gap.low:.1f}, {gap.high:.1f}] below" for name, gap in distant.items()
+    )
     yield Point(
         "Too far apart",
-        f"{told} {whole.best}. Others found gains among members within about {NEAR:.0f} points, and none beyond "
+        f"{gaps_text} {whole.best}. Others found gains among members within about {NEAR:.0f} points, and none beyond "
         f"{FAR:.0f}.",
     )
 
@@ -276,17 +278,19 @@ def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
     if comparison.in_half:
         yield "what another run would give: in half precision a question may get another answer in other company."
     if comparison.equal is not None and comparison.equal.columns:
-        told = f"what other samples would do: {comparison.equal.temperature:g} is the only temperature that was tried"
-        yield f"{told}, and the most frequent answer, or the likeliest text, the only choice."
+        sentence = (
+            f"what other samples would do: {comparison.equal.temperature:g} is the only temperature that was tried"
+        )
+        yield f"{sentence}, and the most frequent answer, or the likeliest text, the only choice."
     yield "how answers vary: each is a single greedy one."
     if any(cost.timed for cost in comparison.costs.values()):
         yield "seconds elsewhere: these are of this machine, and of few answers."
 
 
 def _limits_of_points(comparison: Comparison, whole: Column) -> Iterator[str]:
-    least, rows = whole.differences[ENSEMBLE].least_seen, len(whole.rows)
-    if 0 < least < float("inf"):
-        yield f"differences below {least:.1f} points: {rows} rows see them in less than {POWER:.0%} of all samples."
+    smallest, rows = whole.differences[ENSEMBLE].least_seen, len(whole.rows)
+    if 0 < smallest < float("inf"):
+        yield f"differences below {smallest:.1f} points: {rows} rows see them in less than {POWER:.0%} of all samples."
     if len(comparison.members) > 1:
         yield f"that {whole.best} is the best member elsewhere: it was found on these rows, which flatters it."
     if unscored := len(comparison.questions) - rows:

@@ -86,24 +86,24 @@ def ledger(result: EnsembleResult, detail: Detail = "full") -> dict[str, Any]:
     if detail == "none":
         return {}
     left_out = {"text", "logprobs", "thinking"}
-    told = {key: value for key, value in result.to_dict(rounds=detail == "full").items() if key not in left_out}
-    told = {key: value for key, value in told.items() if value or key not in ("closing", "loops", "fields")}
+    record = {key: value for key, value in result.to_dict(rounds=detail == "full").items() if key not in left_out}
+    record = {key: value for key, value in record.items() if value or key not in ("closing", "loops", "fields")}
     if detail == "summary":
-        told |= _most(told, "differences", SUMMARY_DIFFERENCES, range(len(told["differences"])))
-        fields = told.get("fields", [])
+        record |= _most(record, "differences", SUMMARY_DIFFERENCES, range(len(record["differences"])))
+        fields = record.get("fields", [])
         by_share = sorted(range(len(fields)), key=lambda n: 1.0 if fields[n]["share"] is None else fields[n]["share"])
-        told |= _most(told, "fields", SUMMARY_FIELDS, by_share)
-        told["usage"] = {name: told["usage"][name] for name in ("prompt_tokens", "completion_tokens", "reference")}
-    parts: dict[str, Any] = plain({**told, "summary": [asdict(member) for member in result.summary()]})
+        record |= _most(record, "fields", SUMMARY_FIELDS, by_share)
+        record["usage"] = {name: record["usage"][name] for name in ("prompt_tokens", "completion_tokens", "reference")}
+    parts: dict[str, Any] = plain({**record, "summary": [asdict(member) for member in result.summary()]})
     return parts
 
 
-def _most(told: Mapping[str, Any], key: str, most: int, ranked: Sequence[int]) -> dict[str, Any]:
+def _most(record: Mapping[str, Any], key: str, limit: int, ranked: Sequence[int]) -> dict[str, Any]:
     """The first of a list by their rank, in their order, and how many are left out; nothing where all may stay."""
-    if len(ranked) <= most:
+    if len(ranked) <= limit:
         return {}
-    kept = [told[key][number] for number in sorted(ranked[:most])]
-    return {key: kept, f"{key}_left_out": len(ranked) - most}
+    selected = [record[key][number] for number in sorted(ranked[:limit])]
+    return {key: selected, f"{key}_left_out": len(ranked) - limit}
 
 
 def finish_reason(result: EnsembleResult, called: bool = False) -> str:
@@ -132,14 +132,14 @@ def check_whole(
     if not looped and result.finish_reason is not FinishReason.LENGTH:
         return
     count = result.usage.completion_tokens
-    said = f" ({result.loops[-1][:80]!r} again and again)" if result.loops else ""
+    repeated = f" ({result.loops[-1][:80]!r} again and again)" if result.loops else ""
     if may_close and is_closed_nearby(result, called):
-        how = f"went in a loop{said}" if looped else f"reached max_tokens after {count} tokens"
+        how = f"went in a loop{repeated}" if looped else f"reached max_tokens after {count} tokens"
         warnings.warn(f"a value {how} and was closed there", ClosedValueWarning, stacklevel=2)
         return
     message = f"max_tokens cut the value after {count} tokens: give it more room"
     if looped:
-        message = f"the value went in circles{said} and was cut after {count} tokens: ask for less, or otherwise"
+        message = f"the value went in circles{repeated} and was cut after {count} tokens: ask for less, or otherwise"
     text = result.text.removesuffix(result.closing)
     raise UnfinishedValueError(message, member=None, text=text, usage=result.usage)
 
@@ -220,8 +220,8 @@ def value_of(
     """The grammar of a response format's values, and what the members are told about them if it is `shown`."""
     if schema is None:
         return None, []
-    told = schema_request(schema) if shown else None
-    return Grammar.json_schema(schema, strict=strict), [told] if told else []
+    spec = schema_request(schema) if shown else None
+    return Grammar.json_schema(schema, strict=strict), [spec] if spec else []
 
 
 class Thoughts:
@@ -241,5 +241,5 @@ class Thoughts:
 
     def rest(self) -> str:
         """What was kept back, when the answer begins."""
-        kept, self._others = self._others, {}
-        return "".join(f"\n\n{thoughts}" for thoughts in kept.values())
+        unsent, self._others = self._others, {}
+        return "".join(f"\n\n{thoughts}" for thoughts in unsent.values())

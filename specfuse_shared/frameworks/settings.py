@@ -84,9 +84,9 @@ _SAYS_NOTHING = {
 """Values that ask for what happens anyway."""
 
 
-def known_here(options: Mapping[str, Any], own: Container[str] = ()) -> dict[str, Any]:
+def known_here(options: Mapping[str, Any], extra: Container[str] = ()) -> dict[str, Any]:
     """The options without those that say nothing. Raises `ConfigError` for those of other models."""
-    foreign = {name for name in _INSTEAD if name in options and name not in own}
+    foreign = {name for name in _INSTEAD if name in options and name not in extra}
     for name in sorted(foreign):
         if options[name] not in (None, _SAYS_NOTHING.get(name)):
             raise ConfigError(f"{name} is an option of other models: {_INSTEAD[name]}")
@@ -99,13 +99,13 @@ _MARK = "local:"
 _PATHS: dict[str, str] = {}
 
 
-def without_paths(told: Any) -> Any:
+def without_paths(value: Any) -> Any:
     """A member, an ensemble or several of them as plain JSON, with names in place of paths."""
-    if isinstance(told, Mapping):
-        return {k: hidden(v) if k in _SETTINGS and isinstance(v, str) else without_paths(v) for k, v in told.items()}
-    if isinstance(told, list):
-        return [hidden(each) if isinstance(each, str) else without_paths(each) for each in told]
-    return told
+    if isinstance(value, Mapping):
+        return {k: hidden(v) if k in _SETTINGS and isinstance(v, str) else without_paths(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [hidden(each) if isinstance(each, str) else without_paths(each) for each in value]
+    return value
 
 
 def hidden(value: str) -> str:
@@ -292,15 +292,15 @@ class EnsembleSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, values: Any) -> Any:
-        known = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
+        names = {name for field in cls.model_fields.items() for name in (field[0], field[1].alias) if name}
         if not isinstance(values, Mapping):
             return values
-        values = known_here(values, known)
+        values = known_here(values, names)
         for name in values:
-            if name not in known:
-                raise unknown_setting(cls.__name__, str(name), sorted(known))
-        own = EnsembleSettings.model_fields  # None says nothing, as it does in a call
-        return {k: v for k, v in values.items() if v is not None or k not in own or own[k].default is None}
+            if name not in names:
+                raise unknown_setting(cls.__name__, str(name), sorted(names))
+        settings = EnsembleSettings.model_fields  # None says nothing, as it does in a call
+        return {k: v for k, v in values.items() if v is not None or k not in settings or settings[k].default is None}
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -346,19 +346,21 @@ class EnsembleSettings(BaseModel):
         """
         if self.engine is not None and self.engine.config == config and self.engine.is_of_this_process:
             return self.engine
-        held = self._held(config)
-        if held is None:
+        leased = self._held(config)
+        if leased is None:
             check_sources(config)
             if "torch" not in sys.modules:
                 loading_bar.open(config.names)
             from specfuse_shared.serving.engine import lease_engine
 
             self._leases = [lease for lease in self._leases if not lease.engine.closed]
-            self._leases.append(held := lease_engine(config))
-        return held.engine
+            self._leases.append(leased := lease_engine(config))
+        return leased.engine
 
     def _held(self, config: EnsembleConfig) -> EngineLease | None:
-        return next((held for held in self._leases if held.engine.config == config and not held.engine.closed), None)
+        return next(
+            (lease for lease in self._leases if lease.engine.config == config and not lease.engine.closed), None
+        )
 
     def load(self, on_progress: OnLoadProgress | None = None) -> Self:
         """Load the members now rather than with the first answer; again, it does nothing. Raises `MemberLoadError`."""
@@ -388,8 +390,8 @@ class EnsembleSettings(BaseModel):
 
     def _sampling(self, overrides: Mapping[str, Any]) -> SamplingParams:
         """The fields with one call's settings on top; None means "as in the field", an unknown key is refused."""
-        given = {k: v for k, v in known_here(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
-        return SamplingParams.on_top(self._settings(), given)
+        values = {k: v for k, v in known_here(overrides).items() if v is not None and k not in TRANSPORT_OPTIONS}
+        return SamplingParams.on_top(self._settings(), values)
 
     def _settings(self) -> dict[str, Any]:
         """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
@@ -407,8 +409,8 @@ class EnsembleSettings(BaseModel):
         if (remote := self._remote()) is not None:
             return remote.context_limit
         config = self._ensemble()
-        held = self.engine or ((lease := self._held(config)) and lease.engine)
-        return held.context_limit if held else stated_context(config)
+        loaded = self.engine or ((lease := self._held(config)) and lease.engine)
+        return loaded.context_limit if loaded else stated_context(config)
 
     @property
     def _chosen_model(self) -> str | None:
@@ -437,7 +439,7 @@ class EnsembleSettings(BaseModel):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        shared = {id(held): held for held in (self.engine, *self._leases, *self._remotes.values())}
+        shared = {id(kept_object): kept_object for kept_object in (self.engine, *self._leases, *self._remotes.values())}
         copied = super().__deepcopy__({**(memo or {}), **shared})
         copied._leases, copied._remotes = [], {}
         return copied
@@ -459,5 +461,5 @@ def _as_engine(value: Any) -> Any:
 
 def _own_error(error: ValidationError) -> SpecFuseError | None:
     """The error of ours that pydantic wrapped, if it was one."""
-    found = (told.get("ctx", {}).get("error") for told in error.errors())
-    return next((own for own in found if isinstance(own, SpecFuseError)), None)
+    causes = (detail.get("ctx", {}).get("error") for detail in error.errors())
+    return next((cause for cause in causes if isinstance(cause, SpecFuseError)), None)

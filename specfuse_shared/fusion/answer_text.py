@@ -82,8 +82,8 @@ class AnswerText:
         self.text += segment.text
         if segment.stop is not None:
             self.text = self.text[: segment.stop.start]
-        shown = self._hold.finish(segment.text, len(self.text))
-        return self._segment(shown, record) if shown or record is not None else None
+        released = self._hold.finish(segment.text, len(self.text))
+        return self._segment(released, record) if released or record is not None else None
 
     def _segment(self, text: str, record: RoundRecord | None) -> SegmentEvent:
         if text and self.first_seconds is None:

@@ -30,7 +30,7 @@ from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
 from specfuse_shared.types import ExitReason, MemberExit, MemberUsage, Usage
 
-_ROOM_PER_TOKEN = 8
+_BYTES_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
 _REENCODED = 16
 """A text takes at most a token a byte, and what stood before it at most so many more than it did."""
@@ -67,14 +67,14 @@ class Participants:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._segment = config.longest_segment
-        least = sum(1 for message in messages if message.content.strip())  # each takes a token or more
+        min_tokens = sum(1 for message in messages if message.content.strip())  # each takes a token or more
         for member in members:
-            self._check_room(member, least, len(members), at_least=True)
+            self._check_capacity(member, min_tokens, len(members), at_least=True)
         prompts: list[tuple[int, ...]] = []
         for member in members:
             check()
             prompts.append(tuple(member.encode_prompt(messages, tools)))
-            self._check_room(member, len(prompts[-1]), len(members))
+            self._check_capacity(member, len(prompts[-1]), len(members))
         weights = _first_weights(members, config.first_weights == "size")
         self.sides = {m.name: Participant(m, p, w, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
@@ -109,8 +109,8 @@ class Participants:
             weights = [new.get(name, self.sides[name].weight) for name in self.active]
         if limit is not None:
             first = [self.sides[name].first for name in self.active]
-            most = max(w / f for w, f in zip(weights, first, strict=True))
-            weights = normalised([max(w, f * most / limit) for w, f in zip(weights, first, strict=True)])
+            largest = max(w / f for w, f in zip(weights, first, strict=True))
+            weights = normalised([max(w, f * largest / limit) for w, f in zip(weights, first, strict=True)])
         for name, weight in zip(self.active, weights, strict=True):
             self.sides[name].weight = weight
 
@@ -130,8 +130,8 @@ class Participants:
         for name in names:
             self._leaving[name] = Close(remember=reason == "retention")
             self.active.remove(name)
-            kept = retention[name] if retention else None
-            self._exits.append(MemberExit(name, round_index, reason, kept))
+            retained = retention[name] if retention else None
+            self._exits.append(MemberExit(name, round_index, reason, retained))
         if self.active:
             for name, weight in zip(self.active, normalised([self.sides[n].weight for n in self.active]), strict=True):
                 self.sides[name].weight = weight
@@ -142,8 +142,8 @@ class Participants:
 
     def may_be_full(self, owed: Mapping[str, str]) -> bool:
         """Whether a present member may lack room for another round once it has committed the text that it owes."""
-        most = {name: len(owed.get(name, "").encode()) + _REENCODED for name in self.present}
-        return any(self._is_full(self.sides[name], more) for name, more in most.items())
+        max_tokens = {name: len(owed.get(name, "").encode()) + _REENCODED for name in self.present}
+        return any(self._is_full(self.sides[name], more) for name, more in max_tokens.items())
 
     def holds(self, name: str, text: str) -> bool:
         """Whether a member that committed only a part of the answer `text` has room for all of it."""
@@ -177,13 +177,13 @@ class Participants:
         reference = self.reference.member.name
         return Usage(len(self.reference.prompt), members[reference].answer, reference, members)
 
-    def thinking_room(self, name: str, most: int) -> int:
+    def thinking_limit(self, name: str, max_tokens: int) -> int:
         """Tokens that a member's thoughts may have, `most` where its context holds them."""
         side = self.sides[name]
         limit = side.member.context_limit
         if limit is None:
-            return most
-        return max(1, min(most, limit - len(side.prompt) - 2 * self._room(len(self.active))))
+            return max_tokens
+        return max(1, min(max_tokens, limit - len(side.prompt) - 2 * self._room(len(self.active))))
 
     def scoring_prompt(self, name: str, texts: Iterable[str], thoughts: str = "") -> tuple[int, ...]:
         """What a member reads before texts that it shall judge: its prompt and its thoughts, or none where it has none.
@@ -193,9 +193,9 @@ class Participants:
         side = self.sides[name]
         prompt = (*side.prompt, *side.member.text.encode_thoughts(thoughts))
         needs = len(prompt) + max(len(side.member.codec.encode(text)) for text in texts)
-        if (held := side.member.context_limit) is not None and needs > held:
+        if (limit := side.member.context_limit) is not None and needs > limit:
             raise RequestError(
-                f"a text ends behind the context of member {name!r}: it holds {held} tokens, not {needs}"
+                f"a text ends behind the context of member {name!r}: it holds {limit} tokens, not {needs}"
             )
         return prompt
 
@@ -206,9 +206,9 @@ class Participants:
 
     def _room(self, members: int) -> int:
         """Free tokens that a round needs in every context."""
-        return self._segment * (_ROOM_PER_TOKEN if members > 1 else 1)
+        return self._segment * (_BYTES_PER_TOKEN if members > 1 else 1)
 
-    def _check_room(self, member: Member, count: int, members: int, at_least: bool = False) -> None:
+    def _check_capacity(self, member: Member, count: int, members: int, at_least: bool = False) -> None:
         room, limit = self._room(members), member.context_limit
         if limit is not None and count + room > limit:
             raise PromptTooLongError(member.name, limit, count, room, at_least=at_least)
@@ -233,7 +233,7 @@ _MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LaneStats:
     """Which lane runs each member, how many answers are on their way now, mean seconds of each member's steps (none for
     members that have not run yet), the lanes on accelerators, and members behind servers, which take no turns."""
 
@@ -249,10 +249,10 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Lead:
+class LeaderPolicy:
     """The leaders of one answer. `traffic`: of the engine; without one, all members take turns."""
 
-    traffic: Traffic | None = None
+    traffic: LaneStats | None = None
     _won: dict[str, float] = field(default_factory=dict)
     _settled: float = 0.0
     """Share of the last rounds for which one draft was enough."""
@@ -267,11 +267,11 @@ class Lead:
         if self.traffic is None:
             return leader
         lanes = {self.traffic.lane_of[name] for name in active}
-        beside = len(lanes - {self.traffic.lane_of[name] for name in self.traffic.elsewhere})
-        beside += len(self.traffic.elsewhere & set(active))
-        if beside == 1:
+        concurrent = len(lanes - {self.traffic.lane_of[name] for name in self.traffic.elsewhere})
+        concurrent += len(self.traffic.elsewhere & set(active))
+        if concurrent == 1:
             return None if self._reads_all(lanes, len(active)) else leader
-        is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * beside
+        is_busy = self.traffic.answers() >= _ANSWERS_A_LANE * concurrent
         led, at_once = self._round(sum if is_busy else max, self._steps(participants, active), leader, tokens)
         return leader if led < (_CLEARLY if is_busy else 1) * at_once else None
 
@@ -290,8 +290,8 @@ class Lead:
         others that judges it, and where that does not settle the round, their drafts and a verification as well.
         """
         again, everybody = 1 - self._settled, together(steps.values())
-        others = together(seconds for name, seconds in steps.items() if name != leader)
-        led = tokens * steps[leader] + others + again * (tokens * others + everybody)
+        followers = together(seconds for name, seconds in steps.items() if name != leader)
+        led = tokens * steps[leader] + followers + again * (tokens * followers + everybody)
         return led, (tokens + again) * everybody
 
     def _steps(self, participants: Participants, names: Sequence[str]) -> dict[str, float]:
@@ -334,13 +334,13 @@ class Deadline:
     waiting: frozenset[str] = frozenset()
     never_late: frozenset[str] = frozenset()
 
-    def late(self, asked: Collection[str], answered: Mapping[str, float]) -> tuple[frozenset[str], float]:
+    def late(self, pending: Collection[str], answered: Mapping[str, float]) -> tuple[frozenset[str], float]:
         """Who of `asked`, without an answer so far, will be late, and when. `answered`: when others have answered.
 
         Without another member that can go on, none is late.
         """
         on_time = {self.clocks[name] for name in answered}
-        late = frozenset(n for n in asked if n not in self.never_late and self.clocks[n] not in on_time)
+        late = frozenset(n for n in pending if n not in self.never_late and self.clocks[n] not in on_time)
         if answered:
             return late, max(self.at, min(answered.values()) + self.grace)
         if {self.clocks[name] for name in self.waiting} - {self.clocks[name] for name in late}:

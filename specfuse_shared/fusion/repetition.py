@@ -33,7 +33,7 @@ def repeats(answer: str, segment: str) -> bool:
     Such a candidate loses against one that does neither.
     """
     words = (answer + segment).split()
-    if ends_in_circle(words) or ends_in_circle(words, 2, _LONG_STRETCH):
+    if ends_in_loop(words) or ends_in_loop(words, 2, _LONG_STRETCH):
         return True
     return _repeats_line(answer, segment) or is_stuck(answer, segment)
 
@@ -57,7 +57,7 @@ def is_stuck(answer: str, segment: str) -> bool:
     return _begins_again(words, len(segment.split())) or _has_line_again(text, segment)
 
 
-def ends_in_circle(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRETCH) -> bool:
+def ends_in_loop(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRETCH) -> bool:
     """Whether the last words are one stretch of at least `shortest`, this many times in a row."""
     return circle(words, times, shortest) > 0
 
@@ -162,11 +162,11 @@ def loop_of(answer: str, segment: str) -> ValueLoop | None:
     if text[begins : begins + 1] not in ("{", "[", '"'):
         return None
     opened, string = _open_parts(text, begins)
-    if string is not None and (found := _loop_of_string(text, string + 1, len(answer))) is not None:
-        return found
+    if string is not None and (loop := _loop_of_string(text, string + 1, len(answer))) is not None:
+        return loop
     for container in reversed(opened):
-        if (found := _loop_of_items(text, container, len(answer))) is not None:
-            return found
+        if (loop := _loop_of_items(text, container, len(answer))) is not None:
+            return loop
     return None
 
 
@@ -193,20 +193,20 @@ def _open_parts(text: str, begins: int) -> tuple[list[_Container], int | None]:
 
 
 def _loop_of_items(text: str, container: _Container, committed: int) -> ValueLoop | None:
-    said = [text[begin:end].strip() for begin, end in container.items]
+    items = [text[begin:end].strip() for begin, end in container.items]
     begun = text[container.begins :].strip()
     for length in range(1, _LONGEST_CYCLE + 1):
-        cycle = said[-length:]
+        cycle = items[-length:]
         if len(cycle) < length or not cycle[0].startswith(begun):
             continue
-        first = len(said) - length
-        while first > 0 and said[first - 1] == said[first - 1 + length]:
+        first = len(items) - length
+        while first > 0 and items[first - 1] == items[first - 1 + length]:
             first -= 1
-        missing = _times_of_items(cycle) - (len(said) - first) // length
+        missing = _times_of_items(cycle) - (len(items) - first) // length
         ends = [end for _, end in container.items[first + length - 1 :] if end >= committed]
         if missing > 1 or not ends:
             continue
-        repeated = ", ".join(said[first : first + length])
+        repeated = ", ".join(items[first : first + length])
         if missing == 1 and ends[-1] > committed:  # without its comma, a list may still end there
             return ValueLoop(repeated, text[committed : ends[-1]], "")
         if missing == 1 and 2 * len(begun) < len(cycle[0]):
@@ -235,10 +235,10 @@ def _loop_of_string(text: str, begins: int, committed: int) -> ValueLoop | None:
         if covered + 1 < _needed(content[-length:]) or _is_repeated(content[-length:]):
             continue
         first = offset + len(content) - covered
-        end = _end_of_saying(text, max(first + length - 2, committed), length)
-        kept = _without_half_escape(text[begins:end].rstrip(_SEPARATORS))
-        said = text[first : first + length].strip(_SEPARATORS)
-        return ValueLoop(said, text[committed : max(committed, begins + len(kept))], '"')
+        end = _end_of_repeat(text, max(first + length - 2, committed), length)
+        trimmed = _without_half_escape(text[begins:end].rstrip(_SEPARATORS))
+        repeated = text[first : first + length].strip(_SEPARATORS)
+        return ValueLoop(repeated, text[committed : max(committed, begins + len(trimmed))], '"')
     return None
 
 
@@ -268,7 +268,7 @@ def _needed(stretch: str) -> int:
     return times * length
 
 
-def _end_of_saying(text: str, at: int, length: int) -> int:
+def _end_of_repeat(text: str, at: int, length: int) -> int:
     """Where what is said once is over: in front of a comma or behind a full stop, else between two words."""
     window = range(at, min(at + length + 1, len(text)))
     for place in window:
@@ -280,5 +280,5 @@ def _end_of_saying(text: str, at: int, length: int) -> int:
 
 
 def _without_half_escape(content: str) -> str:
-    found = _ESCAPE_CUT.search(content)
-    return content[: found.start(1)] if found else content
+    match = _ESCAPE_CUT.search(content)
+    return content[: match.start(1)] if match else content

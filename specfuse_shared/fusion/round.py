@@ -24,7 +24,7 @@ from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import GenerationError
 from specfuse_shared.events import EnsembleResult, Event, FinishEvent
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
-from specfuse_shared.fusion.participants import Lead, Participants, Traffic, Wanted
+from specfuse_shared.fusion.participants import LaneStats, LeaderPolicy, Participants, Wanted
 from specfuse_shared.fusion.repetition import ValueLoop, is_stuck, loop_of, repeats
 from specfuse_shared.members.stages import (
     CandidateVerdict,
@@ -109,7 +109,7 @@ class AnswerPolicies:
         params: SamplingParams,
         tools: ToolUse,
         constraint: AnswerConstraint | None,
-        traffic: Traffic | None = None,
+        traffic: LaneStats | None = None,
     ) -> None:
         self.config = config
         self.params = params
@@ -121,7 +121,7 @@ class AnswerPolicies:
         self.feedback_limit = config.feedback_limit if isinstance(config.feedback, str) else None
         self.exit = config.exit_policy()
         self.verified_rounds = 0
-        self.lead = Lead(traffic)
+        self.lead = LeaderPolicy(traffic)
         self.opened = False
         """Whether the first segment is over: behind what was clear before its end, it goes on."""
 
@@ -197,8 +197,8 @@ class Drafting:
         self._who_drafted = [name for name in self._who_drafted if name not in names]
         for choice in self._choices:
             choice.drafters = [name for name in choice.drafters if name not in names]
-        left = [choice for choice in self._choices if choice.drafters]
-        self._choices = sorted(left, key=lambda choice: self._who_drafted.index(choice.drafters[0]))
+        remaining = [choice for choice in self._choices if choice.drafters]
+        self._choices = sorted(remaining, key=lambda choice: self._who_drafted.index(choice.drafters[0]))
         return self._choices
 
     def _distinct(self, drafts: Mapping[str, Value]) -> list[DistinctCandidate]:
@@ -249,8 +249,8 @@ class Drafting:
         drafts = yield from self._state.ask({leader: self._op()})
         first = drafts.get(leader)
         guess = first.text + first.overrun if isinstance(first, Drafted) else ""
-        others = [name for name in self._drafters if name in self._state.present and name != leader]
-        drafts.update((yield from self._state.ask({name: self._op(guess) for name in others})) if others else {})
+        followers = [name for name in self._drafters if name in self._state.present and name != leader]
+        drafts.update((yield from self._state.ask({name: self._op(guess) for name in followers})) if followers else {})
         return drafts
 
     @property
@@ -396,9 +396,9 @@ class Round:
         """Who was late to judge is as if it had not drafted: the candidates without its own, and their verdicts."""
         if not (late := self._note_absent("verify", tokens)):
             return choices, verdicts
-        left = self._drafting.without(late)
-        places = [choices.index(choice) for choice in left]
-        return left, {name: [each[place] for place in places] for name, each in verdicts.items()}
+        remaining = self._drafting.without(late)
+        places = [choices.index(choice) for choice in remaining]
+        return remaining, {name: [each[place] for place in places] for name, each in verdicts.items()}
 
     def _are_short(self, choices: list[DistinctCandidate]) -> bool:
         """Whether candidates are better compared as wholes: one is over, or they are values of a grammar or calls."""
@@ -468,14 +468,14 @@ class Round:
 
     def _seen(self, choice: DistinctCandidate, verdict: CandidateVerdict) -> CandidateLogprobs:
         """A candidate in the eyes of a verifier."""
-        opened = self._state.policies.tools.opened_by(choice.text, behind=self._state.answer.text)
+        opened = self._state.policies.tools.opened_by(choice.text, after=self._state.answer.text)
         return CandidateLogprobs(choice.text, choice.ends, verdict.logprobs, verdict.token_bytes, opened)
 
     def _repeats(self, choice: DistinctCandidate) -> bool:
-        said = self._state.answer.text
-        if repeats(said, choice.text):
+        answer = self._state.answer.text
+        if repeats(answer, choice.text):
             return True
-        loop = None if self._constraint is None else loop_of(said, choice.text)
+        loop = None if self._constraint is None else loop_of(answer, choice.text)
         return loop is not None and loop.closer != ""
 
     def _settled(self, winner: DistinctCandidate) -> _Settled:
@@ -492,11 +492,11 @@ class Round:
         )
         if not guarded:
             return plain
-        said, constraint = self._state.answer.text, self._constraint
-        loop = loop_of(said, winner.text) if constraint is not None and winner.reason is None else None
+        answer, constraint = self._state.answer.text, self._constraint
+        loop = loop_of(answer, winner.text) if constraint is not None and winner.reason is None else None
         if constraint is not None and loop is not None and (closed := self._closed(loop, constraint)) is not None:
             return closed
-        if not is_stuck(said, winner.text):
+        if not is_stuck(answer, winner.text):
             return plain
         closing = "" if constraint is None else constraint.finish()
         if constraint is not None and not constraint.accepts(closing):
@@ -512,7 +512,7 @@ class Round:
         if not loop.closer:
             return _Settled(text, None)
         if self._state.policies.tools.begins(self._state.answer.text + text):
-            rest = constraint.finish_behind(text)
+            rest = constraint.finish_after(text)
             return (
                 None if rest is None else _Settled(text + rest, FinishReason.REPETITION, loop.closer + rest, loop.said)
             )
@@ -642,8 +642,8 @@ class SegmentLogprobs:
         """The verdict on a segment that goes on behind those before it."""
         before, after = self._encoding, self._codec.extend(self._encoding, text)
         pairs = enumerate(zip(before.ids, after.ids, strict=False))
-        base = next((n for n, (one, other) in pairs if one != other), min(len(before.ids), len(after.ids)))
-        pieces = self._codec.pieces_behind(after.ids[:base], after.ids[base:], text)
+        base = next((n for n, (one, two) in pairs if one != two), min(len(before.ids), len(after.ids)))
+        pieces = self._codec.pieces_after(after.ids[:base], after.ids[base:], text)
         self._add(pieces, verdict)
         self._encoding = after
 
@@ -654,7 +654,7 @@ class SegmentLogprobs:
         text, before = "".join(each.text for each in self._drafts), (*self._encoding.ids, *self._drafted)
         if self._codec.text_after(before, ids) != text:
             return
-        pieces = deque(self._codec.pieces_behind(before, ids, text))
+        pieces = deque(self._codec.pieces_after(before, ids, text))
         for each in self._drafts:
             assert each.judged is not None
             self._add([pieces.popleft() for _ in each.ids], each.judged)
@@ -663,25 +663,25 @@ class SegmentLogprobs:
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
         """Those of the tokens that end in `text`, which is shown now."""
         self._shown += len(text.encode())
-        found = []
+        tokens = []
         while self._waiting and self.told + len(self._waiting[0].bytes) <= self._shown:
-            found.append(self._waiting.popleft())
-            self.told += len(found[-1].bytes)
-        return tuple(found)
+            tokens.append(self._waiting.popleft())
+            self.told += len(tokens[-1].bytes)
+        return tuple(tokens)
 
     def _add(self, pieces: Sequence[bytes], verdict: CandidateVerdict) -> None:
         alternatives = self._codec.spelled([[token for token, _ in top] for top in verdict.tops or [()] * len(pieces)])
         self._waiting.extend(_told(pieces, verdict, alternatives))
 
 
-def logprobs_behind(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
+def logprobs_after(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
     """The tokens of a whole answer that end behind its first `count` bytes."""
-    found, end = [], 0
+    tokens, end = [], 0
     for token in logprobs:
         end += len(token.bytes)
         if end > count:
-            found.append(token)
-    return tuple(found)
+            tokens.append(token)
+    return tuple(tokens)
 
 
 def _told(
@@ -694,10 +694,11 @@ def _told(
             logprob,
             tuple(piece),
             tuple(
-                TopLogprob(_shown(other), chance, tuple(other)) for other, (_, chance) in zip(others, top, strict=True)
+                TopLogprob(_shown(alternative), chance, tuple(alternative))
+                for alternative, (_, chance) in zip(spelled, top, strict=True)
             ),
         )
-        for piece, logprob, top, others in zip(pieces, verdict.logprobs, tops, alternatives, strict=True)
+        for piece, logprob, top, spelled in zip(pieces, verdict.logprobs, tops, alternatives, strict=True)
     )
 
 

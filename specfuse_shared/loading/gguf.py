@@ -168,11 +168,11 @@ def gguf_parts(file: Path) -> tuple[Path, ...]:
             f"{file} is one of {len(parts)} parts of a model, and {missing[0]}{more} is not beside it: put all parts "
             "into one folder"
         )
-    said = gguf_head(file, whole=False).values.get("split.count", 0)
-    if len(parts) != max(said, 1):
+    count = gguf_head(file, whole=False).values.get("split.count", 0)
+    if len(parts) != max(count, 1):
         raise MemberLoadError(
-            f"{file} says that it is one of {said} parts of a model: name the parts as they were, such as "
-            f"{file.stem}-00001-of-{said:05}.gguf"
+            f"{file} says that it is one of {count} parts of a model: name the parts as they were, such as "
+            f"{file.stem}-00001-of-{count:05}.gguf"
         )
     return parts
 
@@ -266,7 +266,7 @@ def ollama_store() -> Path:
 
 def ollama_models() -> tuple[OllamaModel, ...]:
     """Every model in the store that can be read, by name."""
-    return tuple(found for name, path in sorted(_manifests().items()) if (found := _read(name, path)) is not None)
+    return tuple(model for name, path in sorted(_manifests().items()) if (model := _read(name, path)) is not None)
 
 
 def ollama_model(name: str, member: str) -> OllamaModel:
@@ -275,19 +275,19 @@ def ollama_model(name: str, member: str) -> OllamaModel:
     path = manifests.get(_short(name))
     if path is None:
         there = list(manifests)
-        near = difflib.get_close_matches(_short(name), there, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed(there)}" if there else "it is empty"
+        similar = difflib.get_close_matches(_short(name), there, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"there are {_listed(there)}" if there else "it is empty"
         raise MemberLoadError(
             f"member {member!r}: Ollama's store {ollama_store()} has no model {name!r}: {hint} "
             f"(`ollama pull {name}` fetches it)"
         )
-    found = _read(_short(name), path)
-    if found is None:
+    model = _read(_short(name), path)
+    if model is None:
         raise MemberLoadError(
             f"member {member!r}: Ollama's model {name!r} has no whole GGUF file in {ollama_store()} (some of its "
             "models are in formats that only its own engine reads): pull it again, or name a GGUF file"
         )
-    return found
+    return model
 
 
 def _short(name: str) -> str:
@@ -304,12 +304,12 @@ def _short(name: str) -> str:
 def _manifests() -> dict[str, Path]:
     """The manifests of the store by name."""
     root = ollama_store() / "manifests"
-    found: dict[str, Path] = {}
+    manifests: dict[str, Path] = {}
     for path in root.glob("*/*/*/*"):
         parts = path.relative_to(root).parts
         if path.is_file() and all(_NAME_PART.fullmatch(part) for part in parts):
-            found[_short("/".join(parts[:-1]) + f":{parts[-1]}")] = path
-    return found
+            manifests[_short("/".join(parts[:-1]) + f":{parts[-1]}")] = path
+    return manifests
 
 
 def _read(name: str, manifest: Path) -> OllamaModel | None:
@@ -382,8 +382,8 @@ def known_conversion(gguf: Path, cache_dir: str | None) -> Path | None:
 def converted_tokenizer(gguf: Path, cache_dir: str | None, on_stage: OnStage) -> Path:
     """Folder with the file's tokenizer alone; no weight is read, and the file is known by its place, size and date."""
     state = gguf.stat()
-    known = hashlib.sha256(f"{gguf.resolve()}/{state.st_size}/{state.st_mtime_ns}".encode()).hexdigest()[:24]
-    target = cache_folder(cache_dir) / f"{gguf.stem[:80]}-{known}-tokenizer-{_FORMAT}"
+    digest = hashlib.sha256(f"{gguf.resolve()}/{state.st_size}/{state.st_mtime_ns}".encode()).hexdigest()[:24]
+    target = cache_folder(cache_dir) / f"{gguf.stem[:80]}-{digest}-tokenizer-{_FORMAT}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if not target.is_dir():
@@ -441,11 +441,11 @@ def check_complete(source: str, model: Any, read: Mapping[str, Any]) -> None:
     if not missing:
         return
     total = len(model.state_dict())
-    shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     kind, stated = type(model).__name__, getattr(model.config, "architectures", None) or []
-    other = f" Its configuration says {stated[0]}, which may be no causal language model." if kind not in stated else ""
+    hint = f" Its configuration says {stated[0]}, which may be no causal language model." if kind not in stated else ""
     raise MemberLoadError(
-        f"{source} lacks {len(missing)} of the {total} tensors of {kind}: {shown}.{other if stated else ''} "
+        f"{source} lacks {len(missing)} of the {total} tensors of {kind}: {names}.{hint if stated else ''} "
         "Fetch the files again, or name a model that is whole"
     )
 
@@ -456,10 +456,10 @@ def _joined(parts: Sequence[Path], target: Path) -> Path:
 
     readers = [GGUFReader(part) for part in parts]
     first = readers[0].fields
-    found, stated = sum(len(reader.tensors) for reader in readers), first.get("split.tensors.count")
-    if stated is not None and found != int(stated.contents()):
+    tensors, stated = sum(len(reader.tensors) for reader in readers), first.get("split.tensors.count")
+    if stated is not None and tensors != int(stated.contents()):
         raise MemberLoadError(
-            f"{parts[0]} and its other parts have {found} of {stated.contents()} tensors: fetch them again"
+            f"{parts[0]} and its other parts have {tensors} of {stated.contents()} tensors: fetch them again"
         )
     writer = GGUFWriter(target, str(first["general.architecture"].contents()))
     for name, field in first.items():
@@ -492,8 +492,8 @@ _SAMPLE, _WORD = 200, 4
 
 def spells_out(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether words that are tokens become more than a token for every two letters: merges were lost."""
-    every = max(1, len(tokenizer) // (50 * _SAMPLE))
-    texts = (str(tokenizer.decode([number])) for number in range(0, len(tokenizer), every))
+    step = max(1, len(tokenizer) // (50 * _SAMPLE))
+    texts = (str(tokenizer.decode([number])) for number in range(0, len(tokenizer), step))
     words = (text for text in texts if len(text) >= _WORD and text.isascii() and text.isalpha())
     looked_at = list(itertools.islice(words, _SAMPLE))
     tokens = sum(len(tokenizer.encode(word, add_special_tokens=False)) for word in looked_at)
@@ -544,13 +544,13 @@ def gguf_file(config: MemberConfig, fetch: bool = True) -> Path | None:
         first, *_ = [hf_hub_download(config.model, name, revision=config.revision) for name in names]
         return Path(first)
     cached = [try_to_load_from_cache(config.model, name, revision=config.revision) for name in names]
-    known = cached[0]
-    if not isinstance(known, str) or not all(isinstance(part, str) for part in cached):
+    local = cached[0]
+    if not isinstance(local, str) or not all(isinstance(part, str) for part in cached):
         raise MemberLoadError(
             f"member {config.label!r}: the configuration of a GGUF model is in its file, which is not here yet: "
             f"hf download {config.model} {' '.join(names)}"
         )
-    return Path(known)
+    return Path(local)
 
 
 def _parts_in_repository(file: str) -> list[str]:

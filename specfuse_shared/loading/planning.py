@@ -72,18 +72,20 @@ def backend_of(config: MemberConfig, fetch: bool = True) -> Backend:
     """
     if config.backend == "transformers":
         return Backend("transformers", "as configured")
-    wanted = config.backend == "llama.cpp" or bool(config.needs_llama_cpp)
+    requested = config.backend == "llama.cpp" or bool(config.needs_llama_cpp)
     file = gguf_file(config, fetch)
-    reason = _against(config, file, wanted)
+    reason = _against(config, file, requested)
     if reason is None:
         if has_llama_cpp():
             assert file is not None
-            return Backend("llama.cpp", "as configured" if wanted else f"{_kind(file)}, and llama-cpp-python is here")
-        if wanted:
+            return Backend(
+                "llama.cpp", "as configured" if requested else f"{_kind(file)}, and llama-cpp-python is here"
+            )
+        if requested:
             raise MissingExtraError('MemberConfig(backend="llama.cpp")', "llamacpp")
         assert file is not None
         return Backend("transformers", _what_it_would_save(file))
-    if wanted:
+    if requested:
         named = "backend" if config.backend == "llama.cpp" else config.needs_llama_cpp[0]
         raise MemberLoadError(f"member {config.label!r}: MemberConfig.{named} asks for llama.cpp, but {reason}")
     return Backend("transformers", reason if file is not None else "")
@@ -96,20 +98,20 @@ def build_offloads() -> bool:
 
 def lora_files(config: MemberConfig) -> tuple[Path, ...]:
     """LoRA adapters in GGUF form that go with a member on llama.cpp. Raises `MemberLoadError`."""
-    beside = ollama_model(config.model.removeprefix(OLLAMA), config.label).adapters if is_ollama(config) else ()
+    adapters = ollama_model(config.model.removeprefix(OLLAMA), config.label).adapters if is_ollama(config) else ()
     if config.adapter is None:
-        return beside
+        return adapters
     path = Path(config.adapter)
     if not path.is_file():
         raise MemberLoadError(f"member {config.label!r}: there is no LoRA file {config.adapter}")
-    return (*beside, path)
+    return (*adapters, path)
 
 
 def is_ollama(config: MemberConfig) -> bool:
     return config.model.startswith(OLLAMA)
 
 
-def _against(config: MemberConfig, file: Path | None, wanted: bool) -> str | None:
+def _against(config: MemberConfig, file: Path | None, requested: bool) -> str | None:
     """What speaks against llama.cpp; None if nothing does."""
     if file is None:
         return f"{config.model!r} is no GGUF file"
@@ -117,12 +119,12 @@ def _against(config: MemberConfig, file: Path | None, wanted: bool) -> str | Non
         return "its adapter is no LoRA in GGUF form"
     if config.needs_transformers:
         return f"{config.needs_transformers[0]} needs transformers"
-    if not wanted and gguf_head(file).quantization is None and not is_ollama(config):
+    if not requested and gguf_head(file).quantization is None and not is_ollama(config):
         return "its weights are not quantised"
     if config.device != "cpu" and has_llama_cpp() and not build_offloads():
         if config.device != "auto":
             return f"its build here computes on the processor alone, and not on {config.device!r}"
-        if not wanted and has_accelerator():
+        if not requested and has_accelerator():
             return "the build of llama-cpp-python has no use for the accelerator of this machine"
     return None
 

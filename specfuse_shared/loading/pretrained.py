@@ -107,9 +107,9 @@ def load_gguf_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: O
         try:
             folder = converted_tokenizer(file, cache_dir, on_stage)
         except (ValueError, NotImplementedError, KeyError) as error:
-            said = " ".join(str(error).split())[:200]
+            message = " ".join(str(error).split())[:200]
             raise MemberLoadError(
-                f"member {config.label!r}: transformers cannot read the tokenizer of {file.name} ({said}): name the "
+                f"member {config.label!r}: transformers cannot read the tokenizer of {file.name} ({message}): name the "
                 "hub id or folder of it with MemberConfig(tokenizer=…)"
             ) from error
         return AutoTokenizer.from_pretrained(str(folder))
@@ -157,14 +157,14 @@ def _one_thread_on_mps(place: Assignment) -> Iterator[None]:
 
 def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:
     """How transformers is told where the weights go, and in how many bits."""
-    told: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if place.place != "cpu" or place.quantization:
-        told["device_map"] = dict(place.modules)
+        kwargs["device_map"] = dict(place.modules)
     if "disk" in place.memory:
-        told["offload_folder"] = str(cache_folder(cache_dir) / "offload")
+        kwargs["offload_folder"] = str(cache_folder(cache_dir) / "offload")
     if place.quantization:
-        told["quantization_config"] = _quantised(place.quantization, getattr(torch, place.number_format))
-    return told
+        kwargs["quantization_config"] = _quantised(place.quantization, getattr(torch, place.number_format))
+    return kwargs
 
 
 def _quantised(quantization: str, number_format: torch.dtype) -> Any:
@@ -189,10 +189,10 @@ def prepared(model: Any, config: MemberConfig) -> Any:
 
     model = model.eval().requires_grad_(False)
     text = model.config.get_text_config(decoder=True)
-    wanted = config.attn_implementation or text._attn_implementation
+    requested = config.attn_implementation or text._attn_implementation
     # the library's kernel leaves the caps out, and transformers 5.17 does not say so of Gemma 2
     capped = getattr(text, "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation(EAGER if wanted == "eager" or capped or not model._supports_sdpa else GROUPED)
+    model.set_attn_implementation(EAGER if requested == "eager" or capped or not model._supports_sdpa else GROUPED)
     fuse_norms(model)
     return model
 
@@ -281,7 +281,7 @@ def _quiet() -> Iterator[None]:
 
     library_logging: Any = untyped_logging
 
-    shown, bar = library_logging.is_progress_bar_enabled(), getattr(gguf_loader, "tqdm", None)
+    progress_shown, bar = library_logging.is_progress_bar_enabled(), getattr(gguf_loader, "tqdm", None)
     library_logging.disable_progress_bar()
     if bar is not None:  # the GGUF loader has a bar of its own, which that switch does not reach
         vars(gguf_loader)["tqdm"] = library_logging.tqdm
@@ -290,7 +290,7 @@ def _quiet() -> Iterator[None]:
     finally:
         if bar is not None:
             vars(gguf_loader)["tqdm"] = bar
-        if shown:
+        if progress_shown:
             library_logging.enable_progress_bar()
 
 
@@ -378,10 +378,10 @@ def table_of(name: str, value: Any) -> Mapping[str, Any]:
 
 def checked(owner: type, table: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """The table, whose keys `owner` has and whose plain values are of the types that it says."""
-    known = [*plain_types(owner), *also]
+    plain = [*plain_types(owner), *also]
     for key, value in table.items():
-        if key not in known:
-            raise unknown_setting(where, key, known)
+        if key not in plain:
+            raise unknown_setting(where, key, plain)
         check_type(f"{where}.{key}", value, plain_types(owner).get(key, (str,)))
     return table
 
@@ -417,12 +417,12 @@ def stated_context(config: EnsembleConfig) -> int | None:
 def _stated_context(config: MemberConfig) -> int | None:
     with suppress(SpecFuseError, OSError, ValueError):
         file = gguf_file(config, fetch=False)
-        known = (
+        stated = (
             _configured_context(config.model, config.revision, config.trust_remote_code)
             if file is None
             else gguf_head(file).context
         )
-        limits = [config.max_context, config.cache_tokens, known]
+        limits = [config.max_context, config.cache_tokens, stated]
         return min((limit for limit in limits if limit), default=None)
     return config.max_context
 

@@ -56,11 +56,11 @@ def _problem_of_folder(folder: Path) -> str:
 def _near(path: Path) -> str:
     """The name beside a missing file or folder that is most like it."""
     try:
-        names: Sequence[str] = [other.name for other in path.parent.iterdir()]
+        names: Sequence[str] = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return "" if path.parent.is_dir() else f", nor a folder {path.parent}"
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f" (there is {near[0]!r})" if near else ""
+    similar = difflib.get_close_matches(path.name, names, 1)
+    return f" (there is {similar[0]!r})" if similar else ""
 
 
 _DISTRIBUTION = "specfuse-llm"
@@ -86,5 +86,5 @@ def untested_versions() -> str:
     if not outside:
         return ""
     names = " and ".join(name for name, _ in outside)
-    wanted = " ".join(f"'{text}'" for _, text in outside)
-    return f"{names} is not a version that this release was tested with: pip install {wanted}"
+    requirements = " ".join(f"'{text}'" for _, text in outside)
+    return f"{names} is not a version that this release was tested with: pip install {requirements}"

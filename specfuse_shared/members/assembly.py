@@ -76,8 +76,8 @@ def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None
 def assemble(members: Sequence[InProcessMember], on_forward: OnForward) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
     lanes = [LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members)]
-    own = lanes[0] if lanes else None
-    return Assembly(tuple(member.member for member in members), own, tuple(map(LaneThread, lanes[1:])))
+    first_lane = lanes[0] if lanes else None
+    return Assembly(tuple(member.member for member in members), first_lane, tuple(map(LaneThread, lanes[1:])))
 
 
 def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress: OnLoadProgress | None) -> Assembly:

@@ -24,8 +24,8 @@ from specfuse_shared.members.stages import (
     Reply,
     StageRequest,
     StageResult,
-    nobody_listens,
-    nobody_waits,
+    ignore_results,
+    ignore_steps,
     unanswered,
 )
 
@@ -86,7 +86,7 @@ class PipedLane:
         self,
         name: str,
         connection: OwnWire,
-        on_forward: OnForward = nobody_listens,
+        on_forward: OnForward = ignore_steps,
         reopened: Callable[[], Ready] | None = None,
     ) -> None:
         self._name = name
@@ -95,7 +95,7 @@ class PipedLane:
         self._reopened = reopened
         self._limits = dict[str, int]()
         self._closed = False
-        self._reply: Reply = nobody_waits
+        self._reply: Reply = ignore_results
         self._asked: dict[tuple[int, str], StageRequest] = {}
         self._lock = threading.Lock()
         self._lost: Fault | None = None
@@ -190,7 +190,7 @@ class PipedLane:
         return True
 
     def _give(self, results: Sequence[StageResult]) -> None:
-        asked: list[StageResult] = []
+        answered: list[StageResult] = []
         with self._lock:
             for result in results:
                 key = result.answer, result.member
@@ -199,8 +199,8 @@ class PipedLane:
                     continue
                 if isinstance(result.value, Closed):
                     del self._asked[key]
-                asked.append(result)
-        self._reply(asked)
+                answered.append(result)
+        self._reply(answered)
 
     def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
         """Those of the requests that nobody has answered meanwhile; from now on nobody will."""
@@ -209,8 +209,8 @@ class PipedLane:
 
     def _lose(self, fault: Fault) -> None:
         with self._lock:
-            self._lost, asked, self._asked, self._use = fault, self._asked, {}, CacheUse()
-        self._reply([unanswered(request, fault) for request in asked.values()])
+            self._lost, open_requests, self._asked, self._use = fault, self._asked, {}, CacheUse()
+        self._reply([unanswered(request, fault) for request in open_requests.values()])
 
     def _named(self, info: MemberInfo) -> MemberInfo:
         return replace(info, devices={self._device(device): share for device, share in info.devices.items()})
@@ -247,8 +247,8 @@ def serve_members(
 
 def _take(connection: PolledWire, lane: LocalLane) -> bool:
     """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
-    while (patience := lane.patience) != 0 or connection.poll():
-        if patience and not connection.poll(patience):
+    while (wait_seconds := lane.wait_seconds) != 0 or connection.poll():
+        if wait_seconds and not connection.poll(wait_seconds):
             continue
         message = connection.recv()
         if message is None:

@@ -176,7 +176,7 @@ def ray_lanes(
     cards = any(node.get("GPU") for node in nodes)
     needs = [needs_of(member, memory_of, cards) for member in members]
     for member, need in zip(members, needs, strict=True):
-        _check_room(member, need, nodes)
+        _check_capacity(member, need, nodes)
     wires = [ActorWire(member, execution, need) for member, need in zip(members, needs, strict=True)]
     lanes: list[PipedLane] = []
     try:
@@ -211,7 +211,7 @@ def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
     return {**named, "resources": {name: amount for name, amount in needs.items() if name not in _NAMED}}
 
 
-def _check_room(member: MemberConfig, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
+def _check_capacity(member: MemberConfig, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
     """A node has as much as the member needs, whoever uses it now: else its actor would be waited for without end."""
     if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
         raise MemberLoadError(

@@ -153,16 +153,16 @@ class Session(ABC, Generic[C]):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
 
-    def think(self, limit: int, most: int) -> Stage[Thought]:
+    def think(self, limit: int, max_tokens: int) -> Stage[Thought]:
         """Plain decoding of thoughts, which then stand in front of the answer as if they were prompt."""
-        known, self._thinking = len(self.sequence.answer), True
-        self._start(-1 - known)
-        more, ended = yield from self._decode([], min(limit, most - known), alone=True)
+        answer_size, self._thinking = len(self.sequence.answer), True
+        self._start(-1 - answer_size)
+        more, ended = yield from self._decode([], min(limit, max_tokens - answer_size), alone=True)
         ids = [*self.sequence.answer, *more]
         text, end = self._prompts.thoughts(ids)
-        ended = ended or end is not None or len(ids) >= most
+        ended = ended or end is not None or len(ids) >= max_tokens
         ids = ids[:end] + (self._prompts.thoughts_closing() if ended else [])
-        base = known if end is None else min(end, known)
+        base = answer_size if end is None else min(end, answer_size)
         yield from self._keep(Branch(base, tuple(ids[base:])))
         if ended:
             self.sequence.begin_answer()

@@ -249,7 +249,7 @@ Reply = Callable[[Sequence[StageResult]], None]
 """Takes results, from any thread, in any order."""
 
 
-def nobody_waits(results: Sequence[StageResult]) -> None:
+def ignore_results(results: Sequence[StageResult]) -> None:
     """The `Reply` of a lane before anybody asks it for stages."""
 
 
@@ -262,7 +262,7 @@ class OnForward(Protocol):
     def __call__(self, member: str, answers: int, seconds: float, steps: int = 1) -> None: ...
 
 
-def nobody_listens(member: str, answers: int, seconds: float, steps: int = 1) -> None:
+def ignore_steps(member: str, answers: int, seconds: float, steps: int = 1) -> None:
     """An `OnForward` of a lane whose forwards nobody counts."""
 
 
@@ -347,11 +347,11 @@ class CacheUse:
     prefix_bytes: int = 0
     reused_tokens: int = 0
 
-    def __add__(self, other: CacheUse) -> CacheUse:
+    def __add__(self, more: CacheUse) -> CacheUse:
         return CacheUse(
-            self.cache_bytes + other.cache_bytes,
-            self.prefix_bytes + other.prefix_bytes,
-            self.reused_tokens + other.reused_tokens,
+            self.cache_bytes + more.cache_bytes,
+            self.prefix_bytes + more.prefix_bytes,
+            self.reused_tokens + more.reused_tokens,
         )
 
 

@@ -81,11 +81,11 @@ class TokenTree:
                 descendants.add(number)
         return sorted(descendants)
 
-    def take_over(self, other: TokenTree, root: int, below: Iterable[int], trunk: int) -> dict[int, int]:
+    def take_over(self, tree: TokenTree, root: int, below: Iterable[int], trunk: int) -> dict[int, int]:
         """Make nodes for those of `other` `below` its `root`, behind `trunk` tokens; tells new numbers by old ones."""
         numbers = {root: ROOT}
         for old in below:
-            numbers[old] = self.child(numbers[other.parents[old]], trunk, other.tokens[old])
+            numbers[old] = self.child(numbers[tree.parents[old]], trunk, tree.tokens[old])
         return numbers
 
     def lineage(self, node: int) -> list[int]:

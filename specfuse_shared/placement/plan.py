@@ -229,10 +229,10 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
         data = asdict(self)
-        for told, assignment in zip(data["assignments"], self.assignments, strict=True):
-            told["need"]["total"] = assignment.need.total
-        for told, device in zip(data["devices"], self.devices, strict=True):
-            told["planned"] = self.used(device.name)
+        for entry, assignment in zip(data["assignments"], self.assignments, strict=True):
+            entry["need"]["total"] = assignment.need.total
+        for entry, device in zip(data["devices"], self.devices, strict=True):
+            entry["planned"] = self.used(device.name)
         return {**data, "fits": self.fits, "problem": self.problem}
 
 
@@ -262,9 +262,9 @@ def place(specs: Sequence[MemberSpec], devices: Sequence[Device], workload: Work
     Raises `PlacementError` for a device that is not there.
     """
     planner = _Planner(specs, devices, workload or Workload())
-    if (found := planner.any()) is not None:
-        return planner.plan(found)
-    return replace(planner.plan(planner.as_far_as_it_goes()), advice=tuple(_advice(planner)))
+    if (plan := planner.any()) is not None:
+        return planner.plan(plan)
+    return replace(planner.plan(planner.best_partial()), advice=tuple(_advice(planner)))
 
 
 @dataclass(slots=True)
@@ -313,20 +313,20 @@ class _Planner:
         for ways in ([self._split], [self._split, self._offloaded]):
             for level in range(self._depth):
                 attempt = self._pack(self._at(level), roomiest=False)
-                if all(self._put(attempt, *left, ways) for left in attempt.outside):
+                if all(self._put(attempt, *unplaced, ways) for unplaced in attempt.outside):
                     return attempt
         return None
 
-    def as_far_as_it_goes(self) -> _Attempt:
+    def best_partial(self) -> _Attempt:
         return self._pack(self._at(self._depth - 1), roomiest=False)
 
     def plan(self, attempt: _Attempt) -> Plan:
         """Members in their own order; those that were left outside have an empty place."""
-        found = dict(attempt.placed)
+        placed = dict(attempt.placed)
         for spec, quantization in attempt.outside:
             device = self._choices[spec.name][0]
-            found.setdefault(spec.name, self._assignment(spec, device, quantization))
-        return Plan(self.devices, self.workload, tuple(found[r.name] for r in self.specs))
+            placed.setdefault(spec.name, self._assignment(spec, device, quantization))
+        return Plan(self.devices, self.workload, tuple(placed[r.name] for r in self.specs))
 
     def _widest_on_mps(self, spec: MemberSpec) -> MemberSpec:
         """A member that may be on MPS is quantised there only if that was chosen: the libraries are newer there than
@@ -388,9 +388,9 @@ class _Planner:
     def _best(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None, roomiest: bool) -> Device | None:
         ranked = []
         for index, device in enumerate(self._choices[spec.name]):
-            left = attempt.room[device.name] - self._need(spec, device, quantization).total
-            rank = (attempt.tenants[device.name], -left) if roomiest else (0, left)
-            if left >= 0:
+            free = attempt.room[device.name] - self._need(spec, device, quantization).total
+            rank = (attempt.tenants[device.name], -free) if roomiest else (0, free)
+            if free >= 0:
                 ranked.append((rank, index))
         return self._choices[spec.name][min(ranked)[1]] if ranked else None
 
@@ -403,10 +403,10 @@ class _Planner:
         quantization: str | None,
         ways: Sequence[Callable[[_Attempt, MemberSpec, str | None], Assignment | None]],
     ) -> bool:
-        found = next(filter(None, (way(attempt, spec, quantization) for way in ways)), None)
-        if found is not None:
-            attempt.put(found)
-        return found is not None
+        placed = next(filter(None, (way(attempt, spec, quantization) for way in ways)), None)
+        if placed is not None:
+            attempt.put(placed)
+        return placed is not None
 
     def _split(self, attempt: _Attempt, spec: MemberSpec, quantization: str | None) -> Assignment | None:
         """Over as few devices of one kind as possible, the roomiest; caches go along with the layers."""
@@ -432,15 +432,15 @@ class _Planner:
         main = max(self._choices[spec.name], key=lambda d: attempt.room[d.name])
         assignment = self._assignment(spec, main, quantization)
         need = assignment.need
-        beside = need.caches + need.logits
-        room = {main.name: attempt.room[main.name] / RESERVE - beside}
+        extra = need.caches + need.logits
+        room = {main.name: attempt.room[main.name] / RESERVE - extra}
         beside_it = [d for d in self.devices if d.kind == "cpu" and d.pool != main.pool]
         room |= {d.name: attempt.room[d.name] / RESERVE for d in beside_it}
-        whole = {name: int(left) for name, left in room.items() if left > 0}
+        whole = {name: int(free) for name, free in room.items() if free > 0}
         split = spec.sizes.split({**whole, DISK: need.weights}, assignment.number_format, quantization)
         if split is None or main.name not in split.shares:
             return None
-        amounts = {n: share * need.weights + (beside if n == main.name else 0) for n, share in split.shares.items()}
+        amounts = {n: share * need.weights + (extra if n == main.name else 0) for n, share in split.shares.items()}
         memory = {name: int(RESERVE * amount) for name, amount in amounts.items()}
         return replace(assignment, modules=split.modules, memory=memory, caches={main.name: 1.0})
 
@@ -459,12 +459,12 @@ def candidates(spec: MemberSpec, devices: Sequence[Device]) -> tuple[Device, ...
     """The devices that a member may be put on: the default accelerators, else the processor; or those it names."""
     if spec.device == "auto":
         return tuple(filter(spec.is_default, devices)) or tuple(d for d in devices if d.kind == "cpu") or tuple(devices)
-    wanted = spec.device.removesuffix(":0") if spec.device in ("cpu:0", "mps:0") else spec.device
-    found = tuple(d for d in devices if wanted in (d.name, d.kind))
-    if not found:
+    device_name = spec.device.removesuffix(":0") if spec.device in ("cpu:0", "mps:0") else spec.device
+    matching = tuple(d for d in devices if device_name in (d.name, d.kind))
+    if not matching:
         there = ", ".join(d.name for d in devices)
         raise PlacementError(f"member {spec.name!r}: there is no device {spec.device!r}; there are {there}")
-    return found
+    return matching
 
 
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────

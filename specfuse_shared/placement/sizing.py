@@ -56,15 +56,15 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return None
-    given: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
-    method = str(given.get("quant_method", ""))
+    quantization: dict[str, Any] = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(quantization.get("quant_method", ""))
     if method == "bitsandbytes":
-        return WEIGHT_FORMATS["4bit" if given.get("load_in_4bit") else "8bit"]
-    for group in list((given.get("config_groups") or {}).values())[:1]:  # of compressed-tensors
-        given = {**given, **(group.get("weights") or {})}
-    bits = _first(given, "bits", "w_bit", "num_bits") or _BITS.get(method, _WHOLE_BITS)
-    group_size = max(0, _first(given, "group_size", "q_group_size") or 0)
-    skipped = given.get("modules_to_not_convert") or given.get("ignore") or ()
+        return WEIGHT_FORMATS["4bit" if quantization.get("load_in_4bit") else "8bit"]
+    for group in list((quantization.get("config_groups") or {}).values())[:1]:  # of compressed-tensors
+        quantization = {**quantization, **(group.get("weights") or {})}
+    bits = _first(quantization, "bits", "w_bit", "num_bits") or _BITS.get(method, _WHOLE_BITS)
+    group_size = max(0, _first(quantization, "group_size", "q_group_size") or 0)
+    skipped = quantization.get("modules_to_not_convert") or quantization.get("ignore") or ()
     return WeightFormat(bits, _WHOLE_BITS + bits, group_size or _GROUP.get(method), False, tuple(skipped))
 
 
@@ -123,9 +123,9 @@ class ModelSizes:
         from accelerate.utils import compute_module_sizes
 
         small, extra = self._small(quantization), 0.0
-        if (kept := self._format(quantization)) is not None:
+        if (stored_format := self._format(quantization)) is not None:
             matrices = [self._matrices[name] for name in small]
-            extra = sum(m.numel() / (kept.group or m.shape[-1]) * kept.extra / 8 for m in matrices)
+            extra = sum(m.numel() / (stored_format.group or m.shape[-1]) * stored_format.extra / 8 for m in matrices)
         return compute_module_sizes(self._model, dtype=getattr(torch, number_format), special_dtypes=small), extra
 
     def _format(self, quantization: str | None) -> WeightFormat | None:
@@ -135,20 +135,22 @@ class ModelSizes:
         """The weights that are quantised, and a type of their size."""
         from accelerate.utils import CustomDtype
 
-        kept = self._format(quantization)
-        if kept is None or kept.bits >= _WHOLE_BITS:
+        stored_format = self._format(quantization)
+        if stored_format is None or stored_format.bits >= _WHOLE_BITS:
             return {}
-        size = CustomDtype.INT2 if kept.bits <= 2 else CustomDtype.INT4 if kept.bits <= 4 else torch.int8
-        names = self._linear if kept.linear else self._matrices
-        return {name: size for name in names if not any(_names(pattern, name) for pattern in kept.skipped)}
+        size = (
+            CustomDtype.INT2 if stored_format.bits <= 2 else CustomDtype.INT4 if stored_format.bits <= 4 else torch.int8
+        )
+        names = self._linear if stored_format.linear else self._matrices
+        return {name: size for name in names if not any(_names(pattern, name) for pattern in stored_format.skipped)}
 
     @cached_property
     def _matrices(self) -> dict[str, nn.Parameter]:
         """Parameters of two and more dimensions, without embeddings and the output layer."""
-        kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
         if (head := self._model.get_output_embeddings()) is not None:
-            kept.add(id(head.weight))
-        return {name: p for name, p in self._model.named_parameters() if p.dim() > 1 and id(p) not in kept}
+            embeddings.add(id(head.weight))
+        return {name: p for name, p in self._model.named_parameters() if p.dim() > 1 and id(p) not in embeddings}
 
     @cached_property
     def _linear(self) -> list[str]:
@@ -167,8 +169,8 @@ def _kv_values(text: Any) -> int:
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return 0  # recurrent: the state does not grow
-    known = (getattr(text, name, None) for name in ("head_dim", "v_head_dim", "qk_head_dim", "global_head_dim"))
-    size = max([int(found) for found in known if found], default=text.hidden_size // heads)
+    head_sizes = (getattr(text, name, None) for name in ("head_dim", "v_head_dim", "qk_head_dim", "global_head_dim"))
+    size = max([int(head_size) for head_size in head_sizes if head_size], default=text.hidden_size // heads)
     return int(2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * size)
 
 
@@ -217,12 +219,12 @@ def find_devices() -> tuple[Device, ...]:
     """The processor, then the accelerators (CUDA, ROCm, XPU, MPS), unless `$SPECFUSE_DEVICES` leaves them out."""
     total, free = host_memory()
     title = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    found = [Device("cpu", "cpu", total, free, _cpu_has_bf16(), title)]
+    devices = [Device("cpu", "cpu", total, free, _cpu_has_bf16(), title)]
     if has_accelerator():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
-        found += [_accelerator(kind.type, index) for index in range(torch.accelerator.device_count())]
-    return tuple(found)
+        devices += [_accelerator(kind.type, index) for index in range(torch.accelerator.device_count())]
+    return tuple(devices)
 
 
 def has_accelerator() -> bool:
@@ -232,10 +234,10 @@ def has_accelerator() -> bool:
 
 def only_cpu() -> bool:
     """Whether `$SPECFUSE_DEVICES` leaves accelerators out. Raises `ConfigError`."""
-    wanted = os.environ.get(DEVICES_ENV, "").strip().lower()
-    if wanted not in ("", "cpu"):
-        raise ConfigError(f'${DEVICES_ENV} is {wanted!r}: set it to "cpu" to use no accelerator, or unset it')
-    return wanted == "cpu"
+    value = os.environ.get(DEVICES_ENV, "").strip().lower()
+    if value not in ("", "cpu"):
+        raise ConfigError(f'${DEVICES_ENV} is {value!r}: set it to "cpu" to use no accelerator, or unset it')
+    return value == "cpu"
 
 
 def planned_devices(text: str) -> tuple[Device, ...]:
@@ -243,16 +245,16 @@ def planned_devices(text: str) -> tuple[Device, ...]:
 
     GB is 10⁹ bytes. A card that is sold with 24 GB has 24 GiB, of which its driver takes some: GB leaves room for that.
     """
-    found: list[Device] = []
+    chosen: list[Device] = []
     for part in text.split(","):
         match = _PLANNED.fullmatch(part.strip())
         if match is None or match[1] == "0" or not float(match[3]):
             raise ConfigError(f'devices is {text!r}: write them as "80GB", "4x24GB", "2x24GB,48GB" or "24GB,cpu:64GB"')
         kind, size = (match[2] or "cuda").lower(), int(float(match[3]) * _UNITS[match[4].upper()])
         for _ in range(int(match[1] or 1)):
-            index = sum(d.kind == kind for d in found)
-            found.append(Device(kind if kind == "cpu" else f"{kind}:{index}", kind, size, size))
-    return tuple(found)
+            index = sum(d.kind == kind for d in chosen)
+            chosen.append(Device(kind if kind == "cpu" else f"{kind}:{index}", kind, size, size))
+    return tuple(chosen)
 
 
 def free_memory(name: str) -> int:
@@ -274,11 +276,11 @@ def free_memory(name: str) -> int:
 
 def shared_out(free: Mapping[str, int]) -> dict[str, int]:
     """Of devices that lie in one pool, each gets an equal part of what the roomiest has there, if it has as much."""
-    most: dict[str, int] = {}
+    limits: dict[str, int] = {}
     for name, size in free.items():
-        most[pool_of(name)] = max(size, most.get(pool_of(name), 0))
+        limits[pool_of(name)] = max(size, limits.get(pool_of(name), 0))
     lying = Counter(map(pool_of, free))
-    return {name: min(size, most[pool_of(name)] // lying[pool_of(name)]) for name, size in free.items()}
+    return {name: min(size, limits[pool_of(name)] // lying[pool_of(name)]) for name, size in free.items()}
 
 
 def host_memory() -> tuple[int, int]:

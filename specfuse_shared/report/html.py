@@ -42,7 +42,7 @@ def work_of(usage: MemberUsage) -> str:
     return f"{usage.forwards / usage.answer:.2f} forwards a token{guesses}"
 
 
-def lead_of(record: RoundRecord) -> str:
+def leader_of(record: RoundRecord) -> str:
     """Who drafted first in a round; empty if nobody did."""
     return "" if record.leader is None else f" · {record.leader} drafted first"
 
@@ -73,20 +73,20 @@ _LATE_WITH = {"draft": "draft", "verify": "verdicts"}
 
 def in_context(text: str, start: int, end: int) -> tuple[str, str, str]:
     """Characters `start` to `end` of a text on one line, with some words before and behind them."""
-    before, behind = text[max(0, start - _AROUND) : start], text[end : end + _AROUND]
+    before, after = text[max(0, start - _AROUND) : start], text[end : end + _AROUND]
     if start > _AROUND:
         before = "…" + before.partition(" ")[2]
     if end + _AROUND < len(text):
-        behind = behind.rpartition(" ")[0] + "…"
-    return _on_one_line(before), _on_one_line(_shortened(text[start:end])) or NOTHING, _on_one_line(behind)
+        after = after.rpartition(" ")[0] + "…"
+    return _on_one_line(before), _on_one_line(_shortened(text[start:end])) or NOTHING, _on_one_line(after)
 
 
-def instead(other: MemberWords) -> str:
+def instead(member_words: MemberWords) -> str:
     """What a member would have written."""
-    if not other.words:
-        return "the end" if other.ends else "nothing"
-    words = _on_one_line(_shortened(other.words) + "…" * other.is_cut)
-    return (words if words.startswith('"') else f"“{words}”") + " and the end" * other.ends
+    if not member_words.words:
+        return "the end" if member_words.ends else "nothing"
+    words = _on_one_line(_shortened(member_words.words) + "…" * member_words.is_cut)
+    return (words if words.startswith('"') else f"“{words}”") + " and the end" * member_words.ends
 
 
 def _shortened(text: str) -> str:
@@ -343,11 +343,11 @@ def _charts(result: AnswerRecord, members: Mapping[str, MemberStyle]) -> Iterato
 
 
 def _column(
-    index: int, parts: Mapping[str, float], css: Mapping[str, str], top: float, shown: Callable[[float], str]
+    index: int, parts: Mapping[str, float], css: Mapping[str, str], top: float, formatted: Callable[[float], str]
 ) -> tuple[str, Sequence[ColumnPart]]:
     """What a round's column says, and its bars from the bottom up."""
-    told = ", ".join(f"{name} {shown(part)}" for name, part in parts.items())
-    return f"Round {index}: {told or UNKNOWN}", _bars(parts, css, top)
+    title = ", ".join(f"{name} {formatted(part)}" for name, part in parts.items())
+    return f"Round {index}: {title or UNKNOWN}", _bars(parts, css, top)
 
 
 def _bars(parts: Mapping[str, float], css: Mapping[str, str], top: float) -> list[ColumnPart]:

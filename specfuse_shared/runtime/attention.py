@@ -112,22 +112,22 @@ def split_attention(
     batch, heads, queries, size = query.shape
     slots = key.shape[2] // pieces
     keys, values = (t.view(batch * heads, pieces, slots, t.shape[-1]) for t in (key, value))
-    asked = query.reshape(batch * heads, 1, queries, size).expand(-1, pieces, -1, -1)
+    queries_of_pieces = query.reshape(batch * heads, 1, queries, size).expand(-1, pieces, -1, -1)
     bias = mask.reshape(*mask.shape[:3], pieces, slots).transpose(2, 3).expand(-1, heads, -1, -1, -1)
     bias = bias.reshape(batch * heads, pieces, mask.shape[2], slots).expand(-1, -1, queries, -1)
-    out, logs = _WITH_LOGS[query.device.type](asked, keys, values, bias, scaling)
+    out, logs = _WITH_LOGS[query.device.type](queries_of_pieces, keys, values, bias, scaling)
     shares = logs[:, :, :queries].softmax(1)
     return (out * shares[..., None]).sum(1).to(query.dtype).view(batch, heads, queries, -1)
 
 
 def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
     """Into how many pieces the slots are split for so many heads of all answers, and queries of each; 1: not at all."""
-    slots, most = key.shape[2], _WORKERS.get(key.device.type, 0)
+    slots, workers = key.shape[2], _WORKERS.get(key.device.type, 0)
     busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
     fits = slots >= _FEWEST_SLOTS and key.shape[-1] % _ALIGNED == 0 and key.is_contiguous()
     if not fits or not _gives_logs(key.device, key.dtype):
         return 1
-    while 2 * pieces * busy <= most and _splits(slots, 2 * pieces):
+    while 2 * pieces * busy <= workers and _splits(slots, 2 * pieces):
         pieces *= 2
     return pieces
 
@@ -140,15 +140,17 @@ def _splits(slots: int, pieces: int) -> bool:
 def _on_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
-    return found[0], found[1]
+    output = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
+    return output[0], output[1]
 
 
 def _on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scaling)
-    return found[0], found[1]
+    output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=mask, scale=scaling
+    )
+    return output[0], output[1]
 
 
 _WITH_LOGS = {"cuda": _on_cuda, "cpu": _on_cpu}
@@ -179,9 +181,9 @@ def eager_kernel(
         queries, slots = query.shape[2], key.shape[2]
         hidden = torch.ones(queries, slots, dtype=torch.bool, device=query.device).triu(1 + slots - queries)
         attention_mask = query.new_zeros(1, 1, queries, slots).masked_fill_(hidden, torch.finfo(query.dtype).min)
-    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    found: tuple[torch.Tensor, Any] = own(module, query, key, value, attention_mask, **kwargs)
-    return found
+    model_kernel = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    output: tuple[torch.Tensor, Any] = model_kernel(module, query, key, value, attention_mask, **kwargs)
+    return output
 
 
 KINDS: tuple[str, ...] = ("full_attention", "sliding_attention", "chunked_attention")
@@ -319,8 +321,8 @@ class Batch(Cache):
         self.segments = [segments[n] for n in self.order]
         self.groups: list[_Group] = []
         start = 0
-        for (_, size), found in groupby(self.order, key=lambda n: places[n][:2]):
-            start = self._add([segments[n] for n in found], size, start)
+        for (_, size), alike in groupby(self.order, key=lambda n: places[n][:2]):
+            start = self._add([segments[n] for n in alike], size, start)
         self._length = max(s.row.used for s in segments)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -347,14 +349,18 @@ class Batch(Cache):
         kind, parts = self._plan.kinds[marker.shape[-1] - 1], []
         for group in self.groups:
             keys, values = (t[group.start : group.stop, :, : group.slots] for t in group.block.layers[module.layer_idx])
-            own = query[0, :, group.tokens]
+            group_query = query[0, :, group.tokens]
             if group.padding is not None:
-                own = own.index_select(1, self._near(group.padding, query))
-            own = own.reshape(len(own), -1, group.queries, own.shape[-1]).transpose(0, 1)
+                group_query = group_query.index_select(1, self._near(group.padding, query))
+            group_query = group_query.reshape(len(group_query), -1, group.queries, group_query.shape[-1]).transpose(
+                0, 1
+            )
             mask = group.masks[kind]
-            found = kernel(module, own, keys, values, None if mask is None else self._near(mask, query), **kwargs)[0]
-            found = found.flatten(0, 1)
-            parts.append(found if group.padded is None else found.index_select(0, self._near(group.padded, query)))
+            output = kernel(
+                module, group_query, keys, values, None if mask is None else self._near(mask, query), **kwargs
+            )[0]
+            output = output.flatten(0, 1)
+            parts.append(output if group.padded is None else output.index_select(0, self._near(group.padded, query)))
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def _add(self, segments: Sequence[ForwardInput], size: int, start: int) -> int:
@@ -364,8 +370,8 @@ class Batch(Cache):
         tokens = [slice(*pair) for pair in pairwise(ends)]
         block = segments[0].row.block
         if size == _COPIED or len(segments) == 1:
-            for segment, own in zip(segments, tokens, strict=True):
-                self._written.append((block, (segment.row.index, slice(segment.row.used, segment.slots)), own))
+            for segment, span in zip(segments, tokens, strict=True):
+                self._written.append((block, (segment.row.index, slice(segment.row.used, segment.slots)), span))
         else:
             rows = [s.row.index for s in segments for _ in s.ids]
             slots = [slot for s in segments for slot in range(s.row.used, s.slots)]
@@ -373,14 +379,14 @@ class Batch(Cache):
         if size == _SHORT:
             self.groups.append(self._group(segments, slice(start, ends[-1])))
         else:
-            self.groups += [self._group([s], own) for s, own in zip(segments, tokens, strict=True)]
+            self.groups += [self._group([s], span) for s, span in zip(segments, tokens, strict=True)]
         return ends[-1]
 
-    def _group(self, found: Sequence[ForwardInput], tokens: slice) -> _Group:
-        start, stop = found[0].row.index, found[-1].row.index + 1
-        queries, slots = max(len(s.ids) for s in found), max(s.slots for s in found)
-        group = _Group(found[0].row.block, start, stop, queries, slots, tokens, self._masks(found, queries, slots))
-        padded = [(s.row.index - start) * queries + n for s in found for n in range(len(s.ids))]
+    def _group(self, inputs: Sequence[ForwardInput], tokens: slice) -> _Group:
+        start, stop = inputs[0].row.index, inputs[-1].row.index + 1
+        queries, slots = max(len(s.ids) for s in inputs), max(s.slots for s in inputs)
+        group = _Group(inputs[0].row.block, start, stop, queries, slots, tokens, self._masks(inputs, queries, slots))
+        padded = [(s.row.index - start) * queries + n for s in inputs for n in range(len(s.ids))]
         if len(padded) < (stop - start) * queries:
             padding = [0] * ((stop - start) * queries)
             for token, at in enumerate(padded):
@@ -388,19 +394,19 @@ class Batch(Cache):
             group.padding, group.padded = self._tensor(padding), self._tensor(padded)
         return group
 
-    def _masks(self, found: Sequence[ForwardInput], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
+    def _masks(self, inputs: Sequence[ForwardInput], queries: int, slots: int) -> dict[str, torch.Tensor | None]:
         """Additive masks (B, 1, Q, K) by kind, in the model's dtype, because eager attention misreads boolean ones."""
-        first, rows = found[0], found[-1].row.index + 1 - found[0].row.index
-        plain = len(found) == 1 and first.visible is None and queries > 1
+        first, rows = inputs[0], inputs[-1].row.index + 1 - inputs[0].row.index
+        plain = len(inputs) == 1 and first.visible is None and queries > 1
         masks: dict[str, torch.Tensor | None] = {}
-        seen: tuple[torch.Tensor, ...] = ()
+        visible: tuple[torch.Tensor, ...] = ()
         for kind in self._plan.kinds:
             if plain and self._plan.is_plain(kind, slots) and (first.row.used == 0 or self._knows_lower_right):
                 # a kernel that knows by itself what is visible, so that no mask is made, read or sent
                 masks[kind] = causal_lower_right(queries, slots) if first.row.used else None
                 continue
-            seen = seen or tuple(upload(array, self._device) for array in _seen_by(found, rows, queries, slots))
-            masks[kind] = additive(self._plan.restrict(kind, *seen), self._dtype)[:, None]
+            visible = visible or tuple(upload(array, self._device) for array in _seen_by(inputs, rows, queries, slots))
+            masks[kind] = additive(self._plan.restrict(kind, *visible), self._dtype)[:, None]
         return masks
 
     def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
@@ -416,16 +422,16 @@ class Batch(Cache):
         return upload(values, self._device)
 
 
-def _seen_by(found: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[NDArray[Any], ...]:
+def _seen_by(inputs: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[NDArray[Any], ...]:
     """Which slots each query of these segments' rows sees (B, Q, K), its position (B, Q), and those of slots (B, K)."""
     visible = np.zeros((rows, queries, slots), dtype=bool)
     # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
     visible[:, :, 0] = True
     at, places = np.zeros((rows, queries), dtype=np.int64), np.tile(np.arange(slots), (rows, 1))
-    for segment in found:
-        row, count, own = segment.row.index - found[0].row.index, len(segment.ids), segment.slot_positions()
+    for segment in inputs:
+        row, count, slot_positions = segment.row.index - inputs[0].row.index, len(segment.ids), segment.slot_positions()
         visible[row, :count, : segment.slots] = segment.seen()
-        at[row, :count], places[row, : segment.slots] = own[-count:], own
+        at[row, :count], places[row, : segment.slots] = slot_positions[-count:], slot_positions
     return visible, at, places
 
 

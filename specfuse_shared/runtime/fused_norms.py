@@ -28,9 +28,9 @@ def fuse_norms(model: torch.nn.Module) -> int:
     """
     count = 0
     for module in model.modules():
-        if hasattr(module, "_hf_hook") or (found := _formula(module)) is None:
+        if hasattr(module, "_hf_hook") or (formula := _formula(module)) is None:
             continue
-        offset, epsilon = found
+        offset, epsilon = formula
         if offset:
             scale = torch.as_tensor(module.weight).float() + offset
             module.register_buffer("fused_scale", scale, persistent=False)
@@ -41,9 +41,9 @@ def fuse_norms(model: torch.nn.Module) -> int:
     return count
 
 
-def _plain(module: Any, epsilon: float, own: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+def _plain(module: Any, epsilon: float, forward: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     if x.dtype != module.weight.dtype:
-        return torch.as_tensor(own(x))
+        return torch.as_tensor(forward(x))
     return rms_norm(x, module.weight.shape, module.weight, epsilon)
 
 
@@ -101,13 +101,13 @@ def pack_weights(model: torch.nn.Module) -> int:
     if not layers or not _can_pack():
         return 0
     movable = _only_multiplied(model)
-    held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     more = 0
     for module in layers:
         weight = module.weight
         if hasattr(module, "_hf_hook") or id(weight) not in movable:
             continue
-        more += weight.nbytes if held[id(weight)] > 1 else 0
+        more += weight.nbytes if uses[id(weight)] > 1 else 0
         module.forward = partial(_product, _packed(weight), module.bias)  # type: ignore[method-assign]
         module.weight = torch.nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
     return more
@@ -122,11 +122,11 @@ class _Uses(TorchFunctionMode):
         self.otherwise = set[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Parameter)}
+        parameters = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.nn.Parameter)}
         if func is linear:
-            self.multiplied |= given
+            self.multiplied |= parameters
         elif func is not embedding and getattr(func, "__name__", "") != "__get__":  # what it looks like is no use of it
-            self.otherwise |= given
+            self.otherwise |= parameters
         return func(*args, **(kwargs or {}))
 
 
@@ -134,13 +134,13 @@ class _Uses(TorchFunctionMode):
 def _only_multiplied(model: torch.nn.Module) -> set[int]:
     """The weights, by their id, that a forward over a few tokens multiplies with and uses in no other way; none of a
     model that takes no such thing."""
-    found = _Uses()
-    with found:
+    uses = _Uses()
+    with uses:
         try:
             model(input_ids=torch.arange(1, 5)[None], use_cache=False)
         except Exception:  # what a model wants instead has no common form
             return set()
-    return found.multiplied - found.otherwise
+    return uses.multiplied - uses.otherwise
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
@@ -164,7 +164,7 @@ def _can_pack() -> bool:
     try:
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        found = _product(_packed(weight), None, x)
+        product = _product(_packed(weight), None, x)
     except Exception:  # torch without the library, or with another of its functions
         return False
-    return torch.allclose(found.float(), linear(x, weight).float(), rtol=2**-6, atol=2**-6)
+    return torch.allclose(product.float(), linear(x, weight).float(), rtol=2**-6, atol=2**-6)

@@ -34,7 +34,7 @@ _SMALLEST_ROW = {"cpu": 256}
 _DEFAULT_SMALLEST_ROW = 1024
 """Coarser where steps are captured, which happens anew for every capacity."""
 SPARE = 1
-TREE_ROOM = 64
+TREE_CAPACITY = 64
 """Slots of a new row behind the prompt, for the tokens that a round tries."""
 _FIRST_ROWS = 8
 """Rows of the first block that stays where it is, at the smallest capacity; blocks of longer rows have fewer."""
@@ -63,8 +63,8 @@ def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool
     """
     if not is_fixed:
         return [max(1, sum(sizes))]
-    wanted = fixed_rows(len(sizes), capacity, smallest)
-    return list(range(wanted, 0, -1))
+    rows = fixed_rows(len(sizes), capacity, smallest)
+    return list(range(rows, 0, -1))
 
 
 _LAYERS_A_STACK = 16
@@ -99,8 +99,8 @@ class CacheRow:
         if slots and list(slots) != list(range(prefix, end)):
             at = upload(slots, self.block.stacks[0].device)
             for stack in self.block.stacks:  # where memory runs out half-way, what is done must not be done again
-                kept = self.pool.retried(lambda s=stack: s[:, self.index].index_select(2, at.to(s.device)))  # type: ignore[misc]
-                stack[:, self.index, :, prefix:end] = kept
+                moved = self.pool.retried(lambda s=stack: s[:, self.index].index_select(2, at.to(s.device)))  # type: ignore[misc]
+                stack[:, self.index, :, prefix:end] = moved
         self.used = end
 
     def save(self, count: int) -> dict[int, Layer]:
@@ -149,11 +149,11 @@ class CacheBlock:
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Layer:
         """Buffers of a layer, made like `keys` and `values` (1, heads, …, head size) if they are new."""
         if index not in self.layers:
-            known = self.pool.slots if not self.layers else {}
-            if index not in known:
-                known = {index: (keys[:1, :, :1].clone(), values[:1, :, :1].clone())}
-                self.pool.slots.update(known)
-            self._add_what_fits(known)
+            samples = self.pool.slots if not self.layers else {}
+            if index not in samples:
+                samples = {index: (keys[:1, :, :1].clone(), values[:1, :, :1].clone())}
+                self.pool.slots.update(samples)
+            self._add_what_fits(samples)
         return self.layers[index]
 
     @property
@@ -193,8 +193,8 @@ class CacheBlock:
             for side, like in enumerate(pair):
                 alike[like.shape, like.dtype, like.device].append((index, side))
         made: list[tuple[list[_Place], torch.Tensor]] = []
-        for found in alike.values():
-            for places in (found[n : n + _LAYERS_A_STACK] for n in range(0, len(found), _LAYERS_A_STACK)):
+        for layers_alike in alike.values():
+            for places in (layers_alike[n : n + _LAYERS_A_STACK] for n in range(0, len(layers_alike), _LAYERS_A_STACK)):
                 index, side = places[0]
                 made.append((places, self._zeros(len(places), self.size, slots[index][side])))
         for places, stack in made:  # all or none, also where memory runs out
@@ -225,7 +225,7 @@ class CachePool:
 
     `slots`: one slot of each layer (1, heads, 1, head size), once known; new blocks are made like them. `is_fixed`:
     blocks stay where they are, and another one follows a full one. `keeps_empty` blocks until `reclaim`, because steps
-    captured over their buffers would be lost with them. `make_room` gives back what only saves time.
+    captured over their buffers would be lost with them. `reclaim_memory` gives back what only saves time.
     """
 
     def __init__(self, device: torch.device, slots: Mapping[int, Layer] | None = None) -> None:
@@ -233,7 +233,7 @@ class CachePool:
         self._blocks: dict[int, list[CacheBlock]] = {}
         self.slots = dict(slots or {})
         self.is_fixed = self.keeps_empty = False
-        self.make_room: Callable[[], bool] = lambda: False
+        self.reclaim_memory: Callable[[], bool] = lambda: False
 
     @torch.inference_mode()
     def row(self, slots: int) -> CacheRow:
@@ -249,16 +249,16 @@ class CachePool:
     @torch.inference_mode()
     def move(self, row: CacheRow, slots: int) -> None:
         """Take `row` to a block with room for `slots` slots."""
-        other = self.row(slots)
+        target = self.row(slots)
         try:
             for n, (keys, values) in row.block.layers.items():
-                new_keys, new_values = other.block.layer(n, keys, values)
-                new_keys[other.index, :, : row.used] = keys[row.index, :, : row.used]
-                new_values[other.index, :, : row.used] = values[row.index, :, : row.used]
+                new_keys, new_values = target.block.layer(n, keys, values)
+                new_keys[target.index, :, : row.used] = keys[row.index, :, : row.used]
+                new_values[target.index, :, : row.used] = values[row.index, :, : row.used]
         except Exception:
-            self.free(other)
+            self.free(target)
             raise
-        block, index = other.block, other.index
+        block, index = target.block, target.index
         self.free(row)
         row.block, row.index = block, index
         block.rows[index] = row
@@ -267,7 +267,7 @@ class CachePool:
     def free(self, row: CacheRow) -> None:
         """Fill the gap with the last row of its capacity; an empty block gives its memory back."""
         block, blocks = row.block, self._blocks[row.block.capacity]
-        source = [other for other in blocks if other.rows][-1] if block.layers else block
+        source = [candidate for candidate in blocks if candidate.rows][-1] if block.layers else block
         last = source.rows.pop()
         if last is not row:
             _copy_row(source, last, block, row.index)
@@ -284,16 +284,16 @@ class CachePool:
         A capacity is covered up to its first row, its first block, its second … The capacities that occur are all
         covered alike, as far as they have blocks.
         """
-        found: dict[int, int] = {}
+        fitting: dict[int, int] = {}
         for row in rows:
             number = self._blocks[row.block.capacity].index(row.block)
             level = number + 1 if number or row.index else 0
-            found[row.block.capacity] = max(level, found.get(row.block.capacity, 0))
-        most = max(found.values())
+            fitting[row.block.capacity] = max(level, fitting.get(row.block.capacity, 0))
+        largest = max(fitting.values())
         covered: list[tuple[CacheBlock, int]] = []
-        for capacity in sorted(found):
+        for capacity in sorted(fitting):
             blocks = [block for block in self._blocks[capacity] if block.rows]
-            covered += [(block, block.size) for block in blocks[:most]] or [(blocks[0], 1)]
+            covered += [(block, block.size) for block in blocks[:largest]] or [(blocks[0], 1)]
         return covered
 
     def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -302,7 +302,7 @@ class CachePool:
             try:
                 return work()
             except Exception as error:
-                if not is_out_of_memory(error) or (not self.make_room() and tries):
+                if not is_out_of_memory(error) or (not self.reclaim_memory() and tries):
                     raise
         raise AssertionError("never reached")
 
@@ -317,8 +317,8 @@ class CachePool:
     @property
     def memory_bytes(self) -> int:
         """Bytes of all buffers."""
-        every = (block for blocks in self._blocks.values() for block in blocks)
-        return sum(stack.nbytes for block in every for stack in block.stacks)
+        all_blocks = (block for blocks in self._blocks.values() for block in blocks)
+        return sum(stack.nbytes for block in all_blocks for stack in block.stacks)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -344,13 +344,13 @@ def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) 
     pairs = [(stack, stack) for stack in block.stacks] if source is block else []
     if source is not block:
         pairs = [
-            (own[None], other[None])
+            (target[None], source_part[None])
             for n, pair in source.layers.items()
-            for own, other in zip(block.layers[n], pair, strict=True)
+            for target, source_part in zip(block.layers[n], pair, strict=True)
         ]
-    for own, other in pairs:
-        own[:, index, :, : row.used] = other[:, row.index, :, : row.used]
-        own[:, index, :, row.used :] = 0
+    for target, source_part in pairs:
+        target[:, index, :, : row.used] = source_part[:, row.index, :, : row.used]
+        target[:, index, :, row.used :] = 0
 
 
 SHORTEST_PREFIX = 16
@@ -390,28 +390,28 @@ class PrefixCache:
 
     def fill(self, row: CacheRow, prompt: Sequence[int]) -> int:
         """Put more of `prompt`, but not its last token, into a row that holds its beginning; how many it holds then."""
-        wanted = tuple(prompt[:-1])
-        sizes = [common_length(entry.ids, wanted) for entry in self._entries]
-        held = [(common_length(ids, wanted), other) for other, ids in self._held(row)]
-        kept, size = max(sizes, default=0), max((size for size, _ in held), default=0)
-        if max(kept, size) < row.used + SHORTEST_PREFIX:
+        prefix = tuple(prompt[:-1])
+        sizes = [common_length(entry.ids, prefix) for entry in self._entries]
+        running = [(common_length(ids, prefix), row_read) for row_read, ids in self._held(row)]
+        remembered, size = max(sizes, default=0), max((size for size, _ in running), default=0)
+        if max(remembered, size) < row.used + SHORTEST_PREFIX:
             return row.used
-        self.reused_tokens += max(kept, size) - row.used
-        if size >= kept:
+        self.reused_tokens += max(remembered, size) - row.used
+        if size >= remembered:
             row.reserve(size)  # first: rows may move for it
-            source = next(other for count, other in held if count == size)
+            source = next(row_read for count, row_read in running if count == size)
             row.load(source.view(size), size, row.used)
             return size
-        entry = self._entries[sizes.index(kept)]
+        entry = self._entries[sizes.index(remembered)]
         self._entries.remove(entry)  # first: what is loaded may have to make room
         self._entries.append(entry)
-        row.load(entry.layers, kept, row.used)
-        return kept
+        row.load(entry.layers, remembered, row.used)
+        return remembered
 
     def _held(self, row: CacheRow) -> list[tuple[CacheRow, tuple[int, ...]]]:
         """What running answers hold in other rows."""
         cached = [holder.cached for holder in self.holders]
-        return [found for found in cached if found is not None and found[0] is not row and len(found[1]) > row.used]
+        return [entry for entry in cached if entry is not None and entry[0] is not row and len(entry[1]) > row.used]
 
     def store(self, row: CacheRow, ids: Sequence[int]) -> None:
         """Keep a copy of a row that holds `ids`, in place of entries that it begins with."""

@@ -57,9 +57,9 @@ class LongRope:
     def apart(self, segments: Sequence[ForwardInput]) -> Iterator[tuple[bool, list[int]]]:
         """The side, and which of the segments are on it."""
         for side in (False, True):
-            own = [n for n, segment in enumerate(segments) if self.is_long(segment) == side]
-            if own:
-                yield side, own
+            numbers = [n for n, segment in enumerate(segments) if self.is_long(segment) == side]
+            if numbers:
+                yield side, numbers
 
     @contextmanager
     def on(self, long: bool) -> Iterator[None]:
@@ -74,9 +74,9 @@ class LongRope:
 
 
 class Room(Protocol):
-    """Where answers have their caches; `make_room` gives back something that only saves time, if there is any."""
+    """Where answers have their caches; `reclaim_memory` gives back something that only saves time, if there is any."""
 
-    make_room: Callable[[], bool]
+    reclaim_memory: Callable[[], bool]
 
 
 class Reclaimable(Protocol):
@@ -146,10 +146,10 @@ class ModelRunner:
         self.stream = stream or ModelStream(self.device)
         self.pool: CachePool = CachePool(self.device, slots)
         self.prefixes = PrefixCache()
-        share_room([self])
+        share_memory([self])
         self._forward = ModelForward(model)
         self.longrope = LongRope(model)
-        self.tells_likeliest = self.device.type != "cpu"  # where asking one by one would wait as often
+        self.reports_argmax = self.device.type != "cpu"  # where asking one by one would wait as often
         self.dynamic = 0
         """Forwards of no fixed shape."""
         self.static: StaticRunner | None = None
@@ -167,19 +167,19 @@ class ModelRunner:
         for segment in segments:
             segment.row.reserve(segment.slots)
         if self.static is not None and self.static.fits(segments):
-            found = self.static.step(segments)
+            logits = self.static.step(segments)
         else:
-            found = self._apart(segments, self.plan)
+            logits = self._apart(segments, self.plan)
         for segment in segments:
             segment.row.used = segment.slots
-        return found
+        return logits
 
     def _apart(self, segments: Sequence[ForwardInput], plan: MaskPlan) -> list[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for side, own in self.longrope.apart(segments):
+        logits: dict[int, torch.Tensor] = {}
+        for side, numbers in self.longrope.apart(segments):
             with self.longrope.on(side):
-                found |= zip(own, self._packed([segments[n] for n in own], plan), strict=True)
-        return [found[n] for n in range(len(segments))]
+                logits |= zip(numbers, self._packed([segments[n] for n in numbers], plan), strict=True)
+        return [logits[n] for n in range(len(segments))]
 
     @property
     def forwards(self) -> dict[str, int]:
@@ -196,21 +196,21 @@ class ModelRunner:
         batch = Batch(segments, plan, self.device, self.dtype)
         at = np.concatenate([s.slot_positions()[-len(s.ids) :] for s in batch.segments])
         ids = [token for s in batch.segments for token in s.ids]
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         ends = 0
         for segment in batch.segments:
             ends += len(segment.ids)
-            wanted += range(ends - segment.wanted, ends)
+            logit_rows += range(ends - segment.wanted, ends)
         skip: dict[str, Any] = {}
-        if self._forward.can_skip_logits and len(wanted) < len(ids):
-            skip = {"logits_to_keep": upload(wanted, self.device)}
+        if self._forward.can_skip_logits and len(logit_rows) < len(ids):
+            skip = {"logits_to_keep": upload(logit_rows, self.device)}
         with running(batch):
             markers = plan.markers(self.device, self.dtype)
             logits = self._forward(upload(ids, self.device), batch, upload(at, self.device), markers, **skip)
-        if len(logits) > len(wanted):
-            logits = logits.index_select(0, upload(wanted, self.device))
-        found = dict(zip(batch.order, torch.split(logits, [s.wanted for s in batch.segments]), strict=True))
-        return [found[n] for n in range(len(segments))]
+        if len(logits) > len(logit_rows):
+            logits = logits.index_select(0, upload(logit_rows, self.device))
+        by_segment = dict(zip(batch.order, torch.split(logits, [s.wanted for s in batch.segments]), strict=True))
+        return [by_segment[n] for n in range(len(segments))]
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
         """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
@@ -232,12 +232,12 @@ class ModelRunner:
         out = self.model(input_ids=inputs, use_cache=True, **self.keep_last(1))
         return out.logits[0, -1], out[self._forward.cache_argument]
 
-    def piece(self, wanted: int, used: int) -> int:
+    def piece(self, size: int, used: int) -> int:
         """How many tokens of a prompt it takes in one forward, behind `used` slots, of so many that are wanted."""
         if not is_mps(self.device):
-            return wanted
+            return size
         heads = getattr(self.model.config.get_text_config(decoder=True), "num_attention_heads", 1)
-        return piece_on_mps(wanted, used, heads)
+        return piece_on_mps(size, used, heads)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -272,20 +272,20 @@ class ModelRunner:
         return self.static.drop()
 
 
-def share_room(runners: Sequence[Reclaimable]) -> None:
+def share_memory(runners: Sequence[Reclaimable]) -> None:
     """Let each of runners on the same device make room for any other, when memory is short.
 
     What is soon there again goes first, then the captured steps of one model, which may be enough.
     """
-    held = [weakref.ref(runner) for runner in runners]
+    references = [weakref.ref(runner) for runner in runners]
 
-    def make_room() -> bool:
-        there = [runner for reference in held if (runner := reference()) is not None]
+    def reclaim_memory() -> bool:
+        there = [runner for reference in references if (runner := reference()) is not None]
         freed = [runner.free_spare() for runner in there]
         return any(freed) or any(runner.drop_steps() for runner in there)
 
     for runner in runners:
-        runner.pool.make_room = make_room
+        runner.pool.reclaim_memory = reclaim_memory
 
 
 def model_home(model: Any) -> torch.device:

@@ -44,9 +44,9 @@ _MOST_SCORE_BYTES = 1 << 30
 """Metal ends the process at 4 GiB (pytorch #149261)."""
 
 
-def piece_on_mps(wanted: int, used: int, heads: int) -> int:
+def piece_on_mps(size: int, used: int, heads: int) -> int:
     """Tokens of a prompt in one forward behind `used` slots: the scores of all heads are there at once, in float32."""
-    piece = wanted
+    piece = size
     while piece > 1 and 4 * heads * piece * (used + piece) > _MOST_SCORE_BYTES:
         piece //= 2
     return piece

@@ -102,8 +102,8 @@ class TokenRow:
 class _Numbers:
     """What is sent for many judgements at once; the first to ask waits for the device."""
 
-    def __init__(self, found: Sequence[torch.Tensor]) -> None:
-        self._sent = Download(torch.cat(list(found)))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._sent = Download(torch.cat(list(tensors)))
         self._read = list[float]()
 
     def part(self, places: Sequence[slice]) -> list[float]:
@@ -132,21 +132,21 @@ class PendingLogprobs:
     @classmethod
     def together(cls, judgements: Sequence[PendingLogprobs]) -> None:
         """Let the device find them all at once: a few kernels, and one thing to wait for."""
-        some = [judgement for judgement in judgements if judgement._nodes]
-        if not some:
+        pending = [judgement for judgement in judgements if judgement._nodes]
+        if not pending:
             return
-        rows = {id(j): {n: j._logits(n) for n in j._nodes} for j in some}
-        found = [_log_masses([row for own in rows.values() for row in own.values()])]
-        if asked := [rows[id(j)][n] for j in some for n in j._asked]:
-            found.append(_picked(asked, [token for j in some for line in j._lines for token in line.tokens]))
-        ends = [(rows[id(j)][line.nodes[-1]], line.stops) for j in some for line in j._lines if line.stops]
-        found += [_log_mass_of(row, stops) for row, stops in ends]
-        for j in some:
+        rows = {id(j): {n: j._logits(n) for n in j._nodes} for j in pending}
+        tensors = [_log_masses([row for by_row in rows.values() for row in by_row.values()])]
+        if top_rows := [rows[id(j)][n] for j in pending for n in j._asked]:
+            tensors.append(_picked(top_rows, [token for j in pending for line in j._lines for token in line.tokens]))
+        ends = [(rows[id(j)][line.nodes[-1]], line.stops) for j in pending for line in j._lines if line.stops]
+        tensors += [_log_mass_of(row, stops) for row, stops in ends]
+        for j in pending:
             if j._top:
-                found += _most_probable([rows[id(j)][n] for n in j._asked], j._top)
-        numbers, start = _Numbers(found), 0
+                tensors += _most_probable([rows[id(j)][n] for n in j._asked], j._top)
+        numbers, start = _Numbers(tensors), 0
         for size in (_nodes_of, _asked_of, _ends_of, _tops_of):
-            for j in some:
+            for j in pending:
                 j._numbers = numbers
                 j._places.append(slice(start, start + size(j)))
                 start += size(j)
@@ -200,7 +200,7 @@ def _log_masses(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """log Σ exp of each of the rows (V), in float32."""
     if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([_log_mass(row) for row in rows])
-    return torch.cat([torch.stack(some).float().logsumexp(-1) for some in _in_blocks(rows)])
+    return torch.cat([torch.stack(block).float().logsumexp(-1) for block in _in_blocks(rows)])
 
 
 def _log_mass(row: torch.Tensor) -> torch.Tensor:
@@ -210,8 +210,8 @@ def _log_mass(row: torch.Tensor) -> torch.Tensor:
     cost more than the sum.
     """
     scores = _scratch.of(len(row)).copy_(row)
-    most = scores.amax()
-    return scores.sub_(most).exp_().sum().log_().add_(most)
+    peak = scores.amax()
+    return scores.sub_(peak).exp_().sum().log_().add_(peak)
 
 
 class _Scratch(threading.local):
@@ -234,15 +234,15 @@ def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor
     if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)]).float()
     places = torch.split(upload(tokens, rows[0].device)[:, None], _ROWS_A_KERNEL)
-    found = [torch.stack(some).gather(1, at) for some, at in zip(_in_blocks(rows), places, strict=True)]
-    return torch.cat(found)[:, 0].float()
+    picked = [torch.stack(block).gather(1, at) for block, at in zip(_in_blocks(rows), places, strict=True)]
+    return torch.cat(picked)[:, 0].float()
 
 
 def _most_probable(rows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
     """The largest logits of each of the rows (V), then their places, in float32, which is exact for any vocabulary."""
     blocks = [[row] for row in rows] if rows[0].device.type in _ROW_BY_ROW else _in_blocks(rows)
-    found = [torch.stack(some).topk(count, dim=-1) for some in blocks]
-    values, places = (torch.cat(part).flatten().float() for part in zip(*found, strict=True))
+    ranked = [torch.stack(block).topk(count, dim=-1) for block in blocks]
+    values, places = (torch.cat(part).flatten().float() for part in zip(*ranked, strict=True))
     return [values, places]
 
 
@@ -324,9 +324,9 @@ class Sampler:
         # one score that is no number leaves no share that is one
         return chosen.masked_fill(~shares[:, 0].isfinite(), NOT_FINITE)
 
-    def noise(self, ahead: int, size: int) -> torch.Tensor:
+    def noise(self, offset: int, size: int) -> torch.Tensor:
         """Exponential noise (V) of the token that is `ahead` picks away."""
-        number = number_of_draw(self._seed, self._member, self._round, self.drawn + ahead)
+        number = number_of_draw(self._seed, self._member, self._round, self.drawn + offset)
         generator = torch.Generator(self.device).manual_seed(number)
         return torch.empty(size, device=self.device).exponential_(generator=generator)
 
@@ -360,17 +360,17 @@ class BatchSampling:
         whole = len(alike) == 1
         self._groups = [(rows, None if whole else upload(rows, device)) for rows in alike.values()]
 
-    def __call__(self, logits: torch.Tensor, ahead: int) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, offset: int) -> torch.Tensor:
         """Tokens (B) or `NOT_FINITE`, `ahead` picks into the drafts, for logits (B, V)."""
         tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for rows, at in self._groups:
             first = self.samplers[rows[0]]
             noise = None
             if not first.greedy:
-                noise = torch.stack([self.samplers[n].noise(ahead, logits.shape[-1]) for n in rows])
-            own = logits if at is None else logits.index_select(0, at)
+                noise = torch.stack([self.samplers[n].noise(offset, logits.shape[-1]) for n in rows])
+            selected = logits if at is None else logits.index_select(0, at)
             past = self._past.get(rows[0], tokens.new_empty(len(rows), 0))
-            chosen = first.choose(own, past, self.blocked[rows[0]], noise)
+            chosen = first.choose(selected, past, self.blocked[rows[0]], noise)
             if first.needs_history:
                 self._past[rows[0]] = torch.cat([past, chosen.clamp(min=0)[None]], dim=-1)
             if at is None:
@@ -436,13 +436,13 @@ class ArgmaxTokens:
     """The first of the largest of each row of `logits` (any number of (N, V)), on its way from the device."""
 
     def __init__(self, logits: Sequence[torch.Tensor]) -> None:
-        rows = [piece for own in logits for piece in torch.split(own, _ROWS_AT_ONCE)]
+        rows = [piece for tensor in logits for piece in torch.split(tensor, _ROWS_AT_ONCE)]
         ends, blocks = 0, []
         for piece in rows:
             ends += len(piece)
             blocks.append((ends - 1) // _ROWS_AT_ONCE)
         pairs = groupby(zip(blocks, rows, strict=True), key=lambda pair: pair[0])
-        self._sent = Download(torch.cat([_argmax_of_rows([piece for _, piece in some]) for _, some in pairs]))
+        self._sent = Download(torch.cat([_argmax_of_rows([piece for _, piece in group]) for _, group in pairs]))
         self._ids: list[int] | None = None
 
     def token(self, row: int) -> int:

@@ -147,24 +147,24 @@ class StaticStep(Cache):
     def fill(self, segments: Sequence[ForwardInput]) -> torch.Tensor:
         """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
         inputs = self._inert()
-        seen = [np.zeros(part.visible.shape, dtype=bool) for part in self.parts if part.visible is not None]
+        visible = [np.zeros(part.visible.shape, dtype=bool) for part in self.parts if part.visible is not None]
         places = [np.tile(np.arange(part.places.shape[1]), (len(part.places), 1)) for part in self.parts]
-        for mask in seen:
+        for mask in visible:
             mask[:, :, 0] = True
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         for segment in segments:
             part, row, count = self.part_of(segment.row), segment.row, len(segment.ids)
             first, number, at = part.first(row), self.parts.index(part), segment.slot_positions()
             inputs[:, first : first + count] = segment.ids, at[-count:], np.arange(row.used, segment.slots)
-            seen[number][row.index, :count, : segment.slots] = segment.seen()
+            visible[number][row.index, :count, : segment.slots] = segment.seen()
             places[number][row.index, : segment.slots] = at
-            wanted += range(first + count - segment.wanted, first + count)
+            logit_rows += range(first + count - segment.wanted, first + count)
         self.inputs.copy_(upload(inputs, self.inputs.device))
-        for part, mask, at in zip(self.parts, seen, places, strict=True):
+        for part, mask, at in zip(self.parts, visible, places, strict=True):
             assert part.visible is not None
             part.visible.copy_(upload(mask, self.inputs.device))
             part.places.copy_(upload(at, self.inputs.device))
-        return upload(wanted, self.inputs.device)
+        return upload(logit_rows, self.inputs.device)
 
     def begin(self, rows: Sequence[CacheRow]) -> torch.Tensor:
         """Start drafts behind what these rows hold; the number of each one's token, on the device."""
@@ -217,20 +217,20 @@ class StaticStep(Cache):
         self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Attention output (1, T, H, D) of one layer."""
-        kind, found = self._plan.kinds[marker.shape[-1] - 1], []
+        kind, outputs = self._plan.kinds[marker.shape[-1] - 1], []
         for part in self.parts:
             keys, values = (t[: part.shape.rows] for t in part.shape.block.layers[module.layer_idx])
-            own = query[0, :, part.start : part.stop]
-            own = own.reshape(len(own), *part.slots.shape, own.shape[-1]).transpose(0, 1)
-            found.append(kernel(module, own, keys, values, part.masks[kind], **kwargs)[0].flatten(0, 1))
-        return (torch.cat(found) if len(found) > 1 else found[0])[None]
+            part_query = query[0, :, part.start : part.stop]
+            part_query = part_query.reshape(len(part_query), *part.slots.shape, part_query.shape[-1]).transpose(0, 1)
+            outputs.append(kernel(module, part_query, keys, values, part.masks[kind], **kwargs)[0].flatten(0, 1))
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
 
 
-def shapes_of(wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
+def shapes_of(requests: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
     """Blocks that cover these rows, with room for the longest of their feeds."""
-    longest = max(count for _, count in wanted)
+    longest = max(count for _, count in requests)
     queries = next((n for n in _QUERIES if n >= longest), longest) if tree else 1
-    return [Shape(block, rows, queries) for block, rows in wanted[0][0].pool.covering([row for row, _ in wanted])]
+    return [Shape(block, rows, queries) for block, rows in requests[0][0].pool.covering([row for row, _ in requests])]
 
 
 logger = logging.getLogger(__name__)
@@ -318,9 +318,9 @@ class Graphs:
 
         Either way `output` then holds what the step gave.
         """
-        found = output.clone()
+        replayed = output.clone()
         step()
-        if _alike(found, output):
+        if _alike(replayed, output):
             return True
         self.give_up(_line(ReplayError("a replay gave other numbers than a run of the same step")))
         return False
@@ -343,17 +343,17 @@ class Graphs:
         A kernel that the capture missed would have left the right numbers for the same ids, and for others if the step
         itself went first.
         """
-        own = ids.clone()
+        step_ids = ids.clone()
         try:
             ids.add_(1).remainder_(output.shape[-1])
             output.zero_()
             graph.replay()
-            found = output.clone()
+            replayed = output.clone()
             step()
-            if not _alike(found, output):
+            if not _alike(replayed, output):
                 raise ReplayError("a replay gave other numbers than the run that was captured")
         finally:
-            ids.copy_(own)
+            ids.copy_(step_ids)
         graph.replay()  # and the caches hold what they held
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -420,16 +420,16 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:
-            found = func.decompose(*args, **(kwargs or {}))
-        if found is not NotImplemented:
-            return found
+            output = func.decompose(*args, **(kwargs or {}))
+        if output is not NotImplemented:
+            return output
         tensors = _tensors((args, kwargs))
         if any(t.device.type == self._device.type for t in tensors) and _waits(func, tensors):
             raise UncapturableError(f"{func} makes the host wait for the device")
-        found = func(*args, **(kwargs or {}))
-        if func in _COPIES and len({t.device.type for t in tensors + _tensors(found)}) > 1:
+        output = func(*args, **(kwargs or {}))
+        if func in _COPIES and len({t.device.type for t in tensors + _tensors(output)}) > 1:
             raise UncapturableError(f"{func} makes the host wait for the device")
-        return found
+        return output
 
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -447,12 +447,14 @@ def _waits(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     return bool(_WAITING.intersection(func.tags))
 
 
-def _alike(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether logits (T, V) agree, a few rows at a time: in float32 they take as much memory as a small model."""
-    pieces = (torch.split(rows, _COMPARED_ROWS) for rows in (found, expected))
-    for some, others in zip(*pieces, strict=True):
-        scale = float(others.float().abs().nan_to_num().max())
-        if not torch.allclose(some.float(), others.float(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
+    pieces = (torch.split(rows, _COMPARED_ROWS) for rows in (actual, expected))
+    for actual_piece, expected_piece in zip(*pieces, strict=True):
+        scale = float(expected_piece.float().abs().nan_to_num().max())
+        if not torch.allclose(
+            actual_piece.float(), expected_piece.float(), rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True
+        ):
             return False
     return True
 
@@ -489,8 +491,8 @@ class DraftInput:
 class DraftRun:
     """Tokens of many drafts (those `chosen` at a time: B) and the logits `behind` them (B, V), on the device."""
 
-    def __init__(self, chosen: Sequence[torch.Tensor], behind: Sequence[torch.Tensor]) -> None:
-        self._behind = behind
+    def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
+        self._behind = logits_after
         self._sent = Download(torch.stack(list(chosen)))
         self._rows: list[list[int]] | None = None
 
@@ -543,8 +545,8 @@ class StaticRunner:
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment in one step; logits (wanted, V) of each."""
         step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
-        wanted = step.fill(segments)
-        return list(torch.split(self._run(step).index_select(0, wanted), [s.wanted for s in segments]))
+        logit_rows = step.fill(segments)
+        return list(torch.split(self._run(step).index_select(0, logit_rows), [s.wanted for s in segments]))
 
     def draft(self, drafts: Sequence[DraftInput]) -> DraftRun:
         """Choose and feed the tokens of many drafts, as often as the longest one wants; waits for nothing.
@@ -554,20 +556,20 @@ class StaticRunner:
         longest = max(draft.count for draft in drafts)
         rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
         choose = BatchSampling([d.sampler for d in drafts], [d.blocked for d in drafts], [d.history for d in drafts])
-        chosen, behind = [choose(logits, 0)], list[torch.Tensor]()
+        chosen, logits_after = [choose(logits, 0)], list[torch.Tensor]()
         if longest > 1:
             for row in rows:
                 row.reserve(row.used + longest)
             step = self._step([(row, 1) for row in rows], tree=False)
             at = step.begin(rows)
-            for ahead in range(1, longest):
+            for offset in range(1, longest):
                 step.ids.index_copy_(0, at, chosen[-1].clamp(min=0))
-                behind.append(self._run(step).index_select(0, at))
-                chosen.append(choose(behind[-1], ahead))
+                logits_after.append(self._run(step).index_select(0, at))
+                chosen.append(choose(logits_after[-1], offset))
                 step.advance()
         for draft in drafts:
             draft.row.used += draft.count - 1
-        return DraftRun(chosen, behind)
+        return DraftRun(chosen, logits_after)
 
     def warm_up(self, row: CacheRow) -> None:
         """Run the steps that draft behind this row and that verify a few or some dozens of tokens, and capture them."""
@@ -641,9 +643,9 @@ class StaticRunner:
             self._logits[size] = like.new_empty(size, like.shape[-1])
         return self._logits[size][:tokens]
 
-    def _step(self, wanted: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
+    def _step(self, requests: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
         """The step of the smallest shape that holds so many tokens of these rows."""
-        shapes = shapes_of(wanted, tree)
+        shapes = shapes_of(requests, tree)
         key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
         step = self._steps.get(key)
         if step is None or not step.is_valid:

@@ -24,7 +24,7 @@ from specfuse_shared.members.local.session import MOST_GUESSED
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES
 from specfuse_shared.placement.sizing import only_cpu
-from specfuse_shared.runtime.kv_cache import TREE_ROOM, next_rows, row_capacity
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, next_rows, row_capacity
 from specfuse_shared.runtime.mps import empty_cache
 
 _PREFIX_SHARE = 0.125
@@ -70,13 +70,13 @@ class Budget:
         self._logits: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         branches = len(self._members) + _BRANCHES
-        most = [m.cache_branches // branches for m in self._members if m.cache_branches]
-        self.most_answers = max(1, min([config.max_concurrent, *most]))
+        row_limits = [m.cache_branches // branches for m in self._members if m.cache_branches]
+        self.most_answers = max(1, min([config.max_concurrent, *row_limits]))
 
     def prefix_bytes(self, member: MemberInfo) -> int:
         """Bytes for what a member remembers of past answers."""
-        own = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
-        return int(self._prefix_share * min(own, default=0))
+        shares = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
+        return int(self._prefix_share * min(shares, default=0))
 
     def needs(self, session: AnswerSession | ScoringSession) -> Need:
         """What the answer may need. Raises `RequestError` if it could not even run alone."""
@@ -94,7 +94,7 @@ class Budget:
             if member.cache_tokens is not None:
                 tokens[member.name] = min(slots, member.cache_tokens)
             else:
-                rows[member.name] = _grown(prompts[member.name] + TREE_ROOM, slots, member)
+                rows[member.name] = _grown(prompts[member.name] + TREE_CAPACITY, slots, member)
             for device, share in member.devices.items():
                 logits[device] += int(share * tried * member.vocabulary_size * LOGIT_BYTES)
         alone = Counter(logits)
@@ -122,7 +122,7 @@ class Budget:
                     self.free(Need(taken, need.logits, need.tokens))
                     return False
                 taken[name].append(capacity)
-        if running and not self._has_room():
+        if running and not self._has_capacity():
             self.free(need)
             return False
         return True
@@ -134,8 +134,8 @@ class Budget:
             blocks = self._blocks[name, capacity]
             blocks.used -= 1
             # an empty block is given back, or will be where its memory is wanted; one that grew is empty with its last
-            least = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
-            while blocks.sizes and sum(blocks.sizes[:-1]) >= least:
+            minimum = blocks.used if self._of[name].fixed_blocks else min(1, blocks.used) * sum(blocks.sizes)
+            while blocks.sizes and sum(blocks.sizes[:-1]) >= minimum:
                 blocks.sizes.pop()
 
     def _has_tokens(self, need: Need) -> bool:
@@ -151,7 +151,7 @@ class Budget:
             return True
         for size in next_rows(blocks.sizes, capacity, member.smallest_row, member.fixed_blocks):
             blocks.sizes.append(size)
-            if self._has_room():
+            if self._has_capacity():
                 return True
             blocks.sizes.pop()
         if alone:
@@ -160,11 +160,11 @@ class Budget:
         blocks.used -= 1
         return False
 
-    def _has_room(self) -> bool:
-        held = Counter(self._logits)
+    def _has_capacity(self) -> bool:
+        reserved = Counter(self._logits)
         for (name, capacity), blocks in self._blocks.items():
-            held.update(self._bytes(name, capacity, sum(blocks.sizes)))
-        return all(amount <= self._room(device) for device, amount in held.items())
+            reserved.update(self._bytes(name, capacity, sum(blocks.sizes)))
+        return all(amount <= self._room(device) for device, amount in reserved.items())
 
     def _bytes(self, name: str, capacity: int, rows: int) -> dict[str, int]:
         """Bytes of so many rows on each of a member's devices."""
@@ -183,10 +183,10 @@ class Budget:
 def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
     """Capacities of a row that begins with room for `first` slots and grows to `slots`."""
     last = row_capacity(max(first, slots), member.smallest_row)
-    found = [last]
-    while not member.fixed_blocks and found[0] > row_capacity(first, member.smallest_row):
-        found.insert(0, found[0] // 2)
-    return found
+    sizes = [last]
+    while not member.fixed_blocks and sizes[0] > row_capacity(first, member.smallest_row):
+        sizes.insert(0, sizes[0] // 2)
+    return sizes
 
 
 KERNELS_ENV, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128

@@ -35,11 +35,11 @@ from specfuse_shared.serving.admission import Budget, bound_kernels, release
 from specfuse_shared.serving.calls import CallOptions, Conversation, check_texts, conversation_of, one_each, tools_of
 from specfuse_shared.serving.scheduler import (
     EventStream,
-    Opener,
-    Opening,
-    Places,
+    PendingCall,
+    QueueSlots,
     Request,
     Scheduler,
+    Submitter,
     result_of,
     results_of,
 )
@@ -82,7 +82,7 @@ class EnsembleEngine:
         self.config = as_config(config, **settings)
         self._assembly = Assembly(())
         self._scheduler: Scheduler | None = None
-        self._opener: Opener | None = None
+        self._opener: Submitter | None = None
         self._metrics = Metrics()
         self._loading = threading.Lock()
         self._reading = threading.Lock()
@@ -137,8 +137,8 @@ class EnsembleEngine:
                 budget = Budget(self.config, infos, shared_out(free))
                 for lane in assembly.lanes:
                     lane.remember({info.name: budget.prefix_bytes(info) for info in lane.members})
-                scheduler = Scheduler(assembly, budget, Places(self.config), self._metrics)
-                self._opener = Opener(assembly.members, scheduler)
+                scheduler = Scheduler(assembly, budget, QueueSlots(self.config), self._metrics)
+                self._opener = Submitter(assembly.members, scheduler)
                 self._assembly, self._scheduler = assembly, scheduler
                 weakref.finalize(self, scheduler.close)
                 limit_threads_after_fork()
@@ -205,7 +205,7 @@ class EnsembleEngine:
         `GenerationError` with the text so far. Closing or dropping the iterator stops the answer within one
         forward pass and frees its caches.
         """
-        return self._begin(Opening(self.config, messages, params, options))[1]
+        return self._begin(PendingCall(self.config, messages, params, options))[1]
 
     def generate_batch(
         self,
@@ -219,8 +219,11 @@ class EnsembleEngine:
 
         The first error is raised when all have ended; `return_exceptions=True` returns errors in their places instead.
         """
-        asked = zip(conversations, one_each(conversations, params), strict=True)
-        return results_of([partial(self.stream, each, own, **options) for each, own in asked], return_exceptions)
+        requests = zip(conversations, one_each(conversations, params), strict=True)
+        return results_of(
+            [partial(self.stream, each, request_params, **options) for each, request_params in requests],
+            return_exceptions,
+        )
 
     def generate_each(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
@@ -233,14 +236,14 @@ class EnsembleEngine:
         calls: list[CallOptions] = [{**options, "members": each} for each in (names, *([name] for name in names))]
         starts = [partial(self.stream, messages, params, **call) for call in calls]
         joint, *alone = results_of(starts, return_exceptions=True)
-        for found in (joint, *alone):
-            if isinstance(found, Exception) and (found is joint or not isinstance(found, SpecFuseError)):
-                raise found
+        for outcome in (joint, *alone):
+            if isinstance(outcome, Exception) and (outcome is joint or not isinstance(outcome, SpecFuseError)):
+                raise outcome
         of = dict(zip(names, alone, strict=True))
         return SideBySide(
             joint,
-            {name: found for name, found in of.items() if isinstance(found, EnsembleResult)},
-            {name: found for name, found in of.items() if isinstance(found, SpecFuseError)},
+            {name: outcome for name, outcome in of.items() if isinstance(outcome, EnsembleResult)},
+            {name: outcome for name, outcome in of.items() if isinstance(outcome, SpecFuseError)},
         )
 
     def log_probabilities(
@@ -252,7 +255,7 @@ class EnsembleEngine:
         cannot be served, and `GenerationError` if all members fail.
         """
         check_texts("log_probabilities", texts if all(texts) else ())
-        request, events = self._begin(Opening(self.config, messages, None, options, texts))
+        request, events = self._begin(PendingCall(self.config, messages, None, options, texts))
         result_of(events)
         assert isinstance(request.session, ScoringSession)
         return request.session.scores
@@ -281,7 +284,7 @@ class EnsembleEngine:
         def deliver(item: Event | Exception) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
 
-        opening = Opening(self.config, messages, params, options)
+        opening = PendingCall(self.config, messages, params, options)
         self._check_open()
         opener = self._opener
         if opener is None:
@@ -327,14 +330,14 @@ class EnsembleEngine:
         state = "closed" if self._closed else "loaded" if self._members else "not loaded"
         return f"EnsembleEngine({', '.join(self.config.names)}; {state})"
 
-    def _ready(self) -> Opener:
+    def _ready(self) -> Submitter:
         self.load()
         if (opener := self._opener) is None:
             self._check_open()
             raise EngineClosedError()
         return opener
 
-    def _begin(self, opening: Opening) -> tuple[Request, EventStream]:
+    def _begin(self, opening: PendingCall) -> tuple[Request, EventStream]:
         opener, items = self._ready(), SimpleQueue[Event | Exception]()
         request = opener.open(opening.start(), items.put)
         return request, EventStream(items, partial(opener.cancel, request), self)
@@ -418,12 +421,12 @@ class _Registry:
             self._shared = [shared for shared in self._shared if shared not in dead]
             for shared in dead:
                 shared.engine.close()  # one that broke still holds its weights
-            found = next((shared for shared in self._shared if shared.engine.config == config), None)
-            if found is None:
-                found = _Shared(EnsembleEngine(config))
-                self._shared.append(found)
-            found.holders += 1
-            return EngineLease(found.engine, partial(self.release, found))
+            shared_engine = next((shared for shared in self._shared if shared.engine.config == config), None)
+            if shared_engine is None:
+                shared_engine = _Shared(EnsembleEngine(config))
+                self._shared.append(shared_engine)
+            shared_engine.holders += 1
+            return EngineLease(shared_engine.engine, partial(self.release, shared_engine))
 
     def release(self, shared: _Shared, close: bool) -> None:
         with self._lock:

@@ -53,15 +53,15 @@ def _families(
     for name in ("queue_seconds", "first_segment_seconds", "answer_seconds", "active_members", "batch_size"):
         histogram = core.HistogramMetricFamily(f"{prefix}_{name}", _help(name), labels=labels)
         for of, snapshot in snapshots.items():
-            found: Histogram = getattr(snapshot, name)
-            histogram.add_metric(of, _buckets(found), found.total)
+            values: Histogram = getattr(snapshot, name)
+            histogram.add_metric(of, _buckets(values), values.total)
         yield histogram
 
 
-def _buckets(found: Histogram) -> list[tuple[str, float]]:
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Upper bounds, and how many values are not above each."""
-    ends = [*map(str, found.bounds), "+Inf"]
-    return [(end, sum(found.counts[: n + 1])) for n, end in enumerate(ends)]
+    ends = [*map(str, histogram.bounds), "+Inf"]
+    return [(end, sum(histogram.counts[: n + 1])) for n, end in enumerate(ends)]
 
 
 _LABELLED = (

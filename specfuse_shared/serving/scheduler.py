@@ -47,7 +47,7 @@ from specfuse_shared.errors import (
     UnfinishedValueError,
 )
 from specfuse_shared.events import EnsembleResult, Event, FinishEvent
-from specfuse_shared.fusion.participants import Deadline, Traffic, Wanted
+from specfuse_shared.fusion.participants import Deadline, LaneStats, Wanted
 from specfuse_shared.fusion.round import ScoringSession
 from specfuse_shared.fusion.session import AnswerSession, Work
 from specfuse_shared.members.assembly import Assembly
@@ -66,7 +66,7 @@ from specfuse_shared.serving.telemetry import AnswerSpan, Metrics
 from specfuse_shared.text.tool_calls import ToolUse
 
 
-class Places:
+class QueueSlots:
     """Who may run, wait, or get ready to wait: `max_concurrent` and `max_queue` together.
 
     Every method may be called from any thread.
@@ -272,15 +272,19 @@ def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exception
     return ended
 
 
-def traffic_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int]) -> Traffic:
+def lane_stats_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int]) -> LaneStats:
     """What answers may know of the engine's lanes when they choose who leads."""
     lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
     devices = [[d for info in lane.members for d in info.devices] for lane in assembly.lanes]
     # a device elsewhere is named with its lane: "name/cuda:0"
     slow = ("cpu", "disk")
-    fast = [n for n, own in enumerate(devices) if own and not any(d.rpartition("/")[2] in slow for d in own)]
+    fast = [
+        n
+        for n, of_member in enumerate(devices)
+        if of_member and not any(d.rpartition("/")[2] in slow for d in of_member)
+    ]
     elsewhere = frozenset(info.name for lane in assembly.lanes for info in lane.members if not info.devices)
-    return Traffic(lane_of, answers, metrics.step_seconds, frozenset(fast), elsewhere)
+    return LaneStats(lane_of, answers, metrics.step_seconds, frozenset(fast), elsewhere)
 
 
 logger = logging.getLogger(__name__)
@@ -293,13 +297,13 @@ class LaneDiedError(RuntimeError):
 class Scheduler:
     """Owns the worker thread of an engine. Every method may be called from any thread."""
 
-    def __init__(self, assembly: Assembly, budget: Budget, places: Places, metrics: Metrics) -> None:
+    def __init__(self, assembly: Assembly, budget: Budget, places: QueueSlots, metrics: Metrics) -> None:
         self._assembly = assembly
         self._own = assembly.own
         self._budget = budget
         self._metrics = metrics
         self.places = places
-        self.traffic = traffic_of(assembly, metrics, lambda: len(self._running))
+        self.traffic = lane_stats_of(assembly, metrics, lambda: len(self._running))
         self._changed = threading.Condition()
         self._running: dict[int, Request] = {}
         self._queue = deque[Request]()
@@ -371,7 +375,7 @@ class Scheduler:
         try:
             while self._await_work():
                 self._pass_on()
-                if self._own is not None and self._own.patience == 0:
+                if self._own is not None and self._own.wait_seconds == 0:
                     self._own.step()
         except BaseException as error:
             logger.exception("the engine's worker stopped")
@@ -394,10 +398,10 @@ class Scheduler:
             while self._closed is None:
                 self._remove_stopped()
                 admitted = self._admit()
-                patience = None if self._own is None else self._own.patience
-                if admitted or self._arrived or self._wanted or patience == 0 or self._next_lateness() <= 0:
+                wait_seconds = None if self._own is None else self._own.wait_seconds
+                if admitted or self._arrived or self._wanted or wait_seconds == 0 or self._next_lateness() <= 0:
                     break
-                self._changed.wait(min(self._next_deadline(), patience or threading.TIMEOUT_MAX))
+                self._changed.wait(min(self._next_deadline(), wait_seconds or threading.TIMEOUT_MAX))
             else:
                 return False
         for request in admitted:
@@ -426,8 +430,8 @@ class Scheduler:
     def _next_deadline(self) -> float:
         """Seconds to the first deadline, of an answer or of a round; without one, as long as a lock may wait."""
         ends = [r.deadline for r in (*self._queue, *self._running.values()) if r.deadline is not None and not r.over]
-        left = min(ends) - time.monotonic() if ends else threading.TIMEOUT_MAX
-        return max(0.0, min(left, self._next_lateness()))
+        seconds = min(ends) - time.monotonic() if ends else threading.TIMEOUT_MAX
+        return max(0.0, min(seconds, self._next_lateness()))
 
     def _next_lateness(self) -> float:
         """Seconds to when the next member is late; without one, as long as a lock may wait."""
@@ -447,9 +451,9 @@ class Scheduler:
         while self._arrived:
             self._receive(self._arrived.popleft())
         self._go_on_without_late()
-        wanted, self._wanted = self._wanted, []
+        waiting, self._wanted = self._wanted, []
         by_lane: dict[int, list[StageRequest]] = defaultdict(list)
-        for request in wanted:
+        for request in waiting:
             by_lane[self.traffic.lane_of[request.member]].append(request)
         for number, requests in by_lane.items():
             self._assembly.lanes[number].submit(requests)
@@ -498,7 +502,7 @@ class Scheduler:
         results, request.results = request.results, {}
         try:
             # a generator takes nothing before its first stages
-            wanted = request.work.send(results) if request.begun else next(request.work)
+            ops = request.work.send(results) if request.begun else next(request.work)
             request.begun = True
         except StopIteration:
             self._finish(request)
@@ -510,16 +514,16 @@ class Scheduler:
             cause.__cause__ = error
             self._fail(request, cause)
         else:
-            self._want(request, wanted)
+            self._want(request, ops)
             self._deliver(request)
             if not request.asked and not request.late:
                 self._advance(request)
 
-    def _want(self, request: Request, wanted: Wanted) -> None:
-        ops = wanted.ops
-        request.asked, request.answered = set(ops) - wanted.unwaited, {}
+    def _want(self, request: Request, requested: Wanted) -> None:
+        ops = requested.ops
+        request.asked, request.answered = set(ops) - requested.unwaited, {}
         request.late -= ops.keys()
-        request.round_deadline = wanted.deadline
+        request.round_deadline = requested.deadline
         opening = {name for name, op in ops.items() if isinstance(op, Open)}
         request.held |= opening
         request.closing = (request.closing - opening) | {n for n, op in ops.items() if isinstance(op, Close)}
@@ -544,9 +548,11 @@ class Scheduler:
         if request.work is not None:
             request.work.close()
         self._wanted = [w for w in self._wanted if w.answer != request.number or isinstance(w.op, Close)]
-        kept = error is None or isinstance(error, (RequestTimeoutError, UnfinishedValueError))
+        keeps_prefix = error is None or isinstance(error, (RequestTimeoutError, UnfinishedValueError))
         still = request.held - request.closing
-        self._want(request, Wanted({name: Close(remember=kept and name not in request.faulty) for name in still}))
+        self._want(
+            request, Wanted({name: Close(remember=keeps_prefix and name not in request.faulty) for name in still})
+        )
         with self._changed:
             if request in self._queue:
                 self._queue.remove(request)
@@ -591,7 +597,7 @@ OPENING_THREADS = 4
 """Threads that read the prompts of asynchronous calls; encoding hardly runs in parallel, so more would gain nothing."""
 
 
-class Opening:
+class PendingCall:
     """A call on its way into the queue. Raises what is wrong with it at the first look: `RequestError`, `ConfigError`.
 
     `deadline`: when its timeout passes, by the monotonic clock. `texts`: what members shall judge instead of answering.
@@ -635,7 +641,7 @@ class Opening:
             raise RequestTimeoutError("the timeout passed while the prompt was read", text="")
 
 
-class Opener:
+class Submitter:
     """Opens requests of the loaded `members`. Every method may be called from any thread or event loop."""
 
     def __init__(self, members: Sequence[Member], scheduler: Scheduler) -> None:
@@ -643,12 +649,12 @@ class Opener:
         self._scheduler = scheduler
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="specfuse-opening")
 
-    def open(self, opening: Opening, deliver: Deliver) -> Request:
+    def open(self, opening: PendingCall, deliver: Deliver) -> Request:
         """The request in the queue. Raises `RequestError` for one that cannot be served, before any work."""
         self._scheduler.places.take(opening.seconds_left)
         return self._submit(opening, deliver)
 
-    async def aopen(self, opening: Opening, deliver: Deliver) -> Request:
+    async def aopen(self, opening: PendingCall, deliver: Deliver) -> Request:
         """`open` without blocking the event loop. A thread cannot be stopped: what a cancelled call opens is closed."""
         await self._scheduler.places.atake(opening.seconds_left)
         submit = partial(copy_context().run, self._submit, opening, deliver)
@@ -674,7 +680,7 @@ class Opener:
     def close(self) -> None:
         self._pool.shutdown(wait=False)
 
-    def _submit(self, opening: Opening, deliver: Deliver) -> Request:
+    def _submit(self, opening: PendingCall, deliver: Deliver) -> Request:
         try:
             span = AnswerSpan(opening.config.names, opening.params)
         except Exception:
@@ -695,7 +701,7 @@ class Opener:
             raise
         return request
 
-    def _session(self, opening: Opening) -> AnswerSession | ScoringSession:
+    def _session(self, opening: PendingCall) -> AnswerSession | ScoringSession:
         members = [member for member in self._members if member.name in opening.config.names]
         traffic, check = self._scheduler.traffic, opening.check
         if opening.texts:

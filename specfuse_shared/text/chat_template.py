@@ -172,8 +172,8 @@ def find_markers(template: str, thinking: bool | Sequence[str]) -> Markers | Non
     if not isinstance(thinking, bool):
         start, end = thinking
         return replace(_between(start, end), wanted=True)
-    known = next((markers for markers in KNOWN if _knows(template, markers)), None)
-    return replace(known, wanted=thinking) if known else None
+    markers_known = next((markers for markers in KNOWN if _knows(template, markers)), None)
+    return replace(markers_known, wanted=thinking) if markers_known else None
 
 
 def _knows(template: str, markers: Markers) -> bool:
@@ -207,9 +207,9 @@ class TurnMarks:
     ) -> None:
         plain = [text for text in borders[1:] if text.strip() and not has_control(text)]
         # where one border is text, marks that stand beside control tokens elsewhere look like turns, too
-        others = [part for text in borders if has_control(text) for part in without_control(text)] if plain else []
+        plain_parts = [part for text in borders if has_control(text) for part in without_control(text)] if plain else []
         patterns = {pattern for text in plain for pattern in _patterns(text)}
-        patterns |= {pattern for text in others for pattern in _patterns(text) if not _WORDS_ONLY.fullmatch(text)}
+        patterns |= {pattern for text in plain_parts for pattern in _patterns(text) if not _WORDS_ONLY.fullmatch(text)}
         longest_first = sorted(patterns, key=lambda pattern: (-len(pattern), pattern))
         self._search = re.compile("|".join(longest_first), re.MULTILINE) if patterns else None
 
@@ -221,15 +221,15 @@ class TurnMarks:
 def _patterns(text: str) -> list[str]:
     """Finds each line of a border: one that begins a line there only where it begins one, a mere word only alone."""
     lines = text.split("\n")
-    found = []
+    patterns = []
     for number, line in enumerate(lines):
         if not (mark := line.strip()):
             continue
         begins, ends = number > 0, number < len(lines) - 1
         alone = ends and bool(_WORDS_ONLY.fullmatch(mark))
         whole = re.escape(mark) + (_LINE_END if alone else "")
-        found.append(f"{_LINE_START}(?i:{whole})" if begins or alone else whole)
-    return found
+        patterns.append(f"{_LINE_START}(?i:{whole})" if begins or alone else whole)
+    return patterns
 
 
 def _break(match: re.Match[str]) -> str:
@@ -286,16 +286,16 @@ class TextGuard:
         if self._clean or not self._has_control(text):
             return text
         replaced = self._control.sub(lambda m: self._sentinel(m.group()), text) if self._control else text
-        seen = _SENTINEL.sub(lambda m: " " if m[1] == self._nonce else m[0], replaced)
-        return self._sentinel(text) if self._has_control(seen) else replaced
+        visible = _SENTINEL.sub(lambda m: " " if m[1] == self._nonce else m[0], replaced)
+        return self._sentinel(text) if self._has_control(visible) else replaced
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """The rendered prompt as (piece, is plain text)."""
         parts, end = list[tuple[str, bool]](), 0
-        for found in _SENTINEL.finditer(rendered):
-            if found[1] == self._nonce:
-                parts += [(rendered[end : found.start()], False), (self._texts[int(found[2])], True)]
-                end = found.end()
+        for match in _SENTINEL.finditer(rendered):
+            if match[1] == self._nonce:
+                parts += [(rendered[end : match.start()], False), (self._texts[int(match[2])], True)]
+                end = match.end()
         return [*parts, (rendered[end:], False)]
 
     def _sentinel(self, text: str) -> str:
@@ -408,11 +408,11 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self._options = {**options, "enable_thinking": bool(thinking)}
         self._member = member
-        own = getattr(tokenizer, "chat_template", None)
-        if isinstance(own, dict):
-            own = own.get("default")
-        self.template: str = template or own or PLAIN_TEMPLATE
-        self.kind: Literal["given", "own", "plain"] = "given" if template else "own" if own else "plain"
+        chat_template = getattr(tokenizer, "chat_template", None)
+        if isinstance(chat_template, dict):
+            chat_template = chat_template.get("default")
+        self.template: str = template or chat_template or PLAIN_TEMPLATE
+        self.kind: Literal["given", "own", "plain"] = "given" if template else "own" if chat_template else "plain"
         self.markers = find_markers(self.template, thinking)
         if thinking and self.markers is None:
             raise MemberLoadError(
@@ -550,8 +550,10 @@ class PromptEncoder:
     def _lost(self, turns: list[Turn], tools: Sequence[Mapping[str, Any]]) -> Turn | None:
         """A turn whose text or calls the template leaves out, found by markers in their place."""
         probes = [marked(turn, f"specfuse-{number}-") for number, turn in enumerate(turns)]
-        shown = set(_MARK.findall(self.render([turn for turn, _ in probes], tools)))
-        return next((t for t, (_, marks) in zip(turns, probes, strict=True) for m in marks if m not in shown), None)
+        rendered_marks = set(_MARK.findall(self.render([turn for turn, _ in probes], tools)))
+        return next(
+            (t for t, (_, marks) in zip(turns, probes, strict=True) for m in marks if m not in rendered_marks), None
+        )
 
     def _parse(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []

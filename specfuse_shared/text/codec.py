@@ -38,8 +38,8 @@ _PROBES = (
 def _byte_alphabet() -> dict[str, int]:
     """The characters that byte-level tokenizers write for bytes: printable ones for themselves, others from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in plain]
-    return {chr(value): value for value in plain} | {chr(0x100 + n): value for n, value in enumerate(others)}
+    rest = [value for value in range(256) if value not in plain]
+    return {chr(value): value for value in plain} | {chr(0x100 + n): value for n, value in enumerate(rest)}
 
 
 _BYTE_OF = _byte_alphabet()
@@ -122,14 +122,14 @@ class Codec:
     def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Text that `ids` add behind the ids `before` (which end with a whole character)."""
         tail = list(before[-_TAIL_IDS:])
-        known, whole = self.decode(tail), self.decode([*tail, *ids])
-        if not whole.startswith(known):
-            tail, known, whole = list(before), self.decode(before), self.decode([*before, *ids])
+        before_text, whole = self.decode(tail), self.decode([*tail, *ids])
+        if not whole.startswith(before_text):
+            tail, before_text, whole = list(before), self.decode(before), self.decode([*before, *ids])
         if self.lead and len(tail) == len(before):
-            known, whole = self._behind_lead(known), self._behind_lead(whole)
-        return whole[len(known) :]
+            before_text, whole = self._after_lead(before_text), self._after_lead(whole)
+        return whole[len(before_text) :]
 
-    def _behind_lead(self, decoded: str) -> str:
+    def _after_lead(self, decoded: str) -> str:
         """The text of an answer's ids from the first on, without as much of the lead as they begin with."""
         same = next((n for n, pair in enumerate(zip(self.lead, decoded, strict=False)) if pair[0] != pair[1]), None)
         return decoded[min(len(self.lead), len(decoded)) if same is None else same :]
@@ -141,21 +141,21 @@ class Codec:
     def pieces(self, text: str) -> list[bytes]:
         """The UTF-8 bytes of each token of a text's canonical encoding; joined, they are the text."""
         ids = self.encode(text)
-        return self.pieces_behind((), ids, text)
+        return self.pieces_after((), ids, text)
 
-    def pieces_behind(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
+    def pieces_after(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
         """The UTF-8 bytes of each of the `ids` that end in `text`, behind the ids `before`; joined, they are the text.
 
         Those that stand in front of it have none: a blank that tokenizers put before every text, or what a token that
         reaches into the text took from the one before it.
         """
-        found, wanted = [self.bytes_of(token_id) for token_id in ids], text.encode()
-        over = sum(map(len, found)) - len(wanted)
-        if over < 0 or b"".join(found)[over:] != wanted:
+        pieces, encoded = [self.bytes_of(token_id) for token_id in ids], text.encode()
+        over = sum(map(len, pieces)) - len(encoded)
+        if over < 0 or b"".join(pieces)[over:] != encoded:
             return self._pieces_as_read(before, ids, text)
-        for n, piece in enumerate(found):
-            found[n], over = piece[max(over, 0) :], over - len(piece)
-        return found
+        for n, piece in enumerate(pieces):
+            pieces[n], over = piece[max(over, 0) :], over - len(piece)
+        return pieces
 
     def _pieces_as_read(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
         """What each token adds to the text, where bytes that are no characters are read as U+FFFD."""
@@ -171,11 +171,11 @@ class Codec:
 
     def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
         """The UTF-8 bytes of tokens that might stand in the place of each of a text's; a control token is its name."""
-        found = self.spelled(places)
-        own, pieces = self.encode(text), self.pieces(text)
-        if own and self.bytes_of(own[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
-            found[:1] = [[piece.removeprefix(b" ") for piece in first] for first in found[:1]]
-        return found
+        spelled = self.spelled(places)
+        ids, pieces = self.encode(text), self.pieces(text)
+        if ids and self.bytes_of(ids[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
+            spelled[:1] = [[piece.removeprefix(b" ") for piece in first] for first in spelled[:1]]
+        return spelled
 
     def head(self, encoding: Encoding, count: int) -> str:
         """The whole characters of the text that its first `count` tokens cover."""
@@ -219,10 +219,10 @@ class Codec:
 
 def _last_but_one_anchor(text: str) -> int:
     """Where it is, behind the text's beginning; 0 if there is none. Looked for from the end, where it is near."""
-    found, at = 0, text.rfind(" ")
+    anchors, at = 0, text.rfind(" ")
     while at > 0:
-        found += not text[at - 1].isspace() and text[at + 1 : at + 2].isalnum()
-        if found == 2:
+        anchors += not text[at - 1].isspace() and text[at + 1 : at + 2].isalnum()
+        if anchors == 2:
             return at
         at = text.rfind(" ", 0, at)
     return 0
@@ -246,16 +246,18 @@ def _twin(backend: Any, control_ids: frozenset[int]) -> Any:
 
     twin, added = Tokenizer(backend.model), backend.get_added_tokens_decoder()
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (found := getattr(backend, part)) is not None:
-            setattr(twin, part, found)
+        if (component := getattr(backend, part)) is not None:
+            setattr(twin, part, component)
     special = [(token.special or i in control_ids, token) for i, token in sorted(added.items())]
-    for is_special, some in itertools.groupby(
+    for is_special, tokens_alike in itertools.groupby(
         special, key=lambda pair: pair[0]
     ):  # in their order, which gives their ids
         if is_special:
-            twin.add_special_tokens([AddedToken(t.content, special=True, normalized=t.normalized) for _, t in some])
+            twin.add_special_tokens(
+                [AddedToken(t.content, special=True, normalized=t.normalized) for _, t in tokens_alike]
+            )
         else:
-            twin.add_tokens([token for _, token in some])
+            twin.add_tokens([token for _, token in tokens_alike])
     return twin
 
 

@@ -27,8 +27,8 @@ def find_stops(text: str, addition: str, stops: Sequence[str]) -> list[StopMatch
     pattern, longest = _search(tuple(stops))
     offset = max(0, len(text) - longest + 1)
     matches = pattern.finditer(text[offset:] + addition) if stops else ()
-    found = (StopMatch(offset + m.start(), offset + m.end(1), m[1]) for m in matches)
-    return [match for match in found if match.end > len(text)]
+    stop_matches = (StopMatch(offset + m.start(), offset + m.end(1), m[1]) for m in matches)
+    return [match for match in stop_matches if match.end > len(text)]
 
 
 def find_stop(text: str, addition: str, stops: Sequence[str]) -> StopMatch | None:
@@ -68,13 +68,13 @@ class StopHold:
         """Take new text; return what may be shown."""
         self._held += text
         keep = partial_stop(self._held, self.stops)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        self.released += len(shown)
-        return shown
+        released, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self.released += len(released)
+        return released
 
     def finish(self, text: str, total: int) -> str:
         """Take the last text; return all that was held, up to character `total` of the whole answer."""
-        shown = (self._held + text)[: max(0, total - self.released)]
-        self.released += len(shown)
+        released = (self._held + text)[: max(0, total - self.released)]
+        self.released += len(released)
         self._held = ""
-        return shown
+        return released

@@ -96,13 +96,13 @@ class ToolUse:
         """What reads the answer; None if it can hold no calls."""
         return CallReader(anywhere=self.otherwise is None) if self.offered else None
 
-    def opened_by(self, text: str, behind: str) -> int:
+    def opened_by(self, text: str, after: str) -> int:
         """Bytes of the tag, or of its beginning, with which `text` opens the answer's first call; 0: it opens none.
 
         `behind`: the answer so far.
         """
         opens = text.startswith(CALL_OPEN) or (text and CALL_OPEN.startswith(text))
-        first = CALL_OPEN not in behind if self.otherwise is None else not behind
+        first = CALL_OPEN not in after if self.otherwise is None else not after
         return min(len(text), len(CALL_OPEN)) if self.offered and opens and first else 0
 
     def begins(self, text: str) -> bool:
@@ -134,8 +134,8 @@ def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise
     try:
         return Grammar.lark("\n".join(rules))
     except GrammarError as error:
-        said = re.sub("^this lark grammar", "their grammar", str(error), flags=re.IGNORECASE)
-        raise GrammarError(f"these {len(offered)} tools cannot be offered together: {said}") from None
+        message = re.sub("^this lark grammar", "their grammar", str(error), flags=re.IGNORECASE)
+        raise GrammarError(f"these {len(offered)} tools cannot be offered together: {message}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.comparing import ENSEMBLE, Answer, Comparison, QuestionSet
-from specfuse_shared.comparing.run.asking import askers_of
+from specfuse_shared.comparing.run.asking import systems_of
 
 
 def answer(text: str, pieces: Sequence[tuple[str, str]] = (), **facts: Any) -> Answer:
@@ -26,7 +26,7 @@ def made(
         {"text": f"Question {n}?", "id": f"q{n}", "references": [] if r is None else [r]} for n, r in enumerate(each)
     ]
     questions = QuestionSet.of(rows).questions
-    askers = [asker for asker in askers_of(EnsembleConfig(members), leave_one_out=True) if asker.name in texts]
+    askers = [asker for asker in systems_of(EnsembleConfig(members), leave_one_out=True) if asker.name in texts]
     answers = {
         asker.name: {q.id: answer(text, **facts) for q, text in zip(questions, texts[asker.name], strict=True)}
         for asker in askers

@@ -9,7 +9,7 @@ import pytest
 from specfuse_shared import ConfigError
 from specfuse_shared.comparing import Question
 from specfuse_shared.comparing.instructions import CHECKS, check_instruction, followed
-from specfuse_shared.comparing.metrics import agreement, goes_in_circles, score
+from specfuse_shared.comparing.metrics import agreement, is_looping, score
 
 YES: list[tuple[str, dict[str, Any], str]] = [
     ("keywords:existence", {"keywords": ["sea", "Moon"]}, "The moon pulls the sea."),
@@ -170,9 +170,9 @@ def test_agreement_is_of_words() -> None:
 
 
 def test_circles() -> None:
-    assert goes_in_circles("He ran fast.\nShe too.\nHe ran fast.\nHe ran fast.")
-    assert goes_in_circles("so " + "and on we go " * 3)
-    assert not goes_in_circles("- yes\n- yes\n- yes")
+    assert is_looping("He ran fast.\nShe too.\nHe ran fast.\nHe ran fast.")
+    assert is_looping("so " + "and on we go " * 3)
+    assert not is_looping("- yes\n- yes\n- yes")
 
 
 @pytest.mark.parametrize("reference", ["A", "the", "!", "B"])

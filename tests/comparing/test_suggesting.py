@@ -9,7 +9,7 @@ import pytest
 
 from specfuse_shared import ConfigError, SpecFuseError
 from specfuse_shared.comparing import ENSEMBLE, Suggestion, compare, suggest
-from specfuse_shared.comparing.combinations import MOST_TOLD, combination_of, suggestion_of
+from specfuse_shared.comparing.combinations import MAX_LISTED, combination_of, suggestion_of
 from specfuse_shared.members.stages import Draft, DraftAlone, Fault, StageRequest
 from tests.comparing.fakes import Fakes, Script
 
@@ -80,7 +80,7 @@ def test_members_more_than_ten_points_apart_are_warned_of() -> None:
 def test_of_many_members_the_most_promising_sets_are_told() -> None:
     found = suggestion_of({f"m{n}": points(20, first=n) for n in range(8)})
     assert found.sets == 28 + 56
-    assert len(found.combinations) == MOST_TOLD
+    assert len(found.combinations) == MAX_LISTED
 
 
 # ── asking ───────────────────────────────────────────────────────────────────────────────────────

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from specfuse_shared.fusion.participants import Lead, Traffic
-from specfuse_shared.serving.scheduler import traffic_of
+from specfuse_shared.fusion.participants import LaneStats, LeaderPolicy
+from specfuse_shared.serving.scheduler import lane_stats_of
 from specfuse_shared.serving.telemetry import Metrics
 from tests.support.tiny import byte_level_tokenizer, save_model
 
@@ -39,8 +39,8 @@ def info(size: int, may_guess: bool = True) -> SimpleNamespace:
 
 def lead(
     seconds: Mapping[str, float], answers: int, settled: Sequence[bool] = (), lanes: Sequence[int] = (0, 1)
-) -> Lead:
-    found = Lead(Traffic(dict(zip(("small", "large"), lanes, strict=True)), lambda: answers, lambda: seconds))
+) -> LeaderPolicy:
+    found = LeaderPolicy(LaneStats(dict(zip(("small", "large"), lanes, strict=True)), lambda: answers, lambda: seconds))
     for one in settled:
         found.learn(["small"], one)
     return found
@@ -49,18 +49,18 @@ def lead(
 PAIR = sides(small=100, large=100)
 
 
-def is_worth(found: Lead, tokens: int = 5) -> bool:
+def is_worth(found: LeaderPolicy, tokens: int = 5) -> bool:
     return found.leader(PAIR, PAIR.present, tokens) is not None
 
 
 def test_members_that_take_turns_have_a_leader() -> None:
     assert is_worth(lead(EVEN, answers=1, lanes=(0, 0)))
-    assert is_worth(Lead())
+    assert is_worth(LeaderPolicy())
 
 
 def test_on_a_card_that_reads_all_weights_anyway_nobody_leads() -> None:
-    def on_a_card(answers: int) -> Lead:
-        return Lead(Traffic({"small": 0, "large": 0}, lambda: answers, lambda: EVEN, frozenset({0})))
+    def on_a_card(answers: int) -> LeaderPolicy:
+        return LeaderPolicy(LaneStats({"small": 0, "large": 0}, lambda: answers, lambda: EVEN, frozenset({0})))
 
     assert is_worth(on_a_card(answers=1))
     assert not is_worth(on_a_card(answers=2))
@@ -75,16 +75,16 @@ def test_on_a_card_that_reads_all_weights_anyway_nobody_leads() -> None:
 def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str], fast: set[int]) -> None:
     member: Any = SimpleNamespace(name="m", devices=dict.fromkeys(devices, 1.0))
     assembly: Any = SimpleNamespace(lanes=(SimpleNamespace(members=(member,)),))
-    traffic = traffic_of(assembly, Metrics(), lambda: 7)
+    traffic = lane_stats_of(assembly, Metrics(), lambda: 7)
     assert (traffic.lane_of, traffic.answers(), traffic.accelerated) == ({"m": 0}, 7, fast)
 
 
 def test_members_behind_servers_share_a_lane_and_take_no_turns() -> None:
     both: Any = [SimpleNamespace(name=name, devices={}) for name in ("small", "large")]
-    traffic = traffic_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)  # type: ignore[arg-type]
+    traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)  # type: ignore[arg-type]
     assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
     for seconds, pays in ((EVEN, False), (UNEVEN, True)):
-        found = Lead(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
+        found = LeaderPolicy(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
         for _ in range(10):
             found.learn(["small"], settled=True)
         assert is_worth(found) == pays

@@ -22,7 +22,7 @@ from specfuse_shared import (
     Usage,
 )
 from specfuse_shared.frameworks.records import check_whole, finish_reason, is_closed_nearby
-from specfuse_shared.fusion.repetition import ends_in_circle, is_stuck, repeats
+from specfuse_shared.fusion.repetition import ends_in_loop, is_stuck, repeats
 from tests.support.serving import reciting
 
 
@@ -57,8 +57,8 @@ def test_less_than_that_is_none(answer: str, segment: str) -> None:
 
 
 def test_the_circle_has_to_be_at_the_end() -> None:
-    assert ends_in_circle(["x", "a", "b", "c", "a", "b", "c", "a", "b", "c"])
-    assert not ends_in_circle(["a", "b", "c", "a", "b", "c", "a", "b", "c", "x"])
+    assert ends_in_loop(["x", "a", "b", "c", "a", "b", "c", "a", "b", "c"])
+    assert not ends_in_loop(["a", "b", "c", "a", "b", "c", "a", "b", "c", "x"])
 
 
 LONG = "I would like to thank you for your work.\n\n"

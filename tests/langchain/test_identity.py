@@ -188,14 +188,14 @@ def test_load_learns_the_sizes_of_members_that_were_not_here(tiny: EnsembleEngin
 
 
 def test_no_ledger_is_none_and_segment_events_still_tell(tiny: EnsembleEngine) -> None:
-    class Heard(BaseCallbackHandler):
+    class StreamItem(BaseCallbackHandler):
         def __init__(self) -> None:
             self.members: set[str | None] = set()
 
         def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
             self.members.add(data["member"])
 
-    heard = Heard()
+    heard = StreamItem()
     model = ChatSpecFuse(engine=tiny, max_tokens=12, ledger="none", segment_events=True)
     first, *rest = model.stream(QUESTION, {"callbacks": [heard]})
     whole: AIMessageChunk = first + rest

@@ -48,11 +48,11 @@ def some_branches(choose: random.Random, size: int, length: int) -> tuple[list[i
     return draft, branches
 
 
-@pytest.mark.parametrize("keeps_spare", [False, True])
+@pytest.mark.parametrize("keeps_speculative", [False, True])
 @torch.inference_mode()
-def test_branches_and_commits_equal_plain_reading(member: Any, keeps_spare: bool) -> None:
+def test_branches_and_commits_equal_plain_reading(member: Any, keeps_speculative: bool) -> None:
     choose, tolerance = random.Random(1), TOLERANCE.get(member.name, 1e-4)
-    contexts = [member.new_sequence(keeps_spare and member.may_guess) for _ in range(2)]
+    contexts = [member.new_sequence(keeps_speculative and member.may_guess) for _ in range(2)]
     for context in contexts:
         context.prefill([choose.randrange(10, member.vocabulary_size) for _ in range(90)])
     for _ in range(12):
@@ -61,7 +61,7 @@ def test_branches_and_commits_equal_plain_reading(member: Any, keeps_spare: bool
             draft, branches = some_branches(choose, member.vocabulary_size, len(context.answer))
             for count in range(1, 6):
                 context.extend([Branch(len(context.answer), tuple(draft[:count]))])
-            guesses = (Branch(len(context.answer), (*draft, 5, 6, 7)),) if context.keeps_spare else ()
+            guesses = (Branch(len(context.answer), (*draft, 5, 6, 7)),) if context.keeps_speculative else ()
             asked.append(ForwardRequest(context, tuple(branches), guesses=guesses))
         contexts[0].run_together(asked)
         for request in asked:

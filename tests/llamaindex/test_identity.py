@@ -13,7 +13,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 
 from llamaindex_specfuse import SpecFuseLLM
-from llamaindex_specfuse.base import PROMPT_ROOM
+from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError, EngineClosedError
 from tests.llamaindex.listening import Listener
@@ -62,7 +62,7 @@ def test_a_server_is_asked_for_its_sizes_before_they_are_read(tiny_llm: SpecFuse
         assert llm.metadata.model_name == llm.model == "tiny"
         assert SpecFuseLLM(base_url=str(client.base_url), max_tokens=4).complete("Hi").raw["model"] == "tiny"
         long = SpecFuseLLM(base_url=str(client.base_url), max_tokens=4000).metadata
-        assert long.num_output == long.context_window - PROMPT_ROOM
+        assert long.num_output == long.context_window - PROMPT_RESERVE
         with pytest.raises(ConfigError, match="holds 500 tokens"):
             _ = SpecFuseLLM(base_url=str(client.base_url), context_window=500).metadata
     with pytest.raises(EngineClosedError, match="no server answers"):

@@ -10,7 +10,7 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from pydantic import BaseModel
 
 from llamaindex_specfuse import SpecFuseLLM
-from llamaindex_specfuse.base import PROMPT_ROOM
+from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, MemberConfig
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, RequestError, RequestTimeoutError
 from tests.support.faults import FAULTS, fault_in
@@ -156,7 +156,7 @@ def test_the_context_is_known_before_anything_is_loaded(tiny_members: list[Membe
     assert llm.metadata.context_window == 4096
     for longest in (4096, 100_000):  # an answer takes what its prompt leaves
         metadata = SpecFuseLLM(members=tiny_members, max_tokens=longest).metadata
-        assert (metadata.context_window, metadata.num_output) == (4096, 4096 - PROMPT_ROOM)
+        assert (metadata.context_window, metadata.num_output) == (4096, 4096 - PROMPT_RESERVE)
 
 
 def test_the_budget_of_a_prompt_is_never_negative() -> None:

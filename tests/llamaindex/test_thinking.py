@@ -14,7 +14,7 @@ from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
 from llamaindex_specfuse import SpecFuseLLM
-from llamaindex_specfuse.base import PROMPT_ROOM
+from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from tests.llamaindex.listening import ENDPOINTS, Listener, ask
 from tests.support.tiny import THINKING
@@ -97,7 +97,7 @@ def test_thoughts_of_earlier_turns_are_not_told_again(llm: SpecFuseLLM, listener
 def test_llamaindex_plans_with_room_for_thoughts(llm: SpecFuseLLM) -> None:
     assert llm.metadata.num_output == 12 + 20
     long = SpecFuseLLM(engine=llm.engine, max_tokens=12, max_thinking_tokens=3900)
-    assert long.metadata.num_output == long.metadata.context_window - PROMPT_ROOM
+    assert long.metadata.num_output == long.metadata.context_window - PROMPT_RESERVE
 
 
 # ── log-probabilities ────────────────────────────────────────────────────────────────────────────

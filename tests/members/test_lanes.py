@@ -183,27 +183,27 @@ def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: 
         lane.submit([StageRequest(answer, member.name, op) for answer in answers])
 
     def run() -> None:
-        while lane.patience is not None:
+        while lane.wait_seconds is not None:
             lane.step()
 
-    assert lane.patience is None, "there is nothing to do"
+    assert lane.wait_seconds is None, "there is nothing to do"
     ask(Open((1, 2, 3), SamplingParams(), seed=0), 1, 2, 3, 4, 5)
-    assert lane.patience == 0, "all are here"
+    assert lane.wait_seconds == 0, "all are here"
     run()
     ask(Draft(4, 0), 1, 2)
     with slowed(tiny_engine, 0.5):
         lane.step()
-        patience = lane.patience or 0.0
-        assert patience > 0, "three are away, and two are here"
-        time.sleep(patience)
-        assert lane.patience == 0, "nobody is waited for longer than the last step took"
+        wait_seconds = lane.wait_seconds or 0.0
+        assert wait_seconds > 0, "three are away, and two are here"
+        time.sleep(wait_seconds)
+        assert lane.wait_seconds == 0, "nobody is waited for longer than the last step took"
         lane.step()
-        assert lane.patience
+        assert lane.wait_seconds
         ask(Draft(4, 0), 3)
-        assert lane.patience == 0, "two are away, and three are here"
+        assert lane.wait_seconds == 0, "two are away, and three are here"
     run()
     ask(Close(), 1, 2, 3, 4, 5)
     run()
     assert [result.error for result in found] == [None] * 13
-    assert lane.patience is None
+    assert lane.wait_seconds is None
     assert not any(lane._sessions.values())

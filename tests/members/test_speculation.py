@@ -23,7 +23,7 @@ from specfuse_shared import (
 )
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.events import EnsembleResult
-from specfuse_shared.fusion.participants import Lead
+from specfuse_shared.fusion.participants import LeaderPolicy
 from specfuse_shared.members.local.session import Guesses, PromptLookup, Record
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.serving.telemetry import MetricsSnapshot
@@ -212,7 +212,7 @@ def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatc
     """Two of one model, without looking anything up: the follower finds the leader's draft by one forward."""
     monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
     # measured seconds would swap the lead between two that are equal
-    monkeypatch.setattr(Lead, "_steps", lambda lead, participants, names: dict.fromkeys(names, 1.0))
+    monkeypatch.setattr(LeaderPolicy, "_steps", lambda lead, participants, names: dict.fromkeys(names, 1.0))
     one = demo_members(dtype="float32")[0]
     config = EnsembleConfig(
         [replace(one, name="one"), replace(one, name="again")], segment_tokens=8, first_segment_tokens=None

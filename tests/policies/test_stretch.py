@@ -22,7 +22,7 @@ from specfuse_shared.policies import (
     MeanLogprob,
     ScorePolicy,
     Stretch,
-    mean_behind,
+    mean_after,
 )
 
 
@@ -170,12 +170,12 @@ def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins_if_it_is_expect
 
 def test_a_verifier_whose_last_token_begins_before_has_nothing_against_what_stands_behind() -> None:
     digits, joined = candidate((" 180", 0.3), ("0", 0.1), end=0.4), candidate((" 1800", 0.2))
-    assert mean_behind(digits, 4) == pytest.approx(0.2)
-    assert mean_behind(digits, 5) == pytest.approx(0.4)
-    assert mean_behind(joined, 4) == 1.0
+    assert mean_after(digits, 4) == pytest.approx(0.2)
+    assert mean_after(digits, 5) == pytest.approx(0.4)
+    assert mean_after(joined, 4) == 1.0
     reaching_back = CandidateLogprobs("et tart", False, [math.log(0.5), math.log(0.5), math.log(0.1)], [5, 3, 2])
-    assert mean_behind(reaching_back, 2) == pytest.approx(math.sqrt(0.05))
-    assert mean_behind(CandidateLogprobs(" 1800", False, (), ()), 4) == 0.0
+    assert mean_after(reaching_back, 2) == pytest.approx(math.sqrt(0.05))
+    assert mean_after(CandidateLogprobs(" 1800", False, (), ()), 4) == 0.0
 
 
 def test_one_expected_continuation_is_enough() -> None:

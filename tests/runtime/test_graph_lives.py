@@ -25,7 +25,7 @@ from specfuse_shared.runtime import static_runner as cuda_graphs
 from specfuse_shared.runtime import static_runner as static_batch
 from specfuse_shared.runtime import static_runner as static_runner
 from specfuse_shared.runtime.cuda_streams import ModelStream
-from specfuse_shared.runtime.model_runner import ModelRunner, share_room
+from specfuse_shared.runtime.model_runner import ModelRunner, share_memory
 from specfuse_shared.runtime.sampler import Sampler
 from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import answer_of, local_members, open_session
@@ -112,7 +112,7 @@ def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon
     driver: Driver, runner: ModelRunner
 ) -> None:
     other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
-    share_room([runner, other])
+    share_memory([runner, other])
     for each in (runner, other):
         sequence = opened(each, 0)
         for _ in range(4):
@@ -121,7 +121,7 @@ def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon
     assert runner.static is not None
     assert other.static is not None
     counts = []
-    while other.pool.make_room():
+    while other.pool.reclaim_memory():
         counts.append((runner.pool.memory_bytes, runner.static.graphs.count, other.static.graphs.count))
     held = other.static.graphs
     assert [graphs > 0 for graphs in (counts[0][1], counts[0][2])] == [True, True], "only blocks at first"
@@ -333,7 +333,7 @@ def test_greedy_choices_ask_the_device_once_a_forward(
         asked = len(picks)
         picks.clear()
         for each in local_members(engine):
-            each.runner.tells_likeliest = True
+            each.runner.reports_argmax = True
         assert [answer_of(result) for result in engine.generate_batch(questions, params)] == found == expected  # type: ignore[arg-type]
     assert asked > 150
     assert len(picks) < 0.15 * asked, "only where the likeliest token must not be said, or a draft went ahead"

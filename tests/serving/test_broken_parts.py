@@ -110,7 +110,7 @@ def test_a_lane_whose_thread_ended_says_so(tiny_engine: EnsembleEngine) -> None:
         """A lane whose first step ends its thread."""
 
         local = next(lane for lane in tiny_engine.load()._assembly.lanes if hasattr(lane, "local")).local
-        patience = 0.0
+        wait_seconds = 0.0
 
         def reply_to(self, reply: object) -> None:
             pass

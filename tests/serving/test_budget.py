@@ -12,7 +12,7 @@ import torch
 from specfuse_shared import EnsembleConfig
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.runtime.attention import MaskPlan
-from specfuse_shared.runtime.kv_cache import TREE_ROOM, CacheBlock, CachePool, CacheRow
+from specfuse_shared.runtime.kv_cache import TREE_CAPACITY, CacheBlock, CachePool, CacheRow
 from specfuse_shared.runtime.static_runner import Graphs, StaticRunner
 from specfuse_shared.serving.admission import Budget, Need
 
@@ -91,7 +91,7 @@ def test_rows_that_grow_stay_within_the_budget() -> None:
             if not admission.take(need, len(running)):
                 refused += 1
                 continue
-            running.append((need, written(pool, prompt + TREE_ROOM), prompt + answer))
+            running.append((need, written(pool, prompt + TREE_CAPACITY), prompt + answer))
         most = max(most, pool.memory_bytes)
     assert refused > 20
     assert 0.4 * room < most <= room

@@ -240,7 +240,7 @@ def test_answers_that_have_begun_keep_half_of_the_time() -> None:
     pace, reading = Pace(step=0.1, token=0.001, last=500), ReadingTime()
     answers, prompts = 0.0, 0.0
     for rides in (True, False) * 50:
-        tokens, planned = reading.pieces(pace, rides, left=1000)
+        tokens, planned = reading.pieces(pace, rides, prompt_left=1000)
         reading.saved -= planned
         work, read = 0.1 if rides else 0.0, 0.0015 * tokens + (0.1 if tokens and not rides else 0.0)
         reading.learn(pace, planned, work, read)

@@ -28,7 +28,7 @@ from specfuse_shared.members.stages import (
     Value,
     Verdicts,
     Verify,
-    nobody_waits,
+    ignore_results,
 )
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.text.codec import Encoding
@@ -65,7 +65,7 @@ class WordCodec:
     def pieces(self, text: str) -> list[bytes]:
         return [f" {word}".encode() for word in text.split()]
 
-    def pieces_behind(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
+    def pieces_after(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
         return self.pieces(text)
 
     def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
@@ -115,7 +115,7 @@ class FakeLane:
     computed: Counter[tuple[int, str]] = field(default_factory=Counter)
     closed: bool = False
     fault: Fault | None = None
-    reply: Reply = nobody_waits
+    reply: Reply = ignore_results
 
     @property
     def members(self) -> Sequence[MemberInfo]:

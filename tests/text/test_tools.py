@@ -171,8 +171,8 @@ def test_a_value_that_was_cut_is_no_call_that_has_begun() -> None:
     assert ToolUse([ADD]).begins(value)
     assert not ToolUse([ADD], otherwise=Grammar.json()).begins(value)
     assert ToolUse([ADD], otherwise=Grammar.json()).begins(ADDED[:30])
-    assert ToolUse([ADD]).opened_by(CALL_OPEN, behind="Well. ") == len(CALL_OPEN)
-    assert ToolUse([ADD], otherwise=Grammar.json()).opened_by(CALL_OPEN, behind='{"a": "') == 0
+    assert ToolUse([ADD]).opened_by(CALL_OPEN, after="Well. ") == len(CALL_OPEN)
+    assert ToolUse([ADD], otherwise=Grammar.json()).opened_by(CALL_OPEN, after='{"a": "') == 0
 
 
 def test_text_that_only_begins_like_a_call_is_text() -> None:

@@ -40,8 +40,8 @@ class Client:
 
     def __post_init__(self) -> None:
         self._allowance = float(self.settings.requests_per_minute or 0)
-        most = self.settings.max_answers
-        self._places = None if most is None else asyncio.Semaphore(most)
+        limit = self.settings.max_answers
+        self._places = None if limit is None else asyncio.Semaphore(limit)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -60,14 +60,14 @@ class Client:
             return await loop.run_in_executor(threads, read, raw)
 
         def timed() -> T:
-            began, least = time.thread_time(), REFUSED_REST
+            began, minimum = time.thread_time(), REFUSED_REST
             try:
                 value = read(raw)
-                least = 0.0
+                minimum = 0.0
                 return value
             finally:
                 rest = min(LONGEST_REST, RESTS * (time.thread_time() - began))
-                self._rests_until = time.monotonic() + max(least, rest)
+                self._rests_until = time.monotonic() + max(minimum, rest)
 
         async with self._reading:
             await asyncio.sleep(max(0.0, self._rests_until - time.monotonic()))
@@ -88,17 +88,17 @@ class Client:
         except TimeoutError:
             raise RequestTimeoutError.of("") from None
         try:
-            left = None if timeout is None else timeout - (time.monotonic() - began)
-            if left is not None and left <= 0:
+            remaining = None if timeout is None else timeout - (time.monotonic() - began)
+            if remaining is not None and remaining <= 0:
                 raise RequestTimeoutError.of("")
-            yield left
+            yield remaining
         finally:
             self._places.release()
 
     def _check(self) -> None:
-        most, per_minute = self.settings.max_requests, self.settings.requests_per_minute
-        if self.open >= most:
-            message = f"{self.open} of your requests are being answered, and {most} is the most: wait for one of them"
+        limit, per_minute = self.settings.max_requests, self.settings.requests_per_minute
+        if self.open >= limit:
+            message = f"{self.open} of your requests are being answered, and {limit} is the most: wait for one of them"
             raise HttpError(429, message, "too_many_requests")
         if per_minute is None:
             return
@@ -120,17 +120,17 @@ class Clients:
     def __init__(
         self, settings: ServerSettings, key: str | None, named: Mapping[str, ClientSettings] | None = None
     ) -> None:
-        own = Client(ClientSettings(max_requests=settings.max_requests), None if key is None else key.encode())
-        others = [Client(each, each.api_key(name).encode()) for name, each in (named or {}).items()]
-        self._clients = [*([] if others and key is None else [own]), *others]
+        default = Client(ClientSettings(max_requests=settings.max_requests), None if key is None else key.encode())
+        named_clients = [Client(each, each.api_key(name).encode()) for name, each in (named or {}).items()]
+        self._clients = [*([] if named_clients and key is None else [default]), *named_clients]
         keys = [client.key for client in self._clients]
-        for name, client in zip(named or (), others, strict=True):
+        for name, client in zip(named or (), named_clients, strict=True):
             if keys.count(client.key) > 1:
                 raise ConfigError(f"[clients.{name}] has the key of another client, or the server's: give it its own")
 
     def find(self, authorization: str) -> Client | None:
         """Who sent this header; None if its key belongs to nobody. Takes as long for any key."""
-        kind, _, given = authorization.partition(" ")
-        key = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as Starlette read it
-        known = [client for client in self._clients if client.key is None or hmac.compare_digest(key, client.key)]
-        return known[0] if known else None
+        kind, _, token = authorization.partition(" ")
+        key = token.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as Starlette read it
+        matching = [client for client in self._clients if client.key is None or hmac.compare_digest(key, client.key)]
+        return matching[0] if matching else None

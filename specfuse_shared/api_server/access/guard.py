@@ -75,13 +75,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        seen = _Seen(_request_id(headers), scope["path"] if scope["path"] in self._paths else "other")
-        scope.setdefault("state", {})["id"] = seen.id
+        entry = _Seen(_request_id(headers), scope["path"] if scope["path"] in self._paths else "other")
+        scope.setdefault("state", {})["id"] = entry.id
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = seen.id
+                entry.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-ID"] = entry.id
                 MutableHeaders(scope=message).setdefault("X-Content-Type-Options", "nosniff")
             await send(message)
 
@@ -93,12 +93,12 @@ class Guard:
             except HttpError as refusal:
                 await _refuse(answer, refusal)
             except ClientDisconnect:
-                seen.status = GONE
+                entry.status = GONE
             except Exception as error:
-                _log_failure(seen.id, error)
-                seen.status = BROKEN
+                _log_failure(entry.id, error)
+                entry.status = BROKEN
             finally:
-                self._log(scope, seen)
+                self._log(scope, entry)
 
     def _client(self, scope: Scope, headers: Headers) -> Client | None:
         """Who asks; None for an open path without a key.
@@ -116,19 +116,19 @@ class Guard:
             raise HttpError(401, "a key is needed: send the header Authorization: Bearer KEY", "invalid_api_key")
         return client
 
-    def _log(self, scope: Scope, seen: _Seen) -> None:
-        status = GONE if seen.status is None else seen.status
+    def _log(self, scope: Scope, entry: _Seen) -> None:
+        status = GONE if entry.status is None else entry.status
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-        self._counters.requests.labels(seen.path, str(status)).inc()
-        told = " ".join(f"{name}={value}" for name, value in scope["state"].get("told", {}).items())
-        spent = time.monotonic() - seen.began
-        logger.info("%s %s %d %.3fs id=%s %s", method, seen.path, status, spent, seen.id, told)
+        self._counters.requests.labels(entry.path, str(status)).inc()
+        extras = " ".join(f"{name}={value}" for name, value in scope["state"].get("told", {}).items())
+        spent = time.monotonic() - entry.began
+        logger.info("%s %s %d %.3fs id=%s %s", method, entry.path, status, spent, entry.id, extras)
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
     """The client's own, where it is a plain word, so that both logs can be read side by side."""
-    given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+    header = headers.get("x-request-id", "")
+    return header if _ID.fullmatch(header) else f"req-{secrets.token_hex(8)}"
 
 
 def _log_failure(request_id: str, error: Exception) -> None:

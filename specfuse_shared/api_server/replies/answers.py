@@ -58,18 +58,18 @@ class ChoiceReader:
         self._extension = extension
         self._reader = call.use.reader() if not extension.events else None  # ours read by themselves
         self._thoughts = Thoughts()
-        asked = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
-        self._growing = GrowingAnswer(asked[-1] if asked else "")
+        questions = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
+        self._growing = GrowingAnswer(questions[-1] if questions else "")
 
     async def pieces(self, events: AsyncIterator[Event]) -> AsyncIterator[ChoicePiece]:
         """A piece for every event that has something to tell."""
         try:
             async for event in events:
-                shown = public(event)
-                if isinstance(shown, FinishEvent):  # the record of a very long answer takes a second
-                    piece = await asyncio.to_thread(self._piece, shown)
+                event_for_client = public(event)
+                if isinstance(event_for_client, FinishEvent):  # the record of a very long answer takes a second
+                    piece = await asyncio.to_thread(self._piece, event_for_client)
                 else:
-                    piece = self._piece(shown)
+                    piece = self._piece(event_for_client)
                 if piece != ChoicePiece() or self._extension.report:
                     yield piece
         except UnfinishedValueError as error:
@@ -110,19 +110,19 @@ class ChoiceReader:
         self._write(piece, last_parts(self._reader, result))
         piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calling))
         piece.all_logprobs = openai_logprobs(result)
-        if not self._extension.events and (told := ledger(result, self._extension.ledger)):
-            piece.specfuse["record"] = told
+        if not self._extension.events and (details := ledger(result, self._extension.ledger)):
+            piece.specfuse["record"] = details
 
     def _cut(self, error: UnfinishedValueError) -> ChoicePiece:
         if not self.usage["completion_tokens"]:
             model = self._call.model
             self._count(self.usage["prompt_tokens"], len(model.engine.tokenize(error.text, members=model.members)))
-        told = {"error": error_to_json(error)} if self._extension.events else {}
-        return ChoicePiece(finish_reason="length", specfuse=told)
+        details = {"error": error_to_json(error)} if self._extension.events else {}
+        return ChoicePiece(finish_reason="length", specfuse=details)
 
     def _count(self, prompt: int, completion: int) -> None:
-        told = {"prompt_tokens": prompt, "completion_tokens": completion}
-        self.usage = {**told, "total_tokens": prompt + completion}
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+        self.usage = {**usage, "total_tokens": prompt + completion}
 
     def _write(self, piece: ChoicePiece, parts: Iterable[TextDelta | CallDelta]) -> None:
         """Text and calls; a delta holds one piece of each call, and only a call's first has its id and name."""

@@ -46,11 +46,11 @@ class ChoicesFormat(Format):
 
     prefix, whole_object, chunk_object = "", "", ""
 
-    def __init__(self, asked: Asked, call: Call) -> None:
+    def __init__(self, body: Asked, call: Call) -> None:
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = call.model.id
-        self._wants_usage = asked.wants_usage
+        self._wants_usage = body.wants_usage
         self._offsets = defaultdict[int, int](int)
 
     def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
@@ -78,8 +78,8 @@ class ChoicesFormat(Format):
         return line(error_body(error))
 
     def _envelope(self, kind: str) -> dict[str, Any]:
-        told = {"id": self._id, "object": kind, "created": self._created}
-        return {**told, "model": self._model, "system_fingerprint": FINGERPRINT}
+        envelope = {"id": self._id, "object": kind, "created": self._created}
+        return {**envelope, "model": self._model, "system_fingerprint": FINGERPRINT}
 
     def _choice(self, index: int, folded: Folded) -> dict[str, Any]:
         return {
@@ -106,14 +106,14 @@ class ChatFormat(ChoicesFormat):
 
     def _delta(self, piece: ChoicePiece) -> dict[str, Any]:
         role = {"role": "assistant", "content": ""} if piece.begins else {}
-        told = {"content": piece.text, "reasoning_content": piece.thoughts, "tool_calls": piece.calls}
-        return {"delta": role | {key: value for key, value in told.items() if value}}
+        delta = {"content": piece.text, "reasoning_content": piece.thoughts, "tool_calls": piece.calls}
+        return {"delta": role | {key: value for key, value in delta.items() if value}}
 
     def _message(self, folded: Folded) -> dict[str, Any]:
-        told = {"reasoning_content": folded.thoughts, "tool_calls": folded.calls}
+        extras = {"reasoning_content": folded.thoughts, "tool_calls": folded.calls}
         content = folded.text if folded.text or not folded.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
-        return {"message": message | {key: value for key, value in told.items() if value}}
+        return {"message": message | {key: value for key, value in extras.items() if value}}
 
     def _logprobs(self, logprobs: Mapping[str, Any] | None, streamed: int | None = None) -> dict[str, Any] | None:
         return None if logprobs is None else {**logprobs, "refusal": None}
@@ -149,20 +149,20 @@ class CompletionFormat(ChoicesFormat):
 
 def _tops(entry: Mapping[str, Any]) -> dict[str, float]:
     """By text, which parts of characters share: the most probable one has it. The answer's own token is among them."""
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for each in (*entry["top_logprobs"], entry) if entry["top_logprobs"] else ():
-        found.setdefault(each["token"], each["logprob"])
-    return found
+        logprobs.setdefault(each["token"], each["logprob"])
+    return logprobs
 
 
 def usage_of(answers: Sequence[ChoiceReader]) -> dict[str, Any]:
     """Of all choices; the prompt of several is counted once for each."""
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    told: dict[str, Any] = {key: sum(answer.usage[key] for answer in answers) for key in counts}
+    usage: dict[str, Any] = {key: sum(answer.usage[key] for answer in answers) for key in counts}
     details = [answer.usage.get("completion_tokens_details", {}) for answer in answers]
     if thoughts := sum(each.get("reasoning_tokens", 0) for each in details):
-        told["completion_tokens_details"] = {"reasoning_tokens": thoughts}
-    return told
+        usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    return usage
 
 
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -171,5 +171,5 @@ _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 def line(data: Mapping[str, Any], event: str = "") -> bytes:
     """A server-sent event, without characters at which some clients split lines."""
     named = f"event: {event}\n" if event else ""
-    told = json.dumps(data, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
-    return f"{named}data: {told}\n\n".encode("utf-8", "replace")
+    encoded = json.dumps(data, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+    return f"{named}data: {encoded}\n\n".encode("utf-8", "replace")

@@ -47,8 +47,8 @@ class GrowingAnswer:
         """The report of the answer so far, as an element; once it is over, also as a file."""
         assert self._record is not None, "the answer has not begun"
         self._drawn, self._told = time.monotonic(), self._over
-        told = {"report": fragment(self._record, running=not self._over)}
-        return {**told, "document": document(self._record, self._title)} if self._over else told
+        payload = {"report": fragment(self._record, running=not self._over)}
+        return {**payload, "document": document(self._record, self._title)} if self._over else payload
 
     def _started(self, event: StartEvent) -> AnswerRecord:
         return AnswerRecord(

@@ -95,17 +95,17 @@ class Output:
             yield f"{kind.part_event}.added", {**self._at, **kind.index, "part": dict(part)}
             self.items[-1][kind.place].append(part)
         self.items[-1][kind.place][0]["text"] += text
-        told = {**self._at, **kind.index, "delta": text}
+        payload = {**self._at, **kind.index, "delta": text}
         if kind is MESSAGE:
-            told["logprobs"] = self._logprobs_within(self.items[-1]["content"][0]["text"])
-        yield f"{kind.text_event}.delta", told
+            payload["logprobs"] = self._logprobs_within(self.items[-1]["content"][0]["text"])
+        yield f"{kind.text_event}.delta", payload
 
     def _logprobs_within(self, text: str) -> list[Mapping[str, Any]]:
         """Those of tokens that end in this text of the message, and that no delta had before."""
-        found = _within(self._waiting, len(text.encode()) - self._told)
-        del self._waiting[: len(found)]
-        self._told += sum(len(token["bytes"]) for token in found)
-        return found
+        tokens = _within(self._waiting, len(text.encode()) - self._told)
+        del self._waiting[: len(tokens)]
+        self._told += sum(len(token["bytes"]) for token in tokens)
+        return tokens
 
     def _call(self, delta: Mapping[str, Any]) -> Iterator[Told]:
         function = delta["function"]
@@ -144,8 +144,8 @@ class Output:
             yield f"{kind.text_event}.done", {**self._at, **kind.index, **text}
             yield f"{kind.part_event}.done", {**self._at, **kind.index, "part": part}
         elif status == "completed":
-            told = {key: item[key] for key in ("name", "arguments")}
-            yield "function_call_arguments.done", {**self._at, **told}
+            done = {key: item[key] for key in ("name", "arguments")}
+            yield "function_call_arguments.done", {**self._at, **done}
         yield "output_item.done", {"output_index": len(self.items) - 1, "item": item}
 
     @property
@@ -156,11 +156,11 @@ class Output:
 class ResponsesFormat(Format):
     """One response. Its first events repeat the request, its last one holds all of the answer."""
 
-    def __init__(self, asked: ResponsesBody, call: Call) -> None:
+    def __init__(self, body: ResponsesBody, call: Call) -> None:
         self._numbers = count()
-        self._output = Output(SUMMARY if asked.summarises else THOUGHTS)
+        self._output = Output(SUMMARY if body.summarises else THOUGHTS)
         self._folded = Folded()
-        self._begun = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time())} | _repeated(asked, call)
+        self._begun = {"id": f"resp_{secrets.token_hex(16)}", "created_at": int(time.time())} | _repeated(body, call)
 
     def whole(self, answers: Sequence[ChoiceReader], folded: Sequence[Folded]) -> dict[str, Any]:
         self._folded = folded[0]
@@ -175,10 +175,10 @@ class ResponsesFormat(Format):
                 yield self._line(f"response.{kind}", {"response": self._response()})
         self._folded.add(piece)
         specfuse = piece.specfuse
-        for kind, told in self._output.write(piece):
+        for kind, payload in self._output.write(piece):
             if specfuse and kind.endswith(".delta"):
-                told, specfuse = {**told, "specfuse": specfuse}, {}
-            yield self._line(f"response.{kind}", told)
+                payload, specfuse = {**payload, "specfuse": specfuse}, {}
+            yield self._line(f"response.{kind}", payload)
 
     def end(self, answers: Sequence[ChoiceReader]) -> Iterator[bytes]:
         response = self._response(answers[0])
@@ -189,8 +189,8 @@ class ResponsesFormat(Format):
         body = error_body(error)
         return self._line("error", {**{key: body["error"][key] for key in ("code", "message", "param")}, **body})
 
-    def _line(self, kind: str, told: Mapping[str, Any]) -> bytes:
-        return line({"type": kind, "sequence_number": next(self._numbers), **told}, kind)
+    def _line(self, kind: str, payload: Mapping[str, Any]) -> bytes:
+        return line({"type": kind, "sequence_number": next(self._numbers), **payload}, kind)
 
     def _response(self, answer: ChoiceReader | None = None) -> dict[str, Any]:
         """The response as it is at the beginning, or once its `answer` is over."""
@@ -208,28 +208,28 @@ class ResponsesFormat(Format):
         }
 
 
-def _repeated(asked: ResponsesBody, call: Call) -> dict[str, Any]:
+def _repeated(body: ResponsesBody, call: Call) -> dict[str, Any]:
     """The request as its response repeats it, with what holds where it says nothing."""
-    params, said = call.choices[0].params, asked.model_dump(by_alias=True, include={"text", "tools", "tool_choice"})
+    params, echoed = call.choices[0].params, body.model_dump(by_alias=True, include={"text", "tools", "tool_choice"})
     return {
         "object": "response",
         "model": call.model.id,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "metadata": asked.metadata or {},
-        "max_output_tokens": asked.max_output_tokens,
-        "parallel_tool_calls": bool(asked.parallel_tool_calls),
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "max_output_tokens": body.max_output_tokens,
+        "parallel_tool_calls": bool(body.parallel_tool_calls),
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": "detailed" if asked.summarises else None},
+        "reasoning": {"effort": None, "summary": "detailed" if body.summarises else None},
         "background": False,
         "store": False,
         "temperature": params.temperature,
         "top_logprobs": params.top_logprobs,
         "top_p": params.top_p,
-        "text": {"format": said["text"]["format"] if asked.text and asked.text.format else {"type": "text"}},
-        "tool_choice": said["tool_choice"] or "auto",
-        "tools": said["tools"] or [],
+        "text": {"format": echoed["text"]["format"] if body.text and body.text.format else {"type": "text"}},
+        "tool_choice": echoed["tool_choice"] or "auto",
+        "tools": echoed["tools"] or [],
         "truncation": "disabled",
     }
 
@@ -245,12 +245,12 @@ def _usage(answer: ChoiceReader) -> dict[str, Any]:
     }
 
 
-def _within(tokens: Sequence[Mapping[str, Any]], left: int) -> list[Mapping[str, Any]]:
+def _within(tokens: Sequence[Mapping[str, Any]], size: int) -> list[Mapping[str, Any]]:
     """The first tokens, as many as so many bytes hold."""
-    found = []
+    inside = []
     for token in tokens:
-        left -= len(token["bytes"])
-        if left < 0:
+        size -= len(token["bytes"])
+        if size < 0:
             break
-        found.append(token)
-    return found
+        inside.append(token)
+    return inside

@@ -30,8 +30,8 @@ async def run_choices(call: Call, answers: Sequence[ChoiceReader], client: Clien
 
     async def run(answer: ChoiceReader, choice: RequestedChoice) -> None:
         try:
-            async with client.answer(call.options.get("timeout")) as left:
-                options = CallOptions(**{**call.options, "timeout": left})
+            async with client.answer(call.options.get("timeout")) as remaining:
+                options = CallOptions(**{**call.options, "timeout": remaining})
                 events = call.model.engine.astream(choice.messages, choice.params, **options)
                 async with aclosing(cast(AsyncGenerator[Event], events)):
                     async for piece in answer.pieces(events):

@@ -89,10 +89,10 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            raise ValueError(f"has {len(given)} fields, and {MOST_FIELDS} is the most")
-        return given
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"has {len(value)} fields, and {MOST_FIELDS} is the most")
+        return value
 
 
 class StreamOptions(Body):
@@ -171,8 +171,8 @@ class MessageBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _earlier(cls, given: Any) -> Any:
-        return earlier_fields(given) if isinstance(given, dict) else given
+    def _earlier(cls, value: Any) -> Any:
+        return earlier_fields(value) if isinstance(value, dict) else value
 
 
 class SchemaBody(Body):
@@ -268,9 +268,9 @@ class BodyError(RequestError):
 class LongPromptError(BodyError):
     """A prompt has more characters than the server reads, in words that clients know."""
 
-    def __init__(self, count: int, most: int) -> None:
+    def __init__(self, count: int, limit: int) -> None:
         super().__init__(
-            f"the prompt has {count} characters, and this model's maximum context length is {most} characters here: "
+            f"the prompt has {count} characters, and this model's maximum context length is {limit} characters here: "
             "shorten it",
             "messages",
         )
@@ -285,25 +285,25 @@ def read_body(kind: type[B], raw: bytes) -> B:
             f"the body holds more than {MOST_VALUES} values or names: shorten the conversation, or its tools"
         )
     try:
-        given = from_json(raw, allow_inf_nan=False)
+        parsed = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise BodyError(f"the body is no JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(parsed, dict):
         raise BodyError("the body is no JSON object")
-    if len(given) > MOST_FIELDS:
-        raise BodyError(f"the body has {len(given)} fields, and {MOST_FIELDS} is the most")
-    for name in sorted(set(given) - set(kind.model_fields)):
-        if name in kind.ignored or given[name] is None or given[name] in kind.neutral.get(name, ()):
-            del given[name]
+    if len(parsed) > MOST_FIELDS:
+        raise BodyError(f"the body has {len(parsed)} fields, and {MOST_FIELDS} is the most")
+    for name in sorted(set(parsed) - set(kind.model_fields)):
+        if name in kind.ignored or parsed[name] is None or parsed[name] in kind.neutral.get(name, ()):
+            del parsed[name]
         elif name in kind.neutral:
             hint = kind.instead.get(name, "leave it out")
             raise BodyError(f"{name} is not supported here: {hint}", name)
         else:
-            known = [*kind.model_fields, *kind.ignored, *kind.neutral]
-            shown = name[:LONGEST_NAME]
-            raise BodyError(str(unknown_setting("a request", shown, known)), shown)
+            fields = [*kind.model_fields, *kind.ignored, *kind.neutral]
+            short_name = name[:LONGEST_NAME]
+            raise BodyError(str(unknown_setting("a request", short_name, fields)), short_name)
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(parsed)
     except ValidationError as error:
         raise _named(error) from None
 
@@ -311,7 +311,7 @@ def read_body(kind: type[B], raw: bytes) -> B:
 def _named(error: ValidationError) -> BodyError:
     """The deepest complaint: of a union, the branch that came furthest, and whose type was right."""
     complaints = error.errors(include_url=False, include_input=False)
-    found = max(complaints, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
-    place = ".".join(part for part in map(str, found["loc"]) if not _OF_UNIONS.match(part))
-    message = found["msg"].removeprefix("Value error, ")
+    complaint = max(complaints, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    place = ".".join(part for part in map(str, complaint["loc"]) if not _OF_UNIONS.match(part))
+    message = complaint["msg"].removeprefix("Value error, ")
     return BodyError(f"{place}: {message[0].lower()}{message[1:]}", place)

@@ -65,7 +65,7 @@ class Reader:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
         model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
         tools, choice = _allowed(tools, body.tool_choice)
-        grammar, told = self._value(body)
+        grammar, spec = self._value(body)
         use = _tool_use(tools, choice, bool(body.parallel_tool_calls), grammar)
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with _in_words({} if limit == body.max_tokens else {"max_tokens": "max_completion_tokens"}):
@@ -79,7 +79,7 @@ class Reader:
             timeout=body.timeout,
             members=model.members,
         )
-        return Call(model, self._choices([[*messages, *told]], params, body.n), options, use)
+        return Call(model, self._choices([[*messages, *spec]], params, body.n), options, use)
 
     def response(self, body: ResponsesBody) -> Call:
         """Raises `RequestError` or `ConfigError` for what cannot be done."""
@@ -90,9 +90,9 @@ class Reader:
         """A prompt is one user turn in each member's own template. Raises `RequestError` or `ConfigError`."""
         model, prompts = self.models.find(body.model), [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._check_size(sum(map(len, prompts)))
-        asked = body.logprobs is not None and body.logprobs is not False
-        top = body.logprobs if asked and body.logprobs is not True else None
-        params = self._params(body, logprobs=asked, top_logprobs=top)
+        wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        top = body.logprobs if wants_logprobs and body.logprobs is not True else None
+        params = self._params(body, logprobs=wants_logprobs, top_logprobs=top)
         choices = self._choices([[Message("user", prompt)] for prompt in prompts], params, body.n)
         return Call(model, choices, CallOptions(timeout=body.timeout, members=model.members))
 
@@ -100,10 +100,10 @@ class Reader:
         self, messages: Sequence[MessageBody], tools: Sequence[ToolBody] | None
     ) -> tuple[list[Message], list[Tool]]:
         """Turns and tools."""
-        given = [message.model_dump(exclude_none=True, include=_OF_A_MESSAGE) for message in messages]
+        dumped = [message.model_dump(exclude_none=True, include=_OF_A_MESSAGE) for message in messages]
         offered = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-        self._check_size(len(repr(given)) + len(repr(offered)))
-        turns, read = conversation_of(given), list[Tool]()
+        self._check_size(len(repr(dumped)) + len(repr(offered)))
+        turns, read = conversation_of(dumped), list[Tool]()
         for number, tool in enumerate(offered):
             with _about(f"tools.{number}.function"):
                 read.append(Tool.from_dict(tool))
@@ -116,22 +116,25 @@ class Reader:
         if body.grammar is not None:
             raise BodyError("response_format and grammar both say what the answer is: give one of them", "grammar")
         self._check_size(len(repr(body.response_format)))
-        asked = body.response_format.model_dump(by_alias=True, exclude_none=True)
+        response_format = body.response_format.model_dump(by_alias=True, exclude_none=True)
         with _about("response_format", "response_format.json_schema.schema."):
-            grammar, told = value_of(*response_schema(asked))
-        self._check_size(sum(len(message.content) for message in told))
-        return grammar, told
+            grammar, spec = value_of(*response_schema(response_format))
+        self._check_size(sum(len(message.content) for message in spec))
+        return grammar, spec
 
-    def _params(self, body: Asked, **given: Any) -> SamplingParams:
+    def _params(self, body: Asked, **overrides: Any) -> SamplingParams:
         """The server's defaults with what the body says on top."""
-        said: Mapping[str, Any] = (
-            {name: getattr(body, name) for name in _SAMPLING} | {"grammar": _grammar(body)} | given
+        settings: Mapping[str, Any] = (
+            {name: getattr(body, name) for name in _SAMPLING} | {"grammar": _grammar(body)} | overrides
         )
-        said = {name: value for name, value in said.items() if value is not None}
-        if "top_p" in said:
-            said = {**said, "top_p": max(said["top_p"], SMALLEST_TOP_P)}  # OpenAI's 0 is the most probable token
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if "top_p" in settings:
+            settings = {
+                **settings,
+                "top_p": max(settings["top_p"], SMALLEST_TOP_P),
+            }  # OpenAI's 0 is the most probable token
         try:
-            return SamplingParams.on_top(asdict(self.defaults), said)
+            return SamplingParams.on_top(asdict(self.defaults), settings)
         except ConfigError as error:
             if (named := _SETTING.match(str(error))) is None:
                 raise
@@ -140,23 +143,23 @@ class Reader:
     def _choices(
         self, prompts: Sequence[list[Message]], params: SamplingParams, n: int | None
     ) -> list[RequestedChoice]:
-        most, count = self.settings.max_choices, len(prompts) * (n or 1)
-        if count > most:
-            raise BodyError(f"a request may ask for {most} answers, not {count}: ask several times", "n")
+        limit, count = self.settings.max_choices, len(prompts) * (n or 1)
+        if count > limit:
+            raise BodyError(f"a request may ask for {limit} answers, not {count}: ask several times", "n")
         seeds = [params.seed if params.seed is None else params.seed + i for i in range(n or 1)]
         return [RequestedChoice(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
 
     def _check_size(self, characters: int) -> None:
-        most = self.settings.max_prompt_characters
-        if characters > most:
-            raise LongPromptError(characters, most)
+        limit = self.settings.max_prompt_characters
+        if characters > limit:
+            raise LongPromptError(characters, limit)
 
 
-def _allowed(tools: list[Tool], asked: str | ToolChoiceBody | AllowedChoiceBody | None) -> tuple[list[Tool], str]:
+def _allowed(tools: list[Tool], choice: str | ToolChoiceBody | AllowedChoiceBody | None) -> tuple[list[Tool], str]:
     """The tools that may be called, and the choice among them. Raises `BodyError` for one that is not offered."""
-    if not isinstance(asked, AllowedChoiceBody):
-        return tools, choice_of(asked.model_dump() if isinstance(asked, ToolChoiceBody) else asked)
-    names, allowed = [tool.name for tool in tools], asked.allowed_tools
+    if not isinstance(choice, AllowedChoiceBody):
+        return tools, choice_of(choice.model_dump() if isinstance(choice, ToolChoiceBody) else choice)
+    names, allowed = [tool.name for tool in tools], choice.allowed_tools
     for name in allowed.names:
         if name not in names:
             raise BodyError(f"tool_choice allows the tool {name!r}, which is none of tools: {names}", "tool_choice")

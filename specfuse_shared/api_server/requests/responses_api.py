@@ -59,11 +59,11 @@ class MessageItem(ItemBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _earlier(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        known = earlier_fields(given)
-        return {key: value for key, value in given.items() if key in known or key in cls.model_fields}
+    def _earlier(cls, item: Any) -> Any:
+        if not isinstance(item, dict):
+            return item
+        earlier = earlier_fields(item)
+        return {key: value for key, value in item.items() if key in earlier or key in cls.model_fields}
 
 
 class CallItem(EarlierItem):
@@ -232,10 +232,10 @@ class ResponsesBody(Asked):
         )
 
 
-def _turns(instructions: str | None, given: str | Sequence[Any]) -> list[MessageBody]:
+def _turns(instructions: str | None, items: str | Sequence[Any]) -> list[MessageBody]:
     """A turn for each message; calls belong to the assistant's turn before them."""
     turns: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    for item in [MessageItem(role="user", content=given)] if isinstance(given, str) else given:
+    for item in [MessageItem(role="user", content=items)] if isinstance(items, str) else items:
         if isinstance(item, MessageItem):
             turns.append({"role": item.role, "content": item.content})
         elif isinstance(item, ResultItem):

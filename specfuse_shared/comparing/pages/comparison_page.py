@@ -11,11 +11,11 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from specfuse_shared.comparing.intervals import Interval
-from specfuse_shared.comparing.metrics import LABELS, goes_in_circles
+from specfuse_shared.comparing.metrics import LABELS, is_looping
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
+from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalSystem
 from specfuse_shared.comparing.run.run_file import Answer
-from specfuse_shared.comparing.scores import ALL, Column, flop_told
+from specfuse_shared.comparing.scores import ALL, Column, flop_text
 from specfuse_shared.comparing.verdict import FEWEST_ROWS
 from specfuse_shared.report.html import COLOURS, LINES, environment
 
@@ -100,22 +100,22 @@ def view(comparison: Comparison) -> dict[str, Any]:
         "filters": {css: (text, sum(css in r.css.split() for r in rows)) for css, text in FILTERS.items()},
         "apart": _apart(comparison, rows),
         "ensemble": ENSEMBLE,
-        "flop_told": flop_told,
+        "flop_text": flop_text,
     }
 
 
-def marks_of(askers: Sequence[Asker]) -> dict[str, Mark]:
+def marks_of(askers: Sequence[EvalSystem]) -> dict[str, Mark]:
     """Members in the colours that they have in every report; ensembles in that of the text."""
-    found: dict[str, Mark] = {}
+    marks: dict[str, Mark] = {}
     for i, asker in enumerate(asker for asker in askers if asker.is_member):
-        found[asker.name] = Mark(asker.name, str(i + 1), f"m{i % COLOURS} l{i % LINES}")
+        marks[asker.name] = Mark(asker.name, str(i + 1), f"m{i % COLOURS} l{i % LINES}")
     for asker in askers:
         if not asker.is_member:
-            found[asker.name] = Mark(asker.name, _sign(asker, found), "whole l0")
-    return {asker.name: found[asker.name] for asker in askers}
+            marks[asker.name] = Mark(asker.name, _sign(asker, marks), "whole l0")
+    return {asker.name: marks[asker.name] for asker in askers}
 
 
-def _sign(asker: Asker, marks: Mapping[str, Mark]) -> str:
+def _sign(asker: EvalSystem, marks: Mapping[str, Mark]) -> str:
     if asker.is_sampled:
         return "×n"
     without = marks.get(asker.without or "")
@@ -158,7 +158,11 @@ def _rows(comparison: Comparison) -> Iterator[Row]:
     places = {name: n for n, name in enumerate(whole.rows)} if whole else {}
     groups = list(dict.fromkeys(question.group for question in comparison.questions))
     for number, question in enumerate(comparison.questions, 1):
-        answers = {name: own[question.id] for name, own in comparison.answers.items() if question.id in own}
+        answers = {
+            name: by_question[question.id]
+            for name, by_question in comparison.answers.items()
+            if question.id in by_question
+        }
         points: dict[str, float] = {}
         if whole is not None and question.id in places:
             points = {name: each[places[question.id]] for name, each in whole.points.items()}
@@ -174,11 +178,11 @@ def _kinds(
         yield "better" if gap > 0 else "worse" if gap < 0 else "same"
     if comparison.agreement.get(question.id, 100.0) < APART:
         yield "apart"
-    if any(goes_in_circles(answer.text) for answer in answers.values()):
+    if any(is_looping(answer.text) for answer in answers.values()):
         yield "circles"
 
 
 def _apart(comparison: Comparison, rows: Sequence[Row]) -> list[tuple[Row, float]]:
     """The questions on which members disagree most."""
-    known = [(row, comparison.agreement[row.question.id]) for row in rows if row.question.id in comparison.agreement]
-    return sorted((pair for pair in known if pair[1] < APART), key=lambda pair: pair[1])[:MOST_NAMED]
+    measured = [(row, comparison.agreement[row.question.id]) for row in rows if row.question.id in comparison.agreement]
+    return sorted((pair for pair in measured if pair[1] < APART), key=lambda pair: pair[1])[:MOST_NAMED]

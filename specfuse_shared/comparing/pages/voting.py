@@ -68,15 +68,15 @@ def side_of(key: str) -> str:
 
 def pairs_of(comparison: Comparison, against: str | None = None) -> list[Pair]:
     """The ensemble's answers beside those of a member, where they differ; in an order that tells nothing."""
-    rival, found = rival_of(comparison, against), []
+    rival, pairs = rival_of(comparison, against), []
     for question in comparison.questions:
         ours, theirs = (comparison.answers[name][question.id].text for name in (ENSEMBLE, rival))
         if ours.strip() == theirs.strip():
             continue
         key = sha256(json.dumps([question.prompt, ours, theirs]).encode()).hexdigest()[:24]
-        left, right = (ours, theirs) if side_of(key) == "left" else (theirs, ours)
-        found.append(Pair(key, question.asked, question.passage, left, right))
-    return sorted(found, key=lambda pair: pair.key[::-1])
+        shown_left, right = (ours, theirs) if side_of(key) == "left" else (theirs, ours)
+        pairs.append(Pair(key, question.asked, question.passage, shown_left, right))
+    return sorted(pairs, key=lambda pair: pair.key[::-1])
 
 
 def rival_of(comparison: Comparison, against: str | None) -> str:
@@ -92,14 +92,14 @@ def voting_page(comparison: Comparison, against: str | None = None, votes: Mappi
     pairs = pairs_of(comparison, against)
     if not pairs:
         raise ConfigError("there is nothing to vote on: all answers are the same")
-    known = {pair.key: votes[pair.key] for pair in pairs if votes and pair.key in votes}
+    cast = {pair.key: votes[pair.key] for pair in pairs if votes and pair.key in votes}
     script = environment(__package__).get_template("voting.js").render().strip()
     return (
         environment(__package__)
         .get_template("voting.html")
         .render(
             pairs=_json([asdict(pair) for pair in pairs]),
-            votes=_json(known),
+            votes=_json(cast),
             names=_json({"ours": ENSEMBLE, "theirs": rival_of(comparison, against)}),
             script=Markup(script),
             digest=base64.b64encode(sha256(script.encode()).digest()).decode(),
@@ -113,9 +113,9 @@ def votes_on(path: str | Path) -> dict[str, str]:
         text = Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): name a saved voting page") from error
-    found = _VOTES.search(text)
+    match = _VOTES.search(text)
     try:
-        votes: Any = json.loads(found[1]) if found else None
+        votes: Any = json.loads(match[1]) if match else None
     except ValueError:
         votes = None
     if not isinstance(votes, dict) or not all(vote in CHOICES for vote in votes.values()):
@@ -126,8 +126,8 @@ def votes_on(path: str | Path) -> dict[str, str]:
 def counted(comparison: Comparison, votes: Mapping[str, str]) -> tuple[Votes, int]:
     """The votes on answers of this comparison, against the member that most of them are on; and how many are not."""
     tallies = [_tally(pairs_of(comparison, name), name, votes) for name in comparison.members]
-    most = max(tallies, key=lambda tally: tally.ours + tally.theirs + tally.equal)
-    return most, len(votes) - most.ours - most.theirs - most.equal
+    largest = max(tallies, key=lambda tally: tally.ours + tally.theirs + tally.equal)
+    return largest, len(votes) - largest.ours - largest.theirs - largest.equal
 
 
 def _tally(pairs: Sequence[Pair], against: str, votes: Mapping[str, str]) -> Votes:

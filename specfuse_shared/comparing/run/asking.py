@@ -52,7 +52,7 @@ MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class EvalSystem:
     """A member alone, the whole ensemble, or the ensemble without a member. `config`: with these members only.
 
     `is_sampled`: the answers were chosen among several samples of a member (`specfuse_shared.comparing.EqualCompute`).
@@ -81,14 +81,16 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-def askers_of(config: EnsembleConfig, leave_one_out: bool = False) -> list[Asker]:
+def systems_of(config: EnsembleConfig, leave_one_out: bool = False) -> list[EvalSystem]:
     """Each member, the ensemble, and, if wished, the ensemble without each; of two members, that is the other one."""
     names = config.names
-    found = [*(Asker(name, config.only([name])) for name in names), Asker(ENSEMBLE, config)]
+    askers = [*(EvalSystem(name, config.only([name])) for name in names), EvalSystem(ENSEMBLE, config)]
     if leave_one_out and len(names) > 2:
-        kept = {name: [other for other in names if other != name] for name in names}
-        found += [Asker(f"without {name}", config.only(others), name) for name, others in kept.items()]
-    return found
+        remaining = {name: [each for each in names if each != name] for name in names}
+        askers += [
+            EvalSystem(f"without {name}", config.only(names_left), name) for name, names_left in remaining.items()
+        ]
+    return askers
 
 
 def new_engine(config: EnsembleConfig) -> EnsembleEngine:
@@ -107,7 +109,7 @@ def _is_part(config: EnsembleConfig, whole: EnsembleConfig) -> bool:
     return set(config.names) <= set(whole.names) and config == whole.only(config.names)
 
 
-class Asking:
+class EvalRun:
     """One run: who is asked what, what is known already, and what failed.
 
     `timed`: so many questions are asked one at a time. `failures`: (asker, question id) → why there is no answer.
@@ -115,7 +117,7 @@ class Asking:
 
     def __init__(
         self,
-        askers: Sequence[Asker],
+        askers: Sequence[EvalSystem],
         questions: Sequence[Question],
         run: RunFile,
         *,
@@ -152,25 +154,25 @@ class Asking:
 
     def answers(self) -> dict[str, dict[str, Answer]]:
         """Asker → question id → answer, of those that there are."""
-        found: dict[str, dict[str, Answer]] = {asker.name: {} for asker in self.askers}
+        by_asker: dict[str, dict[str, Answer]] = {asker.name: {} for asker in self.askers}
         for (asker, question), key in self._keys.items():
             if (answer := self.run.answer(key)) is not None:
-                found[asker][question] = answer
-        return found
+                by_asker[asker][question] = answer
+        return by_asker
 
     def in_half(self) -> tuple[str, ...]:
         """Members that compute in half precision, in which an answer may hang on what else runs."""
         records = {a.name: self.run.get(key_of(a.config, "member")) or {} for a in self.askers if a.is_member}
         return tuple(name for name, record in records.items() if record.get("dtype") in HALF)
 
-    def weight_bytes(self, asker: Asker) -> int:
+    def weight_bytes(self, asker: EvalSystem) -> int:
         """Bytes of its members' weights; 0 where one is not known."""
         sizes = [self._member_bytes(asker.config.only([name])) for name in asker.config.names]
         return sum(sizes) if all(sizes) else 0
 
     # ── one at a time ────────────────────────────────────────────────────────────────────────────
 
-    def _ask_alone(self, engine: EnsembleEngine, asker: Asker) -> None:
+    def _ask_alone(self, engine: EnsembleEngine, asker: EvalSystem) -> None:
         todo = [question for question in self._timed if self._is_open(asker, question)]
         if todo:
             with suppress(SpecFuseError):  # a first call pays for what later ones find
@@ -181,17 +183,17 @@ class Asking:
 
     # ── many at once ─────────────────────────────────────────────────────────────────────────────
 
-    def _engines(self) -> Iterator[tuple[EnsembleConfig, list[Asker]]]:
+    def _engines(self) -> Iterator[tuple[EnsembleConfig, list[EvalSystem]]]:
         """Whose answers one engine can give: those of members of the same ensemble."""
-        left = [a for a in self.askers if any(self._is_open(a, q) for q in self.questions)]
+        pending = [a for a in self.askers if any(self._is_open(a, q) for q in self.questions)]
         for whole in sorted(self.askers, key=lambda a: -len(a.config.names)):
-            served = [a for a in left if _is_part(a.config, whole.config)]
-            left = [a for a in left if a not in served]
+            served = [a for a in pending if _is_part(a.config, whole.config)]
+            pending = [a for a in pending if a not in served]
             if served:
                 names = {name for asker in served for name in asker.config.names}
                 yield whole.config.only([n for n in whole.config.names if n in names]), served
 
-    def _ask_together(self, engine: EnsembleEngine, askers: Sequence[Asker]) -> None:
+    def _ask_together(self, engine: EnsembleEngine, askers: Sequence[EvalSystem]) -> None:
         self._tell("many at a time")
         for (asker, question), done in asked_together(
             engine, self._open(askers), lambda pair: self._generate(engine, *pair)
@@ -199,7 +201,7 @@ class Asking:
             self._keep(asker, question, done.result)
             self._tell("many at a time")
 
-    def _open(self, askers: Sequence[Asker]) -> Iterator[tuple[Asker, Question]]:
+    def _open(self, askers: Sequence[EvalSystem]) -> Iterator[tuple[EvalSystem, Question]]:
         """What is not answered; all answers to a question near each other, so that they share its prompt."""
         begun: set[str] = set()
         for question in self.questions:
@@ -211,20 +213,22 @@ class Asking:
 
     # ── common ───────────────────────────────────────────────────────────────────────────────────
 
-    def _generate(self, engine: EnsembleEngine, asker: Asker, question: Question) -> Answer:
+    def _generate(self, engine: EnsembleEngine, asker: EvalSystem, question: Question) -> Answer:
         params = question.params(self._max_tokens)
         return Answer.of(engine.generate(question.prompt, params, members=list(asker.config.names)))
 
-    def _keep(self, asker: Asker, question: Question, answer: Callable[[], Answer], *, alone: bool = False) -> None:
+    def _keep(
+        self, asker: EvalSystem, question: Question, answer: Callable[[], Answer], *, alone: bool = False
+    ) -> None:
         """An answer goes to the file at once; one that failed is named, and asked again by the next run."""
         try:
-            found = replace(answer(), alone=alone)
+            result = replace(answer(), alone=alone)
         except EngineClosedError:
             raise
         except SpecFuseError as error:
             self.failures[asker.name, question.id] = str(error)
             return
-        self.run.add_answer(self._keys[asker.name, question.id], found, asker.name, question.id)
+        self.run.add_answer(self._keys[asker.name, question.id], result, asker.name, question.id)
         self._done += 1
 
     @contextmanager
@@ -247,7 +251,7 @@ class Asking:
     def _member_bytes(self, config: EnsembleConfig) -> int:
         return size_of(self.run, config, "memory_bytes")
 
-    def _is_open(self, asker: Asker, question: Question) -> bool:
+    def _is_open(self, asker: EvalSystem, question: Question) -> bool:
         place = asker.name, question.id
         return self._keys[place] not in self.run and place not in self.failures
 

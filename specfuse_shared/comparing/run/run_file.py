@@ -73,18 +73,18 @@ class Answer:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        pieces = tuple((str(who), str(what)) for who, what in known.get("pieces", ()))
-        work = tuple((str(who), int(prompt), int(fed)) for who, prompt, fed in known.get("work", ()))
-        return cls(**{**known, "pieces": pieces, "work": work, "faults": tuple(known.get("faults", ()))})
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        pieces = tuple((str(who), str(what)) for who, what in values.get("pieces", ()))
+        work = tuple((str(who), int(prompt), int(fed)) for who, prompt, fed in values.get("work", ()))
+        return cls(**{**values, "pieces": pieces, "work": work, "faults": tuple(values.get("faults", ()))})
 
 
-def key_of(config: EnsembleConfig, asked: Any) -> str:
+def key_of(config: EnsembleConfig, question: Any) -> str:
     """What an answer is known by: who is asked, and what (plain JSON)."""
     settings = {k: v for k, v in plain_config(config, changed=False).items() if k not in _WITHOUT_EFFECT}
     if len(config.names) == 1:  # how a round is decided has no effect on a member by itself
         settings = {"members": [{k: v for k, v in settings["members"][0].items() if k != "weight"}]}
-    text = json.dumps([settings, asked], sort_keys=True, ensure_ascii=False)
+    text = json.dumps([settings, question], sort_keys=True, ensure_ascii=False)
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -170,8 +170,8 @@ class RunFile:
         return {str(record["question"]): Answer.from_dict(record) for record in answers}
 
     def answer(self, key: str) -> Answer | None:
-        found = self._found.get(key)
-        return None if found is None else Answer.from_dict(found)
+        stored = self._found.get(key)
+        return None if stored is None else Answer.from_dict(stored)
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
         """Keep a record under a key. Raises `SpecFuseError` where it cannot be written."""

@@ -80,23 +80,23 @@ class Sampler:
         self._on_progress = on_progress
         self._done = self._total = 0
 
-    def samples(self, wanted: Wanted) -> list[Answer]:
+    def samples(self, job: Wanted) -> list[Answer]:
         """Those that there are, in the order of their seeds."""
-        found = (self.run.answer(self._key(wanted, seed)) for seed in range(1, wanted.count + 1))
-        return [answer for answer in found if answer is not None]
+        stored = (self.run.answer(self._key(job, seed)) for seed in range(1, job.count + 1))
+        return [answer for answer in stored if answer is not None]
 
     def ask(self, everything: Sequence[Wanted]) -> None:
         """Ask for what is missing, one member after another, the samples of a question at the same time."""
-        self._total = sum(wanted.count for wanted in everything)
+        self._total = sum(job.count for job in everything)
         self._done = self._total - sum(1 for _ in self._missing(everything))
         self._tell("samples of the best member")
         for member in _members(everything):
-            own = [wanted for wanted in everything if wanted.member == member]
-            if next(self._missing(own), None) is None:
+            of_member = [job for job in everything if job.member == member]
+            if next(self._missing(of_member), None) is None:
                 continue
             with self._loaded(member) as engine:
                 for (each, seed), outcome in asked_together(
-                    engine, self._missing(own), lambda pair: self._generate(engine, *pair, logprobs=True)
+                    engine, self._missing(of_member), lambda pair: self._generate(engine, *pair, logprobs=True)
                 ):
                     self._keep(each, seed, outcome.result)
                     self._done += 1
@@ -105,19 +105,19 @@ class Sampler:
     def time(self, rows: Sequence[Timed]) -> None:
         """Measure how long samples take when nothing else runs, where that is not known yet."""
         for member in _members(rows):
-            own = [row for row in rows if row.member == member]
-            if all(self._unmeasured(row) is None for row in own):
+            of_member = [row for row in rows if row.member == member]
+            if all(self._unmeasured(row) is None for row in of_member):
                 continue
             with self._loaded(member) as engine:
-                for row in own:
-                    while (wanted := self._unmeasured(row)) is not None and self._time(engine, wanted):
+                for row in of_member:
+                    while (job := self._unmeasured(row)) is not None and self._time(engine, job):
                         pass
 
     def times(self, row: Timed) -> dict[int, float]:
         """How many samples of the row → their seconds, as far as it was measured."""
         counts = sorted({row.count, *self._doublings()})
-        known = {count: self.seconds(Wanted(row.member, row.question, count)) for count in counts}
-        return {count: seconds for count, seconds in known.items() if seconds is not None}
+        measured = {count: self.seconds(Wanted(row.member, row.question, count)) for count in counts}
+        return {count: seconds for count, seconds in measured.items() if seconds is not None}
 
     def _doublings(self) -> list[int]:
         return [1 << n for n in range(1, self.sampling.most.bit_length()) if 1 << n <= self.sampling.most]
@@ -128,64 +128,64 @@ class Sampler:
         if row.count > 1 and self.seconds(exact) is None:
             return exact
         for count in self._doublings():
-            wanted = Wanted(row.member, row.question, count)
-            known = self.seconds(wanted)
-            if known is None:
-                return wanted
-            if known > row.seconds:
+            job = Wanted(row.member, row.question, count)
+            measured = self.seconds(job)
+            if measured is None:
+                return job
+            if measured > row.seconds:
                 return None
         return None
 
-    def seconds(self, wanted: Wanted) -> float | None:
+    def seconds(self, job: Wanted) -> float | None:
         """How long the samples took, asked together; None if that was not measured."""
-        found = self.run.get(self._together(wanted))
-        return None if found is None else float(found["seconds"])
+        stored = self.run.get(self._together(job))
+        return None if stored is None else float(stored["seconds"])
 
-    def _time(self, engine: EnsembleEngine, wanted: Wanted) -> bool:
+    def _time(self, engine: EnsembleEngine, job: Wanted) -> bool:
         """Whether that could be measured."""
-        self._tell(f"{wanted.member.names[0]}, {wanted.count} samples together")
-        with ThreadPoolExecutor(wanted.count, thread_name_prefix="specfuse-sampling") as pool:
+        self._tell(f"{job.member.names[0]}, {job.count} samples together")
+        with ThreadPoolExecutor(job.count, thread_name_prefix="specfuse-sampling") as pool:
 
             def ask_all(generate: Callable[[int], object]) -> float:
                 started = time.monotonic()
-                for future in [pool.submit(generate, seed) for seed in range(1, wanted.count + 1)]:
+                for future in [pool.submit(generate, seed) for seed in range(1, job.count + 1)]:
                     future.result()
                 return time.monotonic() - started
 
             try:
                 with suppress(SpecFuseError):  # a first batch of a size pays for what later ones find
                     ask_all(lambda seed: engine.generate("Hello", SamplingParams(max_tokens=2)))
-                seconds = ask_all(lambda seed: self._generate(engine, wanted, seed))
+                seconds = ask_all(lambda seed: self._generate(engine, job, seed))
             except EngineClosedError:
                 raise
             except SpecFuseError as error:
-                self.failures.setdefault(wanted.member.names[0], str(error))
+                self.failures.setdefault(job.member.names[0], str(error))
                 return False
-        record = {"member": wanted.member.names[0], "together": wanted.count, "seconds": seconds}
-        self.run.add(self._together(wanted), record)
+        record = {"member": job.member.names[0], "together": job.count, "seconds": seconds}
+        self.run.add(self._together(job), record)
         return True
 
-    def _generate(self, engine: EnsembleEngine, wanted: Wanted, seed: int, logprobs: bool = False) -> Answer:
-        greedy = wanted.question.params(self._max_tokens)
+    def _generate(self, engine: EnsembleEngine, job: Wanted, seed: int, logprobs: bool = False) -> Answer:
+        greedy = job.question.params(self._max_tokens)
         params = replace(greedy, temperature=self.sampling.temperature, seed=seed, logprobs=logprobs)
-        return Answer.of(engine.generate(wanted.question.prompt, params, members=list(wanted.member.names)))
+        return Answer.of(engine.generate(job.question.prompt, params, members=list(job.member.names)))
 
-    def _keep(self, wanted: Wanted, seed: int, answer: Callable[[], Answer]) -> None:
+    def _keep(self, job: Wanted, seed: int, answer: Callable[[], Answer]) -> None:
         try:
-            found = answer()
+            result = answer()
         except EngineClosedError:
             raise
         except SpecFuseError as error:
-            self.failures.setdefault(wanted.member.names[0], str(error))
+            self.failures.setdefault(job.member.names[0], str(error))
             return
-        record = {"sample_of": wanted.member.names[0], "to": wanted.question.id, "seed": seed}
-        self.run.add(self._key(wanted, seed), {**record, **asdict(found)})
+        record = {"sample_of": job.member.names[0], "to": job.question.id, "seed": seed}
+        self.run.add(self._key(job, seed), {**record, **asdict(result)})
 
     def _missing(self, everything: Sequence[Wanted]) -> Iterator[tuple[Wanted, int]]:
-        for wanted in everything:
-            for seed in range(1, wanted.count + 1):
-                if self._key(wanted, seed) not in self.run:
-                    yield wanted, seed
+        for job in everything:
+            for seed in range(1, job.count + 1):
+                if self._key(job, seed) not in self.run:
+                    yield job, seed
 
     @contextmanager
     def _loaded(self, member: EnsembleConfig) -> Iterator[EnsembleEngine]:
@@ -198,16 +198,16 @@ class Sampler:
     def _tell(self, stage: str) -> None:
         self._on_progress(Progress(stage, self._done, self._total))
 
-    def _key(self, wanted: Wanted, seed: int) -> str:
-        return sample_key(wanted.member, wanted.question, self._max_tokens, self.sampling.temperature, seed)
+    def _key(self, job: Wanted, seed: int) -> str:
+        return sample_key(job.member, job.question, self._max_tokens, self.sampling.temperature, seed)
 
-    def _together(self, wanted: Wanted) -> str:
-        return together_key(wanted.member, wanted.question, self._max_tokens, self.sampling.temperature, wanted.count)
+    def _together(self, job: Wanted) -> str:
+        return together_key(job.member, job.question, self._max_tokens, self.sampling.temperature, job.count)
 
 
-def _members(wanted: Sequence[Wanted | Timed]) -> list[EnsembleConfig]:
-    found: list[EnsembleConfig] = []
-    for each in wanted:
-        if each.member not in found:
-            found.append(each.member)
-    return found
+def _members(jobs: Sequence[Wanted | Timed]) -> list[EnsembleConfig]:
+    configs: list[EnsembleConfig] = []
+    for each in jobs:
+        if each.member not in configs:
+            configs.append(each.member)
+    return configs

@@ -48,7 +48,7 @@ class LlamaContext:
     """`tokens` cells for all sequences of `model`. `close` frees them. Raises `MemberLoadError` for lack of memory.
 
     The library writes to all memory of a cache at once, so it begins with `first` cells, and grows when they are full.
-    `make_room`: called where no cell is free, and none can be added; whether any is then.
+    `reclaim_memory`: called where no cell is free, and none can be added; whether any is then.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LlamaContext:
         self.model = model
         self.tokens = tokens
         self.allocated = min(tokens, first or tokens)
-        self.make_room: Callable[[], bool] = lambda: False
+        self.reclaim_memory: Callable[[], bool] = lambda: False
         params = self._params = lib.llama_context_default_params()
         params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_outputs_max = BATCH_OUTPUTS
@@ -114,7 +114,7 @@ class LlamaContext:
     def new_sequence(self) -> int:
         """An empty sequence. Raises `MemoryError` where there are too many."""
         while not self._free:
-            if not self.make_room():
+            if not self.reclaim_memory():
                 raise MemoryError(f"llama.cpp keeps at most {self.sequences} sequences")
         return self._free.pop()
 
@@ -124,9 +124,9 @@ class LlamaContext:
         self._lib.llama_memory_seq_cp(self._memory, sequence, made, 0, length)
         return made
 
-    def share(self, sequence: int, other: int, start: int, end: int) -> None:
+    def share(self, sequence: int, target: int, start: int, end: int) -> None:
         """Let another sequence have the tokens from `start` to `end`, too."""
-        self._lib.llama_memory_seq_cp(self._memory, sequence, other, start, end)
+        self._lib.llama_memory_seq_cp(self._memory, sequence, target, start, end)
 
     def cut(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -151,8 +151,8 @@ class LlamaContext:
     def plain(self, ids: Sequence[int], count: int) -> torch.Tensor:
         """Logits (wanted, V) behind the last tokens of a text that is read by itself."""
         with self.borrowed() as sequence:
-            behind = len(ids) - count
-            rows = self.decode([FedToken(t, n, (sequence,), n >= behind) for n, t in enumerate(ids)])
+            offset = len(ids) - count
+            rows = self.decode([FedToken(t, n, (sequence,), n >= offset) for n, t in enumerate(ids)])
         return torch.stack(rows)
 
     def decode(self, tokens: Sequence[FedToken]) -> list[torch.Tensor]:
@@ -170,13 +170,13 @@ class LlamaContext:
     def _decode(self, tokens: Sequence[FedToken]) -> None:
         batch = _Batch(self._lib, tokens)
         while (status := self._lib.llama_decode(self._pointer, batch.struct)) == _NO_ROOM:
-            if not (self._grow() or self.make_room()):
+            if not (self._grow() or self.reclaim_memory()):
                 raise MemoryError(f"llama.cpp's cache of {self.tokens} tokens is full: raise cache_tokens")
         if status != 0:
-            said = last_errors()
+            errors = last_errors()
             if status == -2:
-                raise MemoryError(f"llama.cpp had no memory for a batch of {len(tokens)} tokens: {said}")
-            raise RuntimeError(f"llama.cpp failed ({status}) on a batch of {len(tokens)} tokens: {said}")
+                raise MemoryError(f"llama.cpp had no memory for a batch of {len(tokens)} tokens: {errors}")
+            raise RuntimeError(f"llama.cpp failed ({status}) on a batch of {len(tokens)} tokens: {errors}")
 
     def _logits(self, count: int) -> list[torch.Tensor]:
         """A copy: the library's own rows are those of the last batch."""
@@ -228,13 +228,13 @@ class _Batch:
 def _batches(tokens: Sequence[FedToken]) -> Iterator[list[FedToken]]:
     """The tokens in pieces that the library takes."""
     batch: list[FedToken] = []
-    wanted = 0
+    outputs = 0
     for token in tokens:
-        if len(batch) == BATCH_TOKENS or wanted + token.wanted > BATCH_OUTPUTS:
+        if len(batch) == BATCH_TOKENS or outputs + token.wanted > BATCH_OUTPUTS:
             yield batch
-            batch, wanted = [], 0
+            batch, outputs = [], 0
         batch.append(token)
-        wanted += token.wanted
+        outputs += token.wanted
     if batch:
         yield batch
 
@@ -257,11 +257,11 @@ class Holder(Protocol):
         ...
 
 
-class CacheRoom:
+class CacheCapacity:
     """The cache as those who share memory know it."""
 
     def __init__(self) -> None:
-        self.make_room: Callable[[], bool] = lambda: False
+        self.reclaim_memory: Callable[[], bool] = lambda: False
 
 
 class LlamaRunner:
@@ -278,14 +278,14 @@ class LlamaRunner:
     def __init__(self, context: LlamaContext, bytes_per_token: int) -> None:
         self.context = context
         self.bytes_per_token = bytes_per_token
-        self.pool = CacheRoom()
+        self.pool = CacheCapacity()
         self.stream = ModelStream(self.device)
         self.held: dict[int, int] = {}
         self.holders = weakref.WeakSet[Holder]()
         self.limit = 0
         self.reused_tokens = 0
         self._prefixes: list[_Prefix] = []
-        context.make_room = self._forget_oldest
+        context.reclaim_memory = self._forget_oldest
 
     @property
     def is_recurrent(self) -> bool:
@@ -306,33 +306,33 @@ class LlamaRunner:
         """
         reusable = tuple(prompt[:-1])
         sizes = [common_length(prefix.ids, reusable) for prefix in self._prefixes]
-        held = [(common_length(ids, reusable), sequence) for sequence, ids in self._held(read)]
-        kept, running = max(sizes, default=0), max(held, default=(0, 0))
-        size = max(kept, running[0])
+        running_prefixes = [(common_length(ids, reusable), sequence) for sequence, ids in self._held(read)]
+        remembered, running = max(sizes, default=0), max(running_prefixes, default=(0, 0))
+        size = max(remembered, running[0])
         if size < read + SHORTEST_PREFIX:
             return None
         self.reused_tokens += size - read
-        if running[0] >= kept:
+        if running[0] >= remembered:
             return running[1], size
-        prefix = self._prefixes.pop(sizes.index(kept))
+        prefix = self._prefixes.pop(sizes.index(remembered))
         self._prefixes.append(prefix)
         return prefix.sequences[0], size
 
     def _held(self, more_than: int) -> list[tuple[int, tuple[int, ...]]]:
         cached = [holder.cached for holder in self.holders]
-        return [found for found in cached if found is not None and len(found[1]) > more_than]
+        return [entry for entry in cached if entry is not None and len(entry[1]) > more_than]
 
     def remember(self, ids: Sequence[int], sequences: Sequence[int]) -> None:
         """Keep sequences that hold `ids`, in place of those that it begins with; or free them."""
         ids = tuple(ids)
-        most = min(self.limit // max(1, self.bytes_per_token), self.context.allocated // 2)
+        limit = min(self.limit // max(1, self.bytes_per_token), self.context.allocated // 2)
         sizes = {id(prefix): common_length(prefix.ids, ids) for prefix in self._prefixes}
-        if not SHORTEST_PREFIX <= len(ids) <= most or len(ids) in sizes.values():
+        if not SHORTEST_PREFIX <= len(ids) <= limit or len(ids) in sizes.values():
             self.context.free(*sequences)
             return
         self._drop([prefix for prefix in self._prefixes if sizes[id(prefix)] == len(prefix.ids)])
         self._prefixes.append(_Prefix(ids, tuple(sequences)))
-        while len(self._prefixes) > _MOST_PREFIXES or sum(len(prefix.ids) for prefix in self._prefixes) > most:
+        while len(self._prefixes) > _MOST_PREFIXES or sum(len(prefix.ids) for prefix in self._prefixes) > limit:
             self._forget_oldest()
 
     def remember_at_most(self, limit: int) -> None:

@@ -85,9 +85,9 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
 
 def _call(library: ctypes.CDLL, name: str, *kinds: Any) -> Any:
     """A function of the library that gives a pointer, or nothing."""
-    found = getattr(library, name)
-    found.restype, found.argtypes = ctypes.c_void_p, kinds
-    return found
+    function = getattr(library, name)
+    function.restype, function.argtypes = ctypes.c_void_p, kinds
+    return function
 
 
 def _amx_memory(base: ctypes.CDLL, cpu: ctypes.CDLL) -> int | None:
@@ -153,9 +153,9 @@ def may_repack(lib: Any) -> bool:
 
 def last_errors() -> str:
     """What the library said last of what went wrong, and forgets it."""
-    said = "; ".join(_errors)
+    text = "; ".join(_errors)
     _errors.clear()
-    return said
+    return text
 
 
 class LlamaModel:

@@ -24,7 +24,7 @@ from specfuse_shared.loading.pretrained import load_gguf_tokenizer
 from specfuse_shared.members.llamacpp.context import LlamaContext, LlamaRunner
 from specfuse_shared.members.llamacpp.library import ALL_LAYERS, LlamaModel
 from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
-from specfuse_shared.members.llamacpp.sequence import TREE_ROOM, LlamaSequence, new_sequence
+from specfuse_shared.members.llamacpp.sequence import TREE_CAPACITY, LlamaSequence, new_sequence
 from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.stages import CacheUse, MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES, Assignment
@@ -59,10 +59,10 @@ class LlamaMember(InProcessMember):
         model, context = self._model(place), None
         try:
             super().__init__(config, load_gguf_tokenizer(config, cache_dir, on_stage))
-            if 0 < model.window < TREE_ROOM:
+            if 0 < model.window < TREE_CAPACITY:
                 raise UnsupportedModelError(
                     f"member {self.name!r}: its layers see {model.window} tokens, and a round on llama.cpp takes up to "
-                    f'{TREE_ROOM}: use MemberConfig(backend="transformers")'
+                    f'{TREE_CAPACITY}: use MemberConfig(backend="transformers")'
                 )
             context, bytes_per_token = self._context(model)
             self._runner = LlamaRunner(context, bytes_per_token)
@@ -108,8 +108,8 @@ class LlamaMember(InProcessMember):
     def runner(self) -> LlamaRunner:
         return self._runner
 
-    def new_sequence(self, keeps_spare: bool) -> LlamaSequence:
-        return new_sequence(self._runner, keeps_spare)
+    def new_sequence(self, keeps_speculative: bool) -> LlamaSequence:
+        return new_sequence(self._runner, keeps_speculative)
 
     @property
     def may_guess(self) -> bool:

@@ -22,7 +22,7 @@ from specfuse_shared.members.llamacpp.context import FedToken, LlamaContext, Lla
 from specfuse_shared.members.local.sequence import ForwardRequest, NodeLogits, SequenceState
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 
-TREE_ROOM = 64
+TREE_CAPACITY = 64
 """Tokens of a round for which there is room behind an answer."""
 
 
@@ -58,8 +58,8 @@ class LlamaSequence(SequenceState):
 
     runner: LlamaRunner
 
-    def __init__(self, runner: LlamaRunner, keeps_spare: bool = False) -> None:
-        super().__init__(runner, keeps_spare)
+    def __init__(self, runner: LlamaRunner, keeps_speculative: bool = False) -> None:
+        super().__init__(runner, keeps_speculative)
         self._runs: list[CellRun] = []
         self._anchors: tuple[int, ...] = ()
         self._is_open = False
@@ -83,12 +83,12 @@ class LlamaSequence(SequenceState):
         return None
 
     def release(self, remember: bool = False) -> None:
-        kept = self.cached if remember else None
+        cached_ids = self.cached if remember else None
         for run in self._runs:
-            if kept is None or run.sequence != kept[0]:
+            if cached_ids is None or run.sequence != cached_ids[0]:
                 self.context.free(run.sequence)
-        if kept is not None:
-            sequence, ids = kept
+        if cached_ids is not None:
+            sequence, ids = cached_ids
             self.context.cut(sequence, len(ids))
             self.runner.remember(ids, (sequence, *self._anchors))
         else:
@@ -185,13 +185,13 @@ class LlamaTree(LlamaSequence):
 
     @property
     def room(self) -> int:
-        return max(0, TREE_ROOM - len(self._logits.places))
+        return max(0, TREE_CAPACITY - len(self._logits.places))
 
     def _catch_up(self) -> None:
         self.runner.holders.add(self)
         [run] = self._runs
-        if (found := self.runner.known(self.prompt, run.trunk)) is not None:
-            start, (sequence, run.trunk) = run.trunk, found
+        if (shared := self.runner.known(self.prompt, run.trunk)) is not None:
+            start, (sequence, run.trunk) = run.trunk, shared
             self.context.share(sequence, run.sequence, start, run.trunk)
             self.prompt_remaining = len(self.prompt) - run.trunk
             self._anchor(start)
@@ -239,7 +239,7 @@ class LlamaTree(LlamaSequence):
     # ── commit ───────────────────────────────────────────────────────────────────────────────────
 
     def commit(self, branch: Branch) -> None:
-        if not self.keeps_spare:
+        if not self.keeps_speculative:
             super().commit(branch)
             return
         self.extend([branch])
@@ -256,21 +256,19 @@ class LlamaTree(LlamaSequence):
     def _keep(self, branch: Branch, nodes: Sequence[int]) -> None:
         """The trunk is the sequence that holds the branch, or those that hold more, where that is to be kept."""
         last, trunk = self._end_of(branch)
-        behind = {
-            id(run): run.nodes[reach:] for run in self._runs if (reach := self._reach(run, last, trunk)) is not None
-        }
-        holding = [run for run in self._runs if id(run) in behind]
-        kept = [run for run in holding if self.keeps_spare and behind[id(run)]] or holding[:1]
-        for run in kept:
-            run.trunk, run.nodes = trunk, behind[id(run)] if self.keeps_spare else []
+        lag = {id(run): run.nodes[reach:] for run in self._runs if (reach := self._reach(run, last, trunk)) is not None}
+        holding = [run for run in self._runs if id(run) in lag]
+        runs = [run for run in holding if self.keeps_speculative and lag[id(run)]] or holding[:1]
+        for run in runs:
+            run.trunk, run.nodes = trunk, lag[id(run)] if self.keeps_speculative else []
             self.context.cut(run.sequence, run.length)
         for run in self._runs:
-            if run not in kept:
+            if run not in runs:
                 self.context.free(run.sequence)
-        self._runs = kept
+        self._runs = runs
         if self._anchors:
             self.context.cut(self._anchors[0], len(self.prompt) + branch.base)
-            self.context.share(kept[0].sequence, self._anchors[0], len(self.prompt) + branch.base, trunk)
+            self.context.share(runs[0].sequence, self._anchors[0], len(self.prompt) + branch.base, trunk)
 
     def _take_prompt(self, planned: Feed, rows: Sequence[torch.Tensor]) -> None:
         start = self._runs[-1].trunk
@@ -336,8 +334,8 @@ class LlamaRows(LlamaSequence):
             if all(node in self._logits.places or node in planned.nodes for node in path):
                 continue
             run, first = self._start(path, planned)
-            tokens, positions, own = self._tree.tokens, self._tree.positions, (run.sequence,)
-            planned.tokens += [FedToken(tokens[node], positions[node], own, True) for node in path[first:]]
+            tokens, positions, sequences = self._tree.tokens, self._tree.positions, (run.sequence,)
+            planned.tokens += [FedToken(tokens[node], positions[node], sequences, True) for node in path[first:]]
             planned.nodes += path[first:]
             planned.grown[id(run)] = run, list(path[first:])
 
@@ -348,8 +346,8 @@ class LlamaRows(LlamaSequence):
             size = len(run.nodes)
             if size and run.trunk == trunk and run.nodes == list(path[:size]) and id(run) not in planned.grown:
                 return run, size
-        kept = [run for run in self._runs if not run.nodes and run.trunk <= trunk and run not in planned.made]
-        nearest = max(kept, key=lambda run: run.trunk)
+        reusable = [run for run in self._runs if not run.nodes and run.trunk <= trunk and run not in planned.made]
+        nearest = max(reusable, key=lambda run: run.trunk)
         run = self._made(CellRun(self.context.copy(nearest.sequence, nearest.trunk), trunk), planned)
         committed = (*self.prompt, *self.answer)
         lead = range(nearest.trunk, trunk)
@@ -392,6 +390,6 @@ class LlamaRows(LlamaSequence):
         return state
 
 
-def new_sequence(runner: LlamaRunner, keeps_spare: bool = False) -> LlamaSequence:
-    """A sequence for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
-    return LlamaRows(runner) if runner.is_recurrent else LlamaTree(runner, keeps_spare)
+def new_sequence(runner: LlamaRunner, keeps_speculative: bool = False) -> LlamaSequence:
+    """A sequence for one answer, of the kind that the model supports; `keeps_speculative` where a cache can."""
+    return LlamaRows(runner) if runner.is_recurrent else LlamaTree(runner, keeps_speculative)

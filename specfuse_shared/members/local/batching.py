@@ -43,8 +43,8 @@ class Job:
         try:
             request = self.stage.send(self.result)
             while not request.sequence.needs(request):
-                [known] = feed_together([request])
-                request = self.stage.send(known)
+                [logits] = feed_together([request])
+                request = self.stage.send(logits)
             self.request, self.result = request, None
         except StopIteration as stop:
             self.value, self.done = stop.value, True
@@ -55,7 +55,7 @@ class Job:
         self.error, self.done = error, True
 
 
-def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: int = 0) -> list[Job]:
+def share_prompt_tokens(jobs: Sequence[Job], budget: int, ride_limit: int, short: int = 0) -> list[Job]:
     """The jobs of a forward, their pieces of prompts trimmed to `budget` tokens together; others wait for the next one.
 
     The shortest prompts go first, to their end where that takes `short` tokens, whatever the budget is. Where some are
@@ -67,8 +67,8 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: in
     lefts = {id(job): _sequence(job).prompt_to_read for job in reading}  # once: each looks at all that begin alike
     readers: list[Job] = []
     for job in sorted(reading, key=lambda job: lefts[id(job)]):
-        own = lefts[id(job)]
-        if not any(_sequence(job).waits_for(_sequence(other), own, lefts[id(other)]) for other in readers):
+        own_left = lefts[id(job)]
+        if not any(_sequence(job).waits_for(_sequence(reader), own_left, lefts[id(reader)]) for reader in readers):
             readers.append(job)
     pieces: dict[int, int] = {}
     whole = max(budget, short)
@@ -76,18 +76,18 @@ def share_prompt_tokens(jobs: Sequence[Job], budget: int, beside: int, short: in
         if lefts[id(job)] <= whole:
             pieces[id(job)] = lefts[id(job)]
             whole -= lefts[id(job)]
-    left = max(0, budget - sum(pieces.values()))
+    budget_left = max(0, budget - sum(pieces.values()))
     if pieces:
-        left = min(left, beside)
+        budget_left = min(budget_left, ride_limit)
     rest = [job for job in readers if id(job) not in pieces]
     oldest = next((job for job in reading if job in rest), None)
-    if oldest is not None and left:
-        pieces[id(oldest)] = max(1, left // 4)
-        left -= pieces[id(oldest)]
+    if oldest is not None and budget_left:
+        pieces[id(oldest)] = max(1, budget_left // 4)
+        budget_left -= pieces[id(oldest)]
     for job in rest:
-        if more := min(lefts[id(job)] - pieces.get(id(job), 0), left):
+        if more := min(lefts[id(job)] - pieces.get(id(job), 0), budget_left):
             pieces[id(job)] = pieces.get(id(job), 0) + more
-            left -= more
+            budget_left -= more
     for job in readers:
         assert job.request is not None
         job.request = replace(job.request, prompt=pieces.get(id(job), 0) or job.request.prompt)
@@ -121,7 +121,7 @@ def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:
 def _make_room(job: Job) -> bool:
     """Whether something could be given back for the job's forward."""
     assert job.request is not None
-    return job.request.sequence.runner.pool.make_room()
+    return job.request.sequence.runner.pool.reclaim_memory()
 
 
 @torch.inference_mode()

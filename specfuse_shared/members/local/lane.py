@@ -46,13 +46,13 @@ from specfuse_shared.members.stages import (
     StageRequest,
     StageResult,
     TokenCounts,
-    nobody_listens,
-    nobody_waits,
+    ignore_results,
+    ignore_steps,
     unanswered,
 )
 from specfuse_shared.placement.sizing import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
-from specfuse_shared.runtime.model_runner import share_room
+from specfuse_shared.runtime.model_runner import share_memory
 from specfuse_shared.runtime.mps import mps_turn
 
 
@@ -85,9 +85,9 @@ def use_cores(count: int) -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         # that is also what threads made later would begin with, unless another thread says otherwise
-        other = threading.Thread(target=torch.set_num_threads, args=(before,))
-        other.start()
-        other.join()
+        setter = threading.Thread(target=torch.set_num_threads, args=(before,))
+        setter.start()
+        setter.join()
 
 
 _setting_cores = threading.Lock()
@@ -154,10 +154,10 @@ class Pace:
 
         They grow by a factor of two at most, for what was measured may be off.
         """
-        most = min(PREFILL_CHUNK, 2 * max(self.last, _LEAST))
+        limit = min(PREFILL_CHUNK, 2 * max(self.last, _LEAST))
         if not self.token:
-            return most
-        return min(most, int(max(0.0, seconds) / self.token) // _GRAIN * _GRAIN)
+            return limit
+        return min(limit, int(max(0.0, seconds) / self.token) // _GRAIN * _GRAIN)
 
 
 def _mean(before: float, new: float, weight: float = _NEWS) -> float:
@@ -170,7 +170,7 @@ class ReadingTime:
 
     saved: float = 0.0
 
-    def pieces(self, pace: Pace, rides: bool, left: int) -> tuple[int, float]:
+    def pieces(self, pace: Pace, rides: bool, prompt_left: int) -> tuple[int, float]:
         """Tokens of prompts in the next forward of a member, and the seconds that they may take.
 
         `rides`: it is a forward of answers that have begun; another one reads the weights for prompts alone. `left`:
@@ -178,7 +178,7 @@ class ReadingTime:
         """
         seconds = self.saved + (_SHARE if rides else -1.0) * pace.step
         tokens = pace.tokens(min(seconds, pace.longest))
-        if tokens >= min(left, _LEAST):
+        if tokens >= min(prompt_left, _LEAST):
             return tokens, seconds if rides else self.saved
         if self.saved >= pace.longest:
             return _LEAST, self.saved
@@ -250,14 +250,14 @@ class LocalLane:
         self,
         members: Sequence[InProcessMember],
         cores: int | None = None,
-        on_forward: OnForward = nobody_listens,
+        on_forward: OnForward = ignore_steps,
     ) -> None:
         self.local = {member.name: member for member in members}
-        share_room([member.runner for member in members])
+        share_memory([member.runner for member in members])
         self._cores = cores
         self._turn = mps_turn([device for member in members for device in member.devices])
         self._on_forward = on_forward
-        self._reply: Reply = nobody_waits
+        self._reply: Reply = ignore_results
         self._asked: deque[Sequence[StageRequest]] = deque()
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
         self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
@@ -278,14 +278,14 @@ class LocalLane:
     def memory(self) -> Mapping[str, int]:
         """Free bytes of each device and those of caches that are there already, less a reserve."""
         members = self.local.values()
-        held: dict[str, float] = {}
+        by_device: dict[str, float] = {}
         for member in members:
             for device, share in member.devices.items():
-                held[device] = held.get(device, 0.0) + share * member.cache_use().cache_bytes
+                by_device[device] = by_device.get(device, 0.0) + share * member.cache_use().cache_bytes
         reserved = sum(member.runner.reserve_bytes for member in members)
         return {
             device: max(0, int((free_memory(device) + size) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE)) - reserved)
-            for device, size in held.items()
+            for device, size in by_device.items()
         }
 
     def remember(self, limits: Mapping[str, int]) -> None:
@@ -324,7 +324,7 @@ class LocalLane:
     # ── its turn ─────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def patience(self) -> float | None:
+    def wait_seconds(self) -> float | None:
         """Seconds that the next step had better wait, for a forward of many costs little more than one of few.
 
         Answers between two stages, which other lanes may still have, are waited for where fewer than half are here, at
@@ -332,18 +332,18 @@ class LocalLane:
         to do.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting]
-        here = {task.request.answer for task in tasks} | {r.answer for asked in self._asked for r in asked}
+        here = {task.request.answer for task in tasks} | {r.answer for queued in self._asked for r in queued}
         if not here:
             return None
         away = {answer for sessions in self._sessions.values() for answer in sessions} - here
-        most = 0.0
+        longest = 0.0
         if len(away) > len(here):
-            most = self._step_seconds
+            longest = self._step_seconds
         elif away and not self._asked and all(task.is_draft for task in tasks):
-            most = _LINE_UP_SECONDS
+            longest = _LINE_UP_SECONDS
         if away and not self._asked and all(task.is_reading for task in tasks):
-            most = max(most, _BETWEEN_SECONDS)
-        return max(0.0, self._stepped + most - time.monotonic())
+            longest = max(longest, _BETWEEN_SECONDS)
+        return max(0.0, self._stepped + longest - time.monotonic())
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -417,12 +417,12 @@ class LocalLane:
         A forward goes before them, so that those who read and verify go on, and another one for those who commit.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting]
-        others = [task for task in tasks if not task.is_draft]
-        if len(others) == len(tasks):
+        not_drafts = [task for task in tasks if not task.is_draft]
+        if len(not_drafts) == len(tasks):
             self._held = 0
             return False
-        most = _MOST_HELD if any(task.is_branch for task in others) else 1
-        if others and self._held < most:
+        limit = _MOST_HELD if any(task.is_branch for task in not_drafts) else 1
+        if not_drafts and self._held < limit:
             self._held += 1
             return False
         self._held = 0
@@ -432,12 +432,12 @@ class LocalLane:
         """One forward of a member for what waits for it, drafts or all else; whose it was."""
         waiting = [task for task in self._waiting[name] if task.is_draft == drafts]
         answering, pace = any(not task.is_reading for task in waiting), self._paces[name]
-        most, planned = pace.alone, None
+        limit, planned = pace.alone, None
         if self._is_beside(drafts):
-            left = min((task.session.sequence.prompt_to_read for task in waiting if task.is_reading), default=0)
-            most, planned = self._reading.pieces(pace, answering, left)
+            prompt_left = min((task.session.sequence.prompt_to_read for task in waiting if task.is_reading), default=0)
+            limit, planned = self._reading.pieces(pace, answering, prompt_left)
         short = SHORT_PROMPT if answering else 0  # it rides on a forward that has to be
-        jobs = share_prompt_tokens([task.job for task in waiting], most, pace.tokens(pace.step), short)
+        jobs = share_prompt_tokens([task.job for task in waiting], limit, pace.tokens(pace.step), short)
         if not jobs:
             return []
         reading = [job.request.sequence for job in jobs if job.request is not None and job.request.prompt]
@@ -507,7 +507,7 @@ class LaneThread:
     def __init__(self, lane: LocalLane) -> None:
         self._lane = lane
         self._changed = threading.Condition()
-        self._reply: Reply = nobody_waits
+        self._reply: Reply = ignore_results
         self._open: set[tuple[int, str]] = set()  # answers that were not closed, by member
         lane.reply_to(self._give)
         self._closed = False
@@ -562,8 +562,8 @@ class LaneThread:
 
     def _await_work(self) -> bool:
         with self._changed:
-            while not self._closed and (patience := self._lane.patience) != 0:
-                self._changed.wait(patience)
+            while not self._closed and (wait_seconds := self._lane.wait_seconds) != 0:
+                self._changed.wait(wait_seconds)
             return not self._closed
 
     def _give(self, results: Sequence[StageResult]) -> None:
@@ -575,5 +575,5 @@ class LaneThread:
         """Nobody may wait for a lane that is gone, whatever ended it."""
         with self._changed:
             self._fault = fault = Fault.of(error, is_fatal=True)
-            left, self._open = self._open, set()
-        self._reply([StageResult(answer, member, error=fault) for answer, member in left])
+            unanswered, self._open = self._open, set()
+        self._reply([StageResult(answer, member, error=fault) for answer, member in unanswered])

@@ -149,8 +149,8 @@ class InProcessMember(ABC):
         )
 
     @abstractmethod
-    def new_sequence(self, keeps_spare: bool) -> SequenceState:
-        """A sequence for one answer; `keeps_spare` where a cache can."""
+    def new_sequence(self, keeps_speculative: bool) -> SequenceState:
+        """A sequence for one answer; `keeps_speculative` where a cache can."""
 
     @abstractmethod
     def cache_use(self) -> CacheUse:
@@ -192,11 +192,11 @@ class InProcessMember(ABC):
         """A new answer to `prompt`; `speculates`: it may guess what comes next, which changes nothing but the work."""
         return LocalSession(self, prompt, params, seed, speculates)
 
-    def blocked(self, *, alone: bool, held: bool) -> torch.Tensor | None:
+    def blocked(self, *, alone: bool, ends_held: bool) -> torch.Tensor | None:
         """Ids that it must not choose: those without text in a shared answer; those that end a turn that is `held`."""
         if alone:
-            return self._stops if held else None
-        return self._banned_while_held if held else self.banned_token_ids
+            return self._stops if ends_held else None
+        return self._banned_while_held if ends_held else self.banned_token_ids
 
     @cached_property
     def banned_token_ids(self) -> torch.Tensor:
@@ -219,9 +219,9 @@ class InProcessMember(ABC):
         return {}
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        found = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
-        self._id_sets[id(found)] = frozenset(ids)
-        return found
+        tensor = torch.tensor(list(ids), dtype=torch.long, device=self.runner.device)
+        self._id_sets[id(tensor)] = frozenset(ids)
+        return tensor
 
 
 class LocalMember(InProcessMember):
@@ -284,8 +284,8 @@ class LocalMember(InProcessMember):
     def runner(self) -> ModelRunner:
         return self._runner
 
-    def new_sequence(self, keeps_spare: bool) -> SequenceState:
-        return new_sequence(self.runner, keeps_spare)
+    def new_sequence(self, keeps_speculative: bool) -> SequenceState:
+        return new_sequence(self.runner, keeps_speculative)
 
     @property
     def report(self) -> MemberReport:

@@ -110,21 +110,21 @@ def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
 def _best_way(model: Any, member: str, execution: str) -> Attempt:
     config = model.config.get_text_config(decoder=True)
     tolerance = _TOLERANCE.get(model.dtype, 2e-3)
-    problems, known = list[str](), Known()
+    problems, results = list[str](), Known()
     start = Attempt(None, stream=ModelStream(model_home(model)))
     ways = [replace(start, plan=plan) for plan in plans_for(config) if _is_packable(model)]
     tried: list[Attempt] = []
     for group in (ways, [start], [replace(start, one_by_one=True)]):
-        tried += [_attempt(model, way, problems, known) for way in group]
+        tried += [_attempt(model, way, problems, results) for way in group]
         best = min(tried, key=lambda way: way.error, default=None)
         if best is not None and best.error <= tolerance:
             logger.info("member %s verifies %s (off by %.2g nats)", member, best.verification, best.error)
-            return _executed(model, best, member, execution, known)
+            return _executed(model, best, member, execution, results)
     best = min(tried, key=lambda way: way.error)
     if best.error <= _COARSE.get(model.dtype, tolerance):
         dtype = str(model.dtype).removeprefix("torch.")
         logger.warning("member %s is off by %.2g nats in %s here; float32 is exact", member, best.error, dtype)
-        return _executed(model, best, member, execution, known)
+        return _executed(model, best, member, execution, results)
     raise UnsupportedModelError(_refusal(model, member, best.error, tolerance, problems))
 
 
@@ -154,13 +154,13 @@ def _is_packable(model: Any) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
-def _executed(model: Any, way: Attempt, member: str, execution: str, known: Known) -> Attempt:
+def _executed(model: Any, way: Attempt, member: str, execution: str, tried: Known) -> Attempt:
     """The way with what it takes for static execution, or why it runs dynamically."""
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
     if reason := _unfit(model, way, execution):
         return replace(way, dynamic=reason)
     static = replace(way, error=float("inf"), graphs=Graphs(model.device, member))
-    fixed = _attempt(model, static, problems, known)
+    fixed = _attempt(model, static, problems, tried)
     assert fixed.graphs is not None
     fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now
     if fixed.error <= tolerance:
@@ -185,7 +185,7 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
     return "no CUDA device" if execution == "auto" and not is_default else None
 
 
-def _attempt(model: Any, way: Attempt, problems: list[str], known: Known) -> Attempt:
+def _attempt(model: Any, way: Attempt, problems: list[str], tried: Known) -> Attempt:
     """The way with its error measured while windows are shrunk, then behind a longer prompt; infinite where it does
     not run."""
     try:
@@ -196,9 +196,9 @@ def _attempt(model: Any, way: Attempt, problems: list[str], known: Known) -> Att
                 chunk=way.plan.chunk and shrunk["attention_chunk_size"],
             )
             runner = replace(way, plan=plan).runner(model)
-            error = _measure(runner, known)
+            error = _measure(runner, tried)
         if error <= _COARSE.get(model.dtype, _TOLERANCE.get(model.dtype, 2e-3)):
-            error = max(error, _measure_pieces(way.runner(model), known))
+            error = max(error, _measure_pieces(way.runner(model), tried))
         return replace(way, error=error, slots=runner.pool.slots)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         if is_out_of_memory(error) and way.graphs is None:
@@ -208,7 +208,7 @@ def _attempt(model: Any, way: Attempt, problems: list[str], known: Known) -> Att
 
 
 @torch.inference_mode()
-def _measure(runner: ModelRunner, known: Known) -> float:
+def _measure(runner: ModelRunner, tried: Known) -> float:
     """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk, while a
     shorter answer is fed along; then of drafts of both, where the runner drafts ahead."""
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
@@ -219,25 +219,25 @@ def _measure(runner: ModelRunner, known: Known) -> float:
     sequence.prefill(prompt)
     for size in range(1, _FIRST):
         sequence.extend([Branch(0, first[:size])])
-    branches, beside = (Branch(0, first), Branch(0, second)), Branch(0, first)
-    feed_together([ForwardRequest(sequence, branches), ForwardRequest(neighbour, (beside,))])
-    deltas = [_deltas(runner, sequence, b, known) for b in branches]
-    deltas.append(_deltas(runner, neighbour, beside, known))
+    branches, twin = (Branch(0, first), Branch(0, second)), Branch(0, first)
+    feed_together([ForwardRequest(sequence, branches), ForwardRequest(neighbour, (twin,))])
+    deltas = [_deltas(runner, sequence, b, tried) for b in branches]
+    deltas.append(_deltas(runner, neighbour, twin, tried))
     sequence.commit(branches[1])
     later = (Branch(len(second), third), Branch(len(second) - 2, third[:3]))
     feed_together([ForwardRequest(neighbour, (Branch(0, second),)), ForwardRequest(sequence, later)])
-    deltas += [_deltas(runner, sequence, b, known) for b in later]
+    deltas += [_deltas(runner, sequence, b, tried) for b in later]
     if sequence.drafts_ahead:
         sequence.commit(later[0])
         neighbour.commit(Branch(0, second))
-        deltas += _draft_deltas(runner, [sequence, neighbour], known)
+        deltas += _draft_deltas(runner, [sequence, neighbour], tried)
     sequence.release()
     neighbour.release()
     return float(torch.cat(deltas).mean())
 
 
 @torch.inference_mode()
-def _measure_pieces(runner: ModelRunner, known: Known) -> float:
+def _measure_pieces(runner: ModelRunner, tried: Known) -> float:
     """Mean |Δ log p| behind a prompt that was read in pieces: of a branch, and of a draft, where the runner drafts
     ahead. Nothing on a processor, where pieces get the masks that branches got."""
     if runner.device.type == "cpu" and not masks_lower_right(runner.device):
@@ -256,15 +256,15 @@ def _measure_pieces(runner: ModelRunner, known: Known) -> float:
             sequence.run(ForwardRequest(sequence, prompt=piece))
     branch = Branch(0, tuple(ids[sum(pieces) :]))
     sequence.extend([branch])
-    deltas = [_deltas(runner, sequence, branch, known)]
+    deltas = [_deltas(runner, sequence, branch, tried)]
     if sequence.drafts_ahead:
         sequence.commit(branch)
-        deltas += _draft_deltas(runner, [sequence], known)
+        deltas += _draft_deltas(runner, [sequence], tried)
     sequence.release()
     return float(torch.cat(deltas).mean())
 
 
-def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState], known: Known) -> list[torch.Tensor]:
+def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState], tried: Known) -> list[torch.Tensor]:
     drafts = [
         DraftRequest(Branch(len(sequence.answer), ()), _FIRST + n, Sampler(SamplingParams(), 0, "", runner.device))
         for n, sequence in enumerate(sequences)
@@ -276,16 +276,16 @@ def _draft_deltas(runner: ModelRunner, sequences: Sequence[SequenceState], known
     for sequence, draft, chosen in zip(sequences, drafts, drafted, strict=True):
         assert isinstance(chosen, ChosenTokens)
         ids, _ = sequence.drafted(draft, chosen, ())
-        deltas.append(_deltas(runner, sequence, Branch(draft.branch.base, tuple(ids)), known))
+        deltas.append(_deltas(runner, sequence, Branch(draft.branch.base, tuple(ids)), tried))
     return deltas
 
 
-def _deltas(runner: ModelRunner, sequence: SequenceState, branch: Branch, known: Known) -> torch.Tensor:
+def _deltas(runner: ModelRunner, sequence: SequenceState, branch: Branch, tried: Known) -> torch.Tensor:
     ids, count = (*sequence.prompt, *sequence.answer[: branch.base], *branch.tokens), len(branch.tokens)
-    if (ids, count) not in known:
+    if (ids, count) not in tried:
         plain = runner.plain(ids, count + 1)[:-1].float().log_softmax(-1).cpu()
-        known[ids, count] = plain.gather(1, torch.tensor(branch.tokens)[:, None])[:, 0]
-    return (torch.tensor(sequence.logprobs(branch)) - known[ids, count]).abs()
+        tried[ids, count] = plain.gather(1, torch.tensor(branch.tokens)[:, None])[:, 0]
+    return (torch.tensor(sequence.logprobs(branch)) - tried[ids, count]).abs()
 
 
 def _random_ids(model: Any, count: int) -> list[int]:

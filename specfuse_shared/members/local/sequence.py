@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
-from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, TREE_ROOM, CacheRow, common_length
+from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, TREE_CAPACITY, CacheRow, common_length
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.sampler import ArgmaxTokens as TopTokens
 from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
@@ -76,8 +76,8 @@ class NodeLogits:
     def likeliest(self, node: int) -> Place | None:
         """Where the likeliest token behind a node is told, if it is."""
         feed, row = divmod(self.places[node], 1 << _ROW_BITS)
-        _, told, first = self._feeds[feed]
-        return None if told is None else (told, first + row)
+        _, argmax, first = self._feeds[feed]
+        return None if argmax is None else (argmax, first + row)
 
     def moved(self, numbers: Mapping[int, int]) -> NodeLogits:
         """What is known of the nodes that have a new number, by that."""
@@ -149,9 +149,9 @@ class SequenceState(ABC):
     copies_prompts = False
     """Whether it takes over what other answers of the model have read of a prompt that begins like its own."""
 
-    def __init__(self, runner: Reclaimable, keeps_spare: bool = False) -> None:
+    def __init__(self, runner: Reclaimable, keeps_speculative: bool = False) -> None:
         self.runner = runner
-        self.keeps_spare = keeps_spare
+        self.keeps_speculative = keeps_speculative
         self.prompt: tuple[int, ...] = ()
         self.prompt_remaining = 0
         self.answer: tuple[int, ...] = ()
@@ -244,7 +244,7 @@ class SequenceState(ABC):
         """Whether it takes one now that goes on from this branch."""
         return False
 
-    def draft_behind(self, branch: Branch) -> None:  # noqa: B027 nothing is in the way where tokens come one by one
+    def draft_after(self, branch: Branch) -> None:  # noqa: B027 nothing is in the way where tokens come one by one
         """Forget what would keep a draft from going on ahead behind this branch."""
 
     def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
@@ -284,16 +284,16 @@ class SequenceState(ABC):
         common = self._common.get(other)
         if common is None:
             common = self._common[other] = common_length(self.prompt[:-1], other.prompt)
-        own, read = len(self.prompt) - own_left, len(other.prompt) - other_left
-        return own <= read < common and common >= own + SHORTEST_PREFIX
+        own_read, read = len(self.prompt) - own_left, len(other.prompt) - other_left
+        return own_read <= read < common and common >= own_read + SHORTEST_PREFIX
 
     @property
     def prompt_to_read(self) -> int:
         """Tokens of the prompt that will have to go through the model: those that no answer has read for it."""
-        own = read = len(self.prompt) - self.prompt_remaining
-        for other, common in self._common.items():
-            read = max(read, min(common, len(other.prompt) - other.prompt_remaining))
-        return self.prompt_remaining - (read - own if read >= own + SHORTEST_PREFIX else 0)
+        own_read = read = len(self.prompt) - self.prompt_remaining
+        for reader, common in self._common.items():
+            read = max(read, min(common, len(reader.prompt) - reader.prompt_remaining))
+        return self.prompt_remaining - (read - own_read if read >= own_read + SHORTEST_PREFIX else 0)
 
     @abstractmethod
     def run(self, request: ForwardRequest) -> None:
@@ -313,10 +313,10 @@ class SequenceState(ABC):
         base, tokens = key = branch.base, branch.tokens
         nodes = self._paths.get(key)
         if nodes is None:
-            trunk, behind = self._behind(branch)
-            before = self._paths.get((base, tokens[:-1])) if len(behind) > 1 else None
+            trunk, tail = self._behind(branch)
+            before = self._paths.get((base, tokens[:-1])) if len(tail) > 1 else None
             if before is None:
-                nodes = self._tree.path(trunk, behind)
+                nodes = self._tree.path(trunk, tail)
             else:  # drafts and guesses grow by one token after the other
                 nodes = [*before, self._tree.child(before[-1], trunk, tokens[-1])]
             self._paths[key] = nodes
@@ -353,14 +353,14 @@ class SequenceState(ABC):
 class TreeSequence(SequenceState):
     """All branches behind one cached trunk, in one forward, each token seeing the trunk and its own ancestors.
 
-    `keeps_spare`: what went through the model behind a committed branch stays known.
+    `keeps_speculative`: what went through the model behind a committed branch stays known.
     """
 
     runner: ModelRunner
     copies_prompts = True
 
-    def __init__(self, runner: ModelRunner, keeps_spare: bool = False) -> None:
-        super().__init__(runner, keeps_spare)
+    def __init__(self, runner: ModelRunner, keeps_speculative: bool = False) -> None:
+        super().__init__(runner, keeps_speculative)
         self._row: CacheRow | None = None
         self._is_open = False
 
@@ -412,9 +412,9 @@ class TreeSequence(SequenceState):
         """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
         assert self._is_open, "the sequence was released"
         if self._row is None:
-            self._row = self.runner.pool.row(len(self.prompt) + TREE_ROOM)
+            self._row = self.runner.pool.row(len(self.prompt) + TREE_CAPACITY)
             self.runner.prefixes.holders.add(self)
-        self.runner.longrope.outgrown(self._row, len(self.prompt) + TREE_ROOM)
+        self.runner.longrope.outgrown(self._row, len(self.prompt) + TREE_CAPACITY)
         return self._row
 
     def _catch_up(self, row: CacheRow) -> None:
@@ -424,7 +424,7 @@ class TreeSequence(SequenceState):
 
     def _read_again_if_long(self, row: CacheRow) -> None:
         """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
-        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_ROOM):
+        if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_CAPACITY):
             return
         row.used, ids = 0, self.prompt + self.answer
         for start in range(0, len(ids), PREFILL_CHUNK):
@@ -441,9 +441,9 @@ class TreeSequence(SequenceState):
             self._count(nodes)
             return
         assert self._row is not None
-        left = len(self.prompt) - self._row.used
-        self.read_tokens += self.prompt_remaining - left
-        self.prompt_remaining = left
+        unread = len(self.prompt) - self._row.used
+        self.read_tokens += self.prompt_remaining - unread
+        self.prompt_remaining = unread
         if not self.prompt_remaining:
             self._end = rows[-1]
             self._end_place = None if likeliest is None else (likeliest, first + len(rows) - 1)
@@ -465,7 +465,7 @@ class TreeSequence(SequenceState):
         return self._row.used - self.length if self._row is not None else 0
 
     def commit(self, branch: Branch) -> None:
-        if not self.keeps_spare:
+        if not self.keeps_speculative:
             super().commit(branch)
             return
         self.extend([branch])
@@ -487,7 +487,7 @@ class TreeSequence(SequenceState):
             self._fed_nodes.append(numbers[old])
         self._logits = logits.moved({old: numbers[old] for old in below})
 
-    def draft_behind(self, branch: Branch) -> None:
+    def draft_after(self, branch: Branch) -> None:
         if not self.drafts_ahead:
             return
         path = list(self._path(branch))[: self.knows(branch)]
@@ -555,22 +555,22 @@ def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
     they do it themselves. What each wanted to know, in their order, as far as the device has got."""
     inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
     drafts: list[tuple[TreeSequence, DraftRequest]] = []
-    others = [request for request in requests if not isinstance(request.sequence, TreeSequence)]
-    if others:
-        others[0].sequence.run_together(others)
+    by_rows = [request for request in requests if not isinstance(request.sequence, TreeSequence)]
+    if by_rows:
+        by_rows[0].sequence.run_together(by_rows)
     for request in requests:
         if not isinstance(request.sequence, TreeSequence):
             continue
         if request.draft is not None:
             drafts.append((request.sequence, request.draft))
-        if (found := request.sequence.forward_input(request)) is not None:
-            inputs.append((request.sequence, *found))
+        if (forward := request.sequence.forward_input(request)) is not None:
+            inputs.append((request.sequence, *forward))
     if inputs:
         runner, first = inputs[0][0].runner, 0
         logits = runner.step([segment for _, segment, _ in inputs])
-        told = TopTokens(logits) if runner.tells_likeliest and any(map(len, logits)) else None
+        argmax = TopTokens(logits) if runner.reports_argmax and any(map(len, logits)) else None
         for (sequence, _, nodes), rows in zip(inputs, logits, strict=True):
-            sequence.take(nodes, rows, told, first)
+            sequence.take(nodes, rows, argmax, first)
             first += len(rows)
     columns = _run_drafts(drafts) if drafts else iter(())
     results = [next(columns) if request.draft is not None else _result(request) for request in requests]
@@ -591,9 +591,9 @@ def _result(request: ForwardRequest) -> ForwardResult:
     return request.sequence.logits(request.branches[-1]) if request.branches else None
 
 
-def new_sequence(runner: ModelRunner, keeps_spare: bool = False) -> SequenceState:
-    """A sequence for one answer, of the kind that the model supports; `keeps_spare` where a cache can."""
-    return TreeSequence(runner, keeps_spare) if runner.plan else RowSequence(runner)
+def new_sequence(runner: ModelRunner, keeps_speculative: bool = False) -> SequenceState:
+    """A sequence for one answer, of the kind that the model supports; `keeps_speculative` where a cache can."""
+    return TreeSequence(runner, keeps_speculative) if runner.plan else RowSequence(runner)
 
 
 @dataclass(slots=True)

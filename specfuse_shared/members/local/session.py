@@ -66,12 +66,12 @@ class PromptLookup:
         """From place `start` on, the sequence is `ids` now."""
         self._ids = self._ids[:start] + _characters(ids)
 
-    def find(self, last: Sequence[int], most: int) -> tuple[Sequence[int], int]:
+    def find(self, last: Sequence[int], limit: int) -> tuple[Sequence[int], int]:
         """What followed `last` where it stood before, at most `most` tokens, and how many tokens were equal."""
         for n in _GRAMS:
             gram = _characters(last[-n:])
             if len(gram) == n and (at := self._ids.rfind(gram, 0, -1)) >= 0:
-                return list(map(ord, self._ids[at + n : at + n + most])), n
+                return list(map(ord, self._ids[at + n : at + n + limit])), n
         return (), 0
 
 
@@ -147,17 +147,17 @@ class Guesses:
         A guess ends where its tokens come true less often than `cost`. `share`: how likely it is that the branch
         matters at all.
         """
-        most, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
+        limit, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
         tokens: list[int] = []
         kinds: list[GuessKind] = []
         chance = share
         expected = [(e.tokens[size:], kind) for e, kind in self._expected.items() if _begins(e, branch)]
         if expected:
             ids, kind = max(expected, key=lambda followers: (followers[1] == OWN, len(followers[0])))
-            chance = self._extend(tokens, kinds, ids[:most], kind, chance, cost)
+            chance = self._extend(tokens, kinds, ids[:limit], kind, chance, cost)
         if not expected or len(tokens) == len(ids):
             last = [*before[-_GRAMS[0] :], *branch.tokens[-_GRAMS[0] :], *tokens[-_GRAMS[0] :]]
-            followers, equal = self._lookup.find(last, most - len(tokens))
+            followers, equal = self._lookup.find(last, limit - len(tokens))
             self._extend(tokens, kinds, followers, equal, chance, cost)
         return Guess(tuple(tokens), tuple(kinds))
 
@@ -179,12 +179,12 @@ class Guesses:
             kinds.append(kind)
         return chance
 
-    def feed(self, branch: Branch, guess: Guess, known: int) -> Branch:
+    def feed(self, branch: Branch, guess: Guess, scored: int) -> Branch:
         """The branch that goes on with a guess, of which the first `known` tokens went through the model before."""
         whole = Branch(branch.base, branch.tokens + guess.tokens)
-        first = len(branch.tokens) + known
-        self.guessed += len(guess.tokens) - known
-        self._fed.append(_Fed(whole, guess.kinds[known:], first, first))
+        first = len(branch.tokens) + scored
+        self.guessed += len(guess.tokens) - scored
+        self._fed.append(_Fed(whole, guess.kinds[scored:], first, first))
         return whole
 
     def observe(self, answer: Sequence[int], ids: Sequence[int], token: int) -> None:
@@ -244,7 +244,7 @@ class LocalSession(Session[SequenceState]):
         self._member = member
         self._sampler = Sampler(params, seed, member.name, member.runner.device)
         self._round, self._draft = 0, Branch(0, ())
-        self._guesses = Guesses(member.never_guessed) if self.sequence.keeps_spare else None
+        self._guesses = Guesses(member.never_guessed) if self.sequence.keeps_speculative else None
 
     @property
     def counts(self) -> TokenCounts:
@@ -259,7 +259,7 @@ class LocalSession(Session[SequenceState]):
 
     def _start(self, round_index: int) -> None:
         if round_index == self._round and self._constraint is None:  # a longer draft begins like the one before
-            self.sequence.draft_behind(self._draft)
+            self.sequence.draft_after(self._draft)
         self._round = round_index
         self._sampler.start(round_index)
         if self._guesses is not None and not self._guesses.has_read:
@@ -279,9 +279,9 @@ class LocalSession(Session[SequenceState]):
         return self._chosen(draft, (yield self._asked(draft)))
 
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
-        asked = LogprobRequest(list(zip(branches, stops, strict=True)))
+        logprob_request = LogprobRequest(list(zip(branches, stops, strict=True)))
         going_on = [branch for branch, ends in zip(branches, stops, strict=True) if not ends]
-        request = ForwardRequest(self.sequence, tuple(branches), logprobs=asked)
+        request = ForwardRequest(self.sequence, tuple(branches), logprobs=logprob_request)
         judgement = yield self._with_guesses(request, going_on)
         judged: list[list[float]] = judgement.read()
         return judged
@@ -326,10 +326,10 @@ class LocalSession(Session[SequenceState]):
 
     def _wanted(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> DraftRequest:
         """The next tokens behind `ids`, at most `count` and all under one rule."""
-        held = max(0, min_tokens_left - len(ids))
-        blocked = self._member.blocked(alone=alone, held=held > 0)
+        min_left = max(0, min_tokens_left - len(ids))
+        blocked = self._member.blocked(alone=alone, ends_held=min_left > 0)
         branch = Branch(len(self.sequence.answer), tuple(ids))
-        return DraftRequest(branch, min(count, held or count), self._sampler, blocked)
+        return DraftRequest(branch, min(count, min_left or count), self._sampler, blocked)
 
     def _asked(self, draft: DraftRequest) -> ForwardRequest:
         """What goes through the model for them: a guess where there is one, else all at once where that can be, else

@@ -44,8 +44,8 @@ from specfuse_shared.members.stages import (
     Reply,
     StageRequest,
     StageResult,
-    nobody_listens,
-    nobody_waits,
+    ignore_results,
+    ignore_steps,
     unanswered,
 )
 from specfuse_shared.placement.sizing import ModelSizes
@@ -204,15 +204,15 @@ class ServerMember:
 
     def _check_model(self, facts: ServerFacts) -> None:
         """The server has the model, by its name or by what it was loaded from."""
-        wanted = self._config.server_model or self._config.model
-        found = next((name for name, root in facts.models.items() if wanted in (name, root)), None)
-        if found is None:
+        requested = self._config.server_model or self._config.model
+        served_name = next((name for name, root in facts.models.items() if requested in (name, root)), None)
+        if served_name is None:
             served = ", ".join(map(repr, facts.models)) or "none"
             raise ServerModelError(
-                f"member {self.name!r}: the server at {self._config.server} has no model {wanted!r} (it has {served}): "
-                "name the one that is meant with MemberConfig(server_model=…)"
+                f"member {self.name!r}: the server at {self._config.server} has no model {requested!r} "
+                f"(it has {served}): name the one that is meant with MemberConfig(server_model=…)"
             )
-        self.dialect.model = found
+        self.dialect.model = served_name
 
     async def _check_vocabulary(self) -> None:
         own_ids, server_ids = self._sample, await self.dialect.tokenized(_SAMPLE)
@@ -279,12 +279,12 @@ class ServerLane:
     def __init__(
         self,
         members: Sequence[ServerMember],
-        on_forward: OnForward = nobody_listens,
+        on_forward: OnForward = ignore_steps,
     ) -> None:
         self.served = {member.name: member for member in members}
         self._sessions: dict[Key, ServerSession] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
-        self._reply: Reply = nobody_waits
+        self._reply: Reply = ignore_results
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="specfuse servers", daemon=True)

@@ -126,8 +126,8 @@ class ServerSession(Session[SentIds]):
         """Have the server read the prompt, so that its cache knows it when drafts and verdicts are asked for."""
         self.sequence.prompt = self._prompt
         yield self._member.ready()
-        wanted = Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids)
-        self._remember((), (yield self._member.dialect.continued(wanted)))
+        continuation = Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids)
+        self._remember((), (yield self._member.dialect.continued(continuation)))
 
     def _start(self, round_index: int) -> None:
         self._round, self._drawn, self._guess, self._strayed = round_index, 0, (), False
@@ -141,52 +141,52 @@ class ServerSession(Session[SentIds]):
     def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
         if self._constraint is not None:
             return (yield from self._next_allowed(ids, count))
-        held = max(0, min_tokens_left - len(ids))
-        count, banned = min(count, held or count), self._stop_ids if held else ()
-        found, ended = yield from self._foretold(ids, count, banned, alone)
-        if not (found or ended):
-            found, ended = yield from self._drafted(ids, count, banned, alone)
-        self._drawn += len(found)
-        return found, ended
+        min_left = max(0, min_tokens_left - len(ids))
+        count, banned = min(count, min_left or count), self._stop_ids if min_left else ()
+        drafted, ended = yield from self._from_cache(ids, count, banned, alone)
+        if not (drafted or ended):
+            drafted, ended = yield from self._drafted(ids, count, banned, alone)
+        self._drawn += len(drafted)
+        return drafted, ended
 
     def _drafted(
         self, ids: Sequence[int], count: int, banned: tuple[int, ...], alone: bool
     ) -> Stage[tuple[list[int], bool]]:
-        found, ended = yield from self._continued(ids, count, banned=banned)
-        sayable = found if alone else self._sayable(found)
-        if found and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
-            found, ended = yield from self._continued(ids, count, banned=banned + self._member.special_ids)
-            sayable = found
-        return sayable, ended and len(sayable) == len(found)
+        drafted, ended = yield from self._continued(ids, count, banned=banned)
+        sayable = drafted if alone else self._sayable(drafted)
+        if drafted and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
+            drafted, ended = yield from self._continued(ids, count, banned=banned + self._member.special_ids)
+            sayable = drafted
+        return sayable, ended and len(sayable) == len(drafted)
 
-    def _foretold(
+    def _from_cache(
         self, ids: Sequence[int], count: int, banned: Sequence[int] = (), alone: bool = False
     ) -> Stage[tuple[list[int], bool]]:
         """What the server told already of the next tokens; where it told nothing, it is asked about the guess."""
         if not self._says_likeliest:
             return [], False
-        known = self._known(ids, count, banned, alone)
+        cached = self._known(ids, count, banned, alone)
         guess = self._guess[len(ids) : len(ids) + count] if self._guess[: len(ids)] == tuple(ids) else ()
-        if known != ([], False) or not guess:
-            return known
+        if cached != ([], False) or not guess:
+            return cached
         self._guess = ()
         self._guessed += yield from self._ask([Branch(len(self.sequence.answer), (*ids, *guess))], [self._stop_ids])
-        found, ended = self._known(ids, count, banned, alone)
-        same = next((n for n, pair in enumerate(zip(found, guess, strict=False)) if pair[0] != pair[1]), len(found))
+        drafted, ended = self._known(ids, count, banned, alone)
+        same = next((n for n, pair in enumerate(zip(drafted, guess, strict=False)) if pair[0] != pair[1]), len(drafted))
         self._accepted = min(self._guessed, self._accepted + same)
-        return found, ended
+        return drafted, ended
 
     def _known(self, ids: Sequence[int], count: int, banned: Sequence[int], alone: bool) -> tuple[list[int], bool]:
         """The most probable tokens of places that are known, as far as the member may say them."""
-        found: list[int] = []
-        while len(found) < count:
-            token = self._told.at((*self.sequence.answer, *ids, *found)).likeliest
+        drafted: list[int] = []
+        while len(drafted) < count:
+            token = self._told.at((*self.sequence.answer, *ids, *drafted)).likeliest
             if token is None or token in banned or not (alone or self._sayable([token]) or token in self._stop_ids):
                 break
             if token in self._stop_ids:
-                return found, True
-            found.append(token)
-        return found, False
+                return drafted, True
+            drafted.append(token)
+        return drafted, False
 
     def _next_allowed(self, ids: Sequence[int], count: int) -> Stage[tuple[list[int], bool]]:
         """Tokens that the grammar allows, at least one; where it allows one alone, nobody is asked."""
@@ -195,17 +195,17 @@ class ServerSession(Session[SentIds]):
         allowed = tuple(token for token in allowed_ids(self._constraint.allowed()) if token not in special)
         if len(allowed) == 1:
             return ([], True) if allowed[0] in self._stop_ids else (self._advanced(list(allowed)), False)
-        taken, ended = self._admitted(*(yield from self._foretold(ids, count)))
+        taken, ended = self._admitted(*(yield from self._from_cache(ids, count)))
         bounds = self._bounds(ids, count, allowed)
         while not (taken or ended) and (bound := next(bounds, None)) is not None:
-            most, grammar = bound
-            found, over = yield from self._continued(ids, most := min(most, self._window), grammar)
-            taken, ended = self._admitted(found, over)
+            limit, grammar = bound
+            drafted, over = yield from self._continued(ids, limit := min(limit, self._window), grammar)
+            taken, ended = self._admitted(drafted, over)
             # tokens behind one that the grammar does not allow are decoded for nothing
-            self._window = 2 * most if len(taken) == most else len(taken) + 1
+            self._window = 2 * limit if len(taken) == limit else len(taken) + 1
         if not (taken or ended):
-            found, ended = yield from self._continued(ids, 1, allowed=allowed)
-            taken = self._advanced(found)
+            drafted, ended = yield from self._continued(ids, 1, allowed=allowed)
+            taken = self._advanced(drafted)
         return taken, ended
 
     def _bounds(self, ids: Sequence[int], count: int, allowed: tuple[int, ...]) -> Iterator[tuple[int, str | None]]:
@@ -223,12 +223,12 @@ class ServerSession(Session[SentIds]):
             self._strayed = True
         yield count, first_of(allowed, self._stop_ids, self._member.vocabulary_size)
 
-    def _admitted(self, found: Sequence[int], ended: bool) -> tuple[list[int], bool]:
+    def _admitted(self, drafted: Sequence[int], ended: bool) -> tuple[list[int], bool]:
         """The tokens up to the first that the grammar does not allow, and whether the turn may end behind them."""
         assert self._constraint is not None
-        sayable = self._sayable(found)
+        sayable = self._sayable(drafted)
         taken = self._advanced(sayable[: self._constraint.follows(sayable)])
-        if not ended or len(taken) < len(found) or self._constraint.finished:
+        if not ended or len(taken) < len(drafted) or self._constraint.finished:
             return taken, False
         bits = self._constraint.allowed()
         return taken, any(bits[stop >> 3] >> (stop & 7) & 1 for stop in self._stop_ids)
@@ -245,34 +245,34 @@ class ServerSession(Session[SentIds]):
     def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
         yield from self._ask(branches, stops)
         judged = []
-        for branch, own in zip(branches, stops, strict=True):
-            known = self.sequence.answer[: branch.base]
-            places = [self._told.at(known + branch.tokens[:n]) for n in range(len(branch.tokens) + 1)]
-            judged.append(scores_of(ScoredLine((), branch.tokens, tuple(own)), places))
+        for branch, stops_of in zip(branches, stops, strict=True):
+            context = self.sequence.answer[: branch.base]
+            places = [self._told.at(context + branch.tokens[:n]) for n in range(len(branch.tokens) + 1)]
+            judged.append(scores_of(ScoredLine((), branch.tokens, tuple(stops_of)), places))
         return judged
 
     def _ask(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[int]:
         """Ask about what is not known of these branches; so many tokens."""
         starts, lines = [], []
-        for branch, own in zip(branches, stops, strict=True):
+        for branch, stops_of in zip(branches, stops, strict=True):
             ids = self.sequence.answer[: branch.base] + branch.tokens
             start = self._told.unknown_from(ids, branch.base)
-            if start < len(ids) or not self._told.knows(ids, own):
+            if start < len(ids) or not self._told.knows(ids, stops_of):
                 starts.append(ids[:start])
-                lines.append(ScoredLine(self.sequence.prompt + ids[:start], ids[start:], tuple(own)))
+                lines.append(ScoredLine(self.sequence.prompt + ids[:start], ids[start:], tuple(stops_of)))
         if not lines:
             return 0
-        found: list[list[Place]] = yield self._member.dialect.judged(lines)
-        for before, line, places in zip(starts, lines, found, strict=True):
+        judged_places: list[list[Place]] = yield self._member.dialect.judged(lines)
+        for before, line, places in zip(starts, lines, judged_places, strict=True):
             for n, place in enumerate(places):
                 self._told.add(before + line.tokens[:n], place)
-        asked = sum(len(line.tokens) for line in lines)
-        self.sequence.computed_tokens += asked
-        return asked
+        sent = sum(len(line.tokens) for line in lines)
+        self.sequence.computed_tokens += sent
+        return sent
 
     def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
-        known = self.sequence.prompt + self.sequence.answer
-        line = ScoredLine(known[: len(self.sequence.prompt) + branch.base], branch.tokens)
+        context = self.sequence.prompt + self.sequence.answer
+        line = ScoredLine(context[: len(self.sequence.prompt) + branch.base], branch.tokens)
         tops: list[Top] = yield self._member.dialect.tops(line, min(count, self._member.vocabulary_size))
         if any(not 0 <= token < self._member.vocabulary_size for top in tops for token, _ in top):
             raise ServerError("the server gave tokens that its model does not have")
@@ -300,22 +300,22 @@ class ServerSession(Session[SentIds]):
         seed = number_of_draw(self._seed, self._member.name, self._round, self._drawn)
         stop_ids = tuple(stop for stop in self._stop_ids if stop not in banned)
         size = self._member.vocabulary_size
-        wanted = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, grammar, size)
-        told: Continued = yield self._member.dialect.continued(wanted)
-        self._remember(ids, told)
-        self.sequence.computed_tokens += len(told.ids)
-        return told.ids, told.ended
+        request = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, grammar, size)
+        continued: Continued = yield self._member.dialect.continued(request)
+        self._remember(ids, continued)
+        self.sequence.computed_tokens += len(continued.ids)
+        return continued.ids, continued.ended
 
-    def _remember(self, ids: Sequence[int], told: Continued) -> None:
+    def _remember(self, ids: Sequence[int], continued: Continued) -> None:
         """What was told of the places of tokens that were drafted behind the answer and `ids`."""
-        for n, place in enumerate(told.places):
-            self._told.add((*self.sequence.answer, *ids, *told.ids[:n]), place)
+        for n, place in enumerate(continued.places):
+            self._told.add((*self.sequence.answer, *ids, *continued.ids[:n]), place)
 
 
-async def _understood(asked: Awaitable[T]) -> T:
+async def _understood(reply: Awaitable[T]) -> T:
     """What the server answers. Raises `ServerError` for an answer of another shape than its dialect has."""
     try:
-        return await asked
+        return await reply
     except SpecFuseError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:

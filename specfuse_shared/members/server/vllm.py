@@ -139,12 +139,12 @@ class ServerClient:
             ) from error
 
     def _refusal(self, response: httpx.Response) -> ServerError:
-        said = _message(response)
+        message = _message(response)
         if response.status_code in (401, 403):
             named = f"the one in {self._key_name} is not its own" if self._key_name else "name it with api_key_env=…"
             return ServerKeyError(f"the server at {self.address} asks for its key: {named}")
         kind = ServerModelError if response.status_code == 404 else ServerError
-        return kind(f"the server at {self.address} answers {response.status_code} to {response.url.path}: {said}")
+        return kind(f"the server at {self.address} answers {response.status_code} to {response.url.path}: {message}")
 
 
 def _message(response: httpx.Response) -> str:
@@ -236,13 +236,13 @@ class ServerFacts:
     block_tokens: int | None = None
 
 
-def cut_at_stop(ids: Sequence[int], wanted: Continuation, stopped: bool) -> tuple[list[int], bool]:
+def cut_at_stop(ids: Sequence[int], request: Continuation, stopped: bool) -> tuple[list[int], bool]:
     """Ids before the first that ends the turn, and whether one did, or the server says that it `stopped`.
 
     Raises `ServerError` for ids that were not asked for.
     """
-    _check_ids(ids, wanted)
-    ends = set(wanted.stop_ids)
+    _check_ids(ids, request)
+    ends = set(request.stop_ids)
     place = next((n for n, token in enumerate(ids) if token in ends), None)
     if place is not None:
         return list(ids[:place]), True
@@ -251,13 +251,13 @@ def cut_at_stop(ids: Sequence[int], wanted: Continuation, stopped: bool) -> tupl
     return list(ids), stopped
 
 
-def _check_ids(ids: Sequence[int], wanted: Continuation) -> None:
-    if len(ids) > wanted.count + 1:  # a server may count the end of the turn or not
-        raise ServerError(f"the server gave {len(ids)} tokens where {wanted.count} were asked for")
-    most = math.inf if wanted.vocabulary_size is None else wanted.vocabulary_size
-    if not all(type(token) is int and 0 <= token < most for token in ids):
+def _check_ids(ids: Sequence[int], request: Continuation) -> None:
+    if len(ids) > request.count + 1:  # a server may count the end of the turn or not
+        raise ServerError(f"the server gave {len(ids)} tokens where {request.count} were asked for")
+    vocabulary_size = math.inf if request.vocabulary_size is None else request.vocabulary_size
+    if not all(type(token) is int and 0 <= token < vocabulary_size for token in ids):
         raise ServerError("the server gave tokens that its model does not have")
-    if wanted.allowed is not None and not set(ids) <= {*wanted.allowed, *wanted.stop_ids}:
+    if request.allowed is not None and not set(ids) <= {*request.allowed, *request.stop_ids}:
         raise ServerError("the server gave tokens that the grammar does not allow")
 
 
@@ -280,12 +280,12 @@ def row_of(row: Mapping[str, Mapping[str, Any]] | None, token: int) -> Place:
     return Place({token: checked_logprob(entry["logprob"])}, token if entry.get("rank") == 1 else None)
 
 
-def sampling_of(wanted: Continuation) -> dict[str, Any]:
+def sampling_of(request: Continuation) -> dict[str, Any]:
     """How a continuation is sampled, as both endpoints take it; all of it, since the server has defaults of its own."""
-    params = wanted.params
+    params = request.params
     body: dict[str, Any] = {
-        "max_tokens": wanted.count,
-        "stop_token_ids": wanted.stop_ids,
+        "max_tokens": request.count,
+        "stop_token_ids": request.stop_ids,
         "ignore_eos": True,  # the ends of turn are those named here
         "temperature": 0.0 if params.greedy else params.temperature,
         "repetition_penalty": params.repetition_penalty,
@@ -296,13 +296,13 @@ def sampling_of(wanted: Continuation) -> dict[str, Any]:
         "frequency_penalty": 0.0,
     }
     if not params.greedy:
-        body["seed"] = wanted.seed
-    if wanted.banned:
-        body["logit_bias"] = ban_of(wanted.banned)
-    if wanted.allowed is not None:
-        body["allowed_token_ids"] = wanted.allowed
-    if wanted.grammar is not None:
-        body["structured_outputs"] = {"grammar": wanted.grammar}
+        body["seed"] = request.seed
+    if request.banned:
+        body["logit_bias"] = ban_of(request.banned)
+    if request.allowed is not None:
+        body["allowed_token_ids"] = request.allowed
+    if request.grammar is not None:
+        body["structured_outputs"] = {"grammar": request.grammar}
     return body
 
 
@@ -327,50 +327,50 @@ def ban_of(banned: Sequence[int]) -> dict[str, float]:
 
 def scores_of(line: ScoredLine, places: Sequence[Place]) -> list[float]:
     """Natural log p of a line's tokens, by what is known of each place of it; then that any of its stop ids comes."""
-    own = [place.logprobs[token] for place, token in zip(places, line.tokens, strict=False)]
-    return [*own, any_of(places[-1].logprobs[stop] for stop in line.stop_ids)] if line.stop_ids else own
+    logprobs = [place.logprobs[token] for place, token in zip(places, line.tokens, strict=False)]
+    return [*logprobs, any_of(places[-1].logprobs[stop] for stop in line.stop_ids)] if line.stop_ids else logprobs
 
 
 def whole_lines(lines: Sequence[ScoredLine]) -> list[tuple[int, tuple[int, ...]]]:
     """Each line once for each of its stop ids, or once: how much of it is prefix, and all of it."""
     ends: list[list[tuple[int, ...]]] = [[(stop,) for stop in line.stop_ids] or [()] for line in lines]
     pairs = zip(lines, ends, strict=True)
-    return [(len(line.prefix), line.prefix + line.tokens + end) for line, own in pairs for end in own]
+    return [(len(line.prefix), line.prefix + line.tokens + end) for line, endings in pairs for end in endings]
 
 
-def of_whole_lines(lines: Sequence[ScoredLine], found: Sequence[Sequence[Place]]) -> list[list[Place]]:
+def of_whole_lines(lines: Sequence[ScoredLine], judged_lines: Sequence[Sequence[Place]]) -> list[list[Place]]:
     """Places of `lines` from those of their `whole_lines` behind the prefixes."""
-    left, judged = iter(found), list[list[Place]]()
+    remaining, judged = iter(judged_lines), list[list[Place]]()
     for line in lines:
-        own = [next(left) for _ in line.stop_ids or (None,)]
-        if any(len(places) != len(line.tokens) + bool(line.stop_ids) for places in own):
+        endings = [next(remaining) for _ in line.stop_ids or (None,)]
+        if any(len(places) != len(line.tokens) + bool(line.stop_ids) for places in endings):
             raise ServerError("the server judged other tokens than those that were asked for")
-        ends = [places[-1] for places in own] if line.stop_ids else []
+        ends = [places[-1] for places in endings] if line.stop_ids else []
         likeliest = next((end.likeliest for end in ends if end.likeliest is not None), None)
-        behind = Place({stop: end.logprobs[stop] for stop, end in zip(line.stop_ids, ends, strict=True)}, likeliest)
-        judged.append([*own[0][: len(line.tokens)], behind])
+        after = Place({stop: end.logprobs[stop] for stop, end in zip(line.stop_ids, ends, strict=True)}, likeliest)
+        judged.append([*endings[0][: len(line.tokens)], after])
     return judged
 
 
 def any_of(logprobs: Iterable[float]) -> float:
     """Log p that any of several tokens comes next."""
-    known = list(logprobs)
-    top = max(known)
-    return top if math.isinf(top) else top + math.log(sum(math.exp(logprob - top) for logprob in known))
+    ids = list(logprobs)
+    top = max(ids)
+    return top if math.isinf(top) else top + math.log(sum(math.exp(logprob - top) for logprob in ids))
 
 
-def with_place(told: dict[tuple[int, ...], Place], ids: tuple[int, ...], place: Place) -> None:
+def with_place(places: dict[tuple[int, ...], Place], ids: tuple[int, ...], place: Place) -> None:
     """Add what is known of the place behind `ids`."""
-    before = told.get(ids)
+    before = places.get(ids)
     if before is not None:
         likeliest = before.likeliest if place.likeliest is None else place.likeliest
         place = Place({**before.logprobs, **place.logprobs}, likeliest)
-    told[ids] = place
+    places[ids] = place
 
 
-def distance(some: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+def distance(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
     """Mean |Δ log p|."""
-    pairs = [pair for a, b in zip(some, others, strict=True) for pair in zip(a, b, strict=True)]
+    pairs = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b, strict=True)]
     return sum(abs(x - y) for x, y in pairs) / len(pairs)
 
 
@@ -398,27 +398,29 @@ class CompletionsEndpoint:
         self, model: str, lines: Sequence[ScoredLine], more: Mapping[str, Any] | None = None
     ) -> list[list[Place]]:
         """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
-        wanted: Wanted = {}
+        requested: Wanted = {}
         for line in lines:
             ids, start = line.prefix + line.tokens, len(line.prefix)
             for n, token in enumerate(line.tokens):
-                wanted.setdefault(ids[: start + n], set()).add(token)
+                requested.setdefault(ids[: start + n], set()).add(token)
             if line.stop_ids:
-                wanted.setdefault(ids, set()).update(line.stop_ids)
-        known: dict[tuple[int, ...], Place] = {}
-        for answer in await asyncio.gather(*(self._asked(model, piece, more or {}) for piece in _pieces(wanted))):
+                requested.setdefault(ids, set()).update(line.stop_ids)
+        places: dict[tuple[int, ...], Place] = {}
+        for answer in await asyncio.gather(*(self._asked(model, piece, more or {}) for piece in _pieces(requested))):
             for prefix, place in answer:
-                with_place(known, prefix, place)
+                with_place(places, prefix, place)
         return [
-            [known[line.prefix + line.tokens[:n]] for n in range(len(line.tokens) + bool(line.stop_ids))]
+            [places[line.prefix + line.tokens[:n]] for n in range(len(line.tokens) + bool(line.stop_ids))]
             for line in lines
         ]
 
-    async def _asked(self, model: str, wanted: Wanted, more: Mapping[str, Any]) -> list[tuple[tuple[int, ...], Place]]:
+    async def _asked(
+        self, model: str, requested: Wanted, more: Mapping[str, Any]
+    ) -> list[tuple[tuple[int, ...], Place]]:
         """The place behind each prefix, with log p of the tokens wanted; one request."""
-        ids = sorted(set().union(*wanted.values()))
+        ids = sorted(set().union(*requested.values()))
         body = {
-            "prompt": list(wanted),
+            "prompt": list(requested),
             "max_tokens": 1,
             "temperature": 0.0,
             "logprobs": 0,
@@ -427,28 +429,28 @@ class CompletionsEndpoint:
             **more,
         }
         choices = await self._choices(model, body)
-        found = []
-        for (prefix, tokens), choice in zip(wanted.items(), choices, strict=True):
-            told = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
+        places = []
+        for (prefix, tokens), choice in zip(requested.items(), choices, strict=True):
+            top_logprobs = (choice.get("logprobs") or {}).get("top_logprobs") or [{}]
             likeliest = None if more else _named((choice.get("logprobs") or {}).get("tokens") or [])
             try:
-                logprobs = {token: checked_logprob(told[0][f"token_id:{token}"]) for token in tokens}
+                logprobs = {token: checked_logprob(top_logprobs[0][f"token_id:{token}"]) for token in tokens}
             except KeyError:
-                raise NotToldError(f"the server at {self._client.address} does not score named tokens") from None
-            found.append((prefix, Place(logprobs, likeliest)))
-        return found
+                raise MissingLogprobError(f"the server at {self._client.address} does not score named tokens") from None
+            places.append((prefix, Place(logprobs, likeliest)))
+        return places
 
     async def by_prompts(self, model: str, lines: Sequence[ScoredLine]) -> list[list[Place]]:
         whole = whole_lines(lines)
         body = {"prompt": [ids for _, ids in whole], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         choices = await self._choices(model, body)
-        found = []
+        judged = []
         for (start, ids), choice in zip(whole, choices, strict=True):
-            told = choice.get("prompt_logprobs")
-            if told is None:
+            logprobs = choice.get("prompt_logprobs")
+            if logprobs is None:
                 raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-            found.append([row_of(told[n], ids[n]) for n in range(start, len(ids))])
-        return of_whole_lines(lines, found)
+            judged.append([row_of(logprobs[n], ids[n]) for n in range(start, len(ids))])
+        return of_whole_lines(lines, judged)
 
     async def tops(self, model: str, line: ScoredLine, count: int) -> list[Top]:
         """The most probable tokens in the place of each of the line's.
@@ -458,17 +460,17 @@ class CompletionsEndpoint:
         ids, start = line.prefix + line.tokens, len(line.prefix)
         body = {"prompt": [ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count}
         [choice] = await self._choices(model, body)
-        told = choice.get("prompt_logprobs")
-        if told is None:
+        logprobs = choice.get("prompt_logprobs")
+        if logprobs is None:
             raise ServerError(f"the server at {self._client.address} scores no given text: it is no vLLM")
-        return [_top(told[n], count) for n in range(start, len(ids))]
+        return [_top(logprobs[n], count) for n in range(start, len(ids))]
 
     async def _choices(self, model: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        told = await self._client.post("/v1/completions", {"model": model, **body}, steps=body["max_tokens"])
-        return sorted(told["choices"], key=lambda choice: int(choice["index"]))
+        response = await self._client.post("/v1/completions", {"model": model, **body}, steps=body["max_tokens"])
+        return sorted(response["choices"], key=lambda choice: int(choice["index"]))
 
 
-class NotToldError(ServerError):
+class MissingLogprobError(ServerError):
     """The server ignored the tokens that it was asked for."""
 
 
@@ -478,19 +480,19 @@ def _named(tokens: Sequence[str]) -> int | None:
     return int(number) if name == "token_id" and number.isdecimal() else None
 
 
-def _top(told: Mapping[str, Mapping[str, Any]], count: int) -> Top:
+def _top(entries: Mapping[str, Mapping[str, Any]], count: int) -> Top:
     """The most probable tokens of a place, in which the prompt's own is told as well."""
-    found = [(int(token), checked_logprob(entry["logprob"])) for token, entry in told.items()]
-    if len(found) < count:
-        raise ServerError(f"the server tells of {len(found)} tokens where {count} were asked for")
-    return tuple(sorted(found, key=lambda pair: -pair[1])[:count])
+    ranked = [(int(token), checked_logprob(entry["logprob"])) for token, entry in entries.items()]
+    if len(ranked) < count:
+        raise ServerError(f"the server tells of {len(ranked)} tokens where {count} were asked for")
+    return tuple(sorted(ranked, key=lambda pair: -pair[1])[:count])
 
 
-def _pieces(wanted: Wanted) -> list[Wanted]:
+def _pieces(requested: Wanted) -> list[Wanted]:
     """The same, in parts that a request takes: of each prefix, all its tokens are in one part unless they are many."""
     pieces: list[Wanted] = []
     ids: set[int] = set()
-    for prefix, tokens in wanted.items():
+    for prefix, tokens in requested.items():
         for part in _parts(sorted(tokens)):
             if not pieces or len(ids | part) > MOST_IDS or len(pieces[-1]) >= MOST_PROMPTS or prefix in pieces[-1]:
                 pieces.append({})
@@ -532,8 +534,8 @@ class TokenEndpoint:
         self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[Place]]:
         """The one choice of an answer, and the place of each of its tokens with log p of those that are `watched`."""
-        told = await self._told(model, ids, params, watched)
-        return _generated(told, watched)
+        response = await self._told(model, ids, params, watched)
+        return _generated(response, watched)
 
     async def judged(self, model: str, line: ScoredLine) -> list[Place]:
         """The places of a line's tokens, and the one behind them. Raises `RowsMissingError`."""
@@ -546,8 +548,10 @@ class TokenEndpoint:
             starts = [start, *(end + 1 for end in ends[:-1])]
             parts = zip(starts, ends, watched, strict=True)
             # a part ends at a block, and the next begins behind the token there, which the first decodes
-            found = await asyncio.gather(*(self._part(model, ids[:end], own, ends) for own, end, ends in parts))
-            return [place for places in found for place in places]
+            judged_parts = await asyncio.gather(
+                *(self._part(model, ids[:end], first, ends) for first, end, ends in parts)
+            )
+            return [place for places in judged_parts for place in places]
         except _FINAL:
             raise
         except ServerError as error:  # such memory may hold what JSON cannot say
@@ -563,17 +567,19 @@ class TokenEndpoint:
     ) -> list[Place]:
         """The places from `start` on, and the one behind."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
-        told = await self._told(model, ids, params, watched)
-        rows, own = told.get("prompt_logprobs") or [], ids[start:]
+        response = await self._told(model, ids, params, watched)
+        rows, ids_of_part = response.get("prompt_logprobs") or [], ids[start:]
         if cached and len(ids) > 2 * self._block:  # newer servers tell those alone that they computed
             self._tells_all = 2 * len(rows) > len(ids)
-        if len(rows) < len(own):
+        if len(rows) < len(ids_of_part):
             raise RowsMissingError("the server tells too few rows of a candidate")
-        places = [row_of(row, token) for row, token in zip(rows[len(rows) - len(own) :], own, strict=True)]
-        behind = _generated(told, watched)[1]
-        if not behind:
+        places = [
+            row_of(row, token) for row, token in zip(rows[len(rows) - len(ids_of_part) :], ids_of_part, strict=True)
+        ]
+        after = _generated(response, watched)[1]
+        if not after:
             raise RowsMissingError("the server decodes nothing behind a candidate")
-        return [*places, behind[0]]
+        return [*places, after[0]]
 
     async def _told(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
         # as many are told as are named, the decoded one among them: so one is named twice
@@ -582,14 +588,14 @@ class TokenEndpoint:
         # text is not wanted, and made of rows that nobody wrote it fails
         sampling = {"ignore_eos": True, "detokenize": False, **scored, **params}
         body = {"model": model, "token_ids": list(ids), "sampling_params": sampling}
-        told = await self._client.post(PATH, body, steps=params["max_tokens"])
-        if not isinstance(told, dict):
+        response = await self._client.post(PATH, body, steps=params["max_tokens"])
+        if not isinstance(response, dict):
             raise ServerError("the server answers something else than it was asked")
-        return told
+        return response
 
 
-def _generated(told: Mapping[str, Any], watched: Sequence[int]) -> tuple[dict[str, Any], list[Place]]:
-    [choice] = told["choices"]
+def _generated(response: Mapping[str, Any], watched: Sequence[int]) -> tuple[dict[str, Any], list[Place]]:
+    [choice] = response["choices"]
     content = choice["logprobs"]["content"]
     if [entry["token_id"] for entry in content] != choice["token_ids"]:
         raise ServerError("the server scored other tokens than it gave")
@@ -597,12 +603,14 @@ def _generated(told: Mapping[str, Any], watched: Sequence[int]) -> tuple[dict[st
 
 
 def _place(entry: Mapping[str, Any], watched: Sequence[int]) -> Place:
-    told = {each["token_id"]: each["logprob"] for each in entry["top_logprobs"]}
-    if not set(watched) <= set(told):
+    top_logprobs = {each["token_id"]: each["logprob"] for each in entry["top_logprobs"]}
+    if not set(watched) <= set(top_logprobs):
         raise ServerError("the server does not score the tokens that it was asked for")
-    wanted = {token: checked_logprob(told[token]) for token in watched}
-    own = entry["token_id"]
-    return Place({**wanted, own: checked_logprob(entry["logprob"])}, own if entry.get("rank") == 1 else None)
+    watched_logprobs = {token: checked_logprob(top_logprobs[token]) for token in watched}
+    token_id = entry["token_id"]
+    return Place(
+        {**watched_logprobs, token_id: checked_logprob(entry["logprob"])}, token_id if entry.get("rank") == 1 else None
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -643,8 +651,8 @@ class VllmDialect:
         version = await self._client.get("/version")
         metrics = await self._client.get("/metrics")
         number = "" if version.is_error else f" {version.json().get('version', '')}"
-        found = None if metrics.is_error else _CACHE_SETTINGS.search(metrics.text)
-        cache = dict(_SETTING.findall(found[1])) if found else {}
+        match = None if metrics.is_error else _CACHE_SETTINGS.search(metrics.text)
+        cache = dict(_SETTING.findall(match[1])) if match else {}
         blocks = cache.get("block_size", "")
         return ServerFacts(
             title=f"vLLM{number}",
@@ -658,36 +666,36 @@ class VllmDialect:
         """Ids of a text as the server's tokenizer has them, without special tokens; None where it does not tell."""
         return await self._client.tokenized(self.model, text)
 
-    async def continued(self, wanted: Continuation) -> Continued:
+    async def continued(self, request: Continuation) -> Continued:
         """Ids up to the end of the turn, whether that came, and what the token endpoint tells of their places.
 
         Nothing where the server fails under the grammar, which not each of its libraries can follow.
         """
         try:
-            return await self._continued(wanted)
+            return await self._continued(request)
         except ServerUnreachableError:
             raise
         except ServerError as error:
-            if wanted.grammar is None:
+            if request.grammar is None:
                 raise
             logger.log(logging.DEBUG if self._complained else logging.WARNING, _FAILED, self._client.address, error)
             self._complained = True
             return Continued([], False)
 
-    async def _continued(self, wanted: Continuation) -> Continued:
-        body = sampling_of(wanted)
+    async def _continued(self, request: Continuation) -> Continued:
+        body = sampling_of(request)
         if self._tokens is not None:
-            watched = wanted.stop_ids[: MOST_IDS - 1]
-            choice, places = await self._tokens.generated(self.model, wanted.prompt, body, watched)
-            if wanted.is_bound:  # log p of tokens that a grammar bars is told as if they could not come
+            watched = request.stop_ids[: MOST_IDS - 1]
+            choice, places = await self._tokens.generated(self.model, request.prompt, body, watched)
+            if request.is_bound:  # log p of tokens that a grammar bars is told as if they could not come
                 places = []
         else:
-            choice, places = await self._completions.generated(self.model, wanted.prompt, body), []
+            choice, places = await self._completions.generated(self.model, request.prompt, body), []
         ids = choice.get("token_ids")
         if ids is None:
             raise ServerError(f"the server at {self._client.address} gives no token ids: use vLLM 0.11 or later")
-        kept, ended = cut_at_stop(ids, wanted, stopped=choice.get("finish_reason") == "stop")
-        return Continued(kept, ended, places[: len(kept) + ended])
+        cut_ids, ended = cut_at_stop(ids, request, stopped=choice.get("finish_reason") == "stop")
+        return Continued(cut_ids, ended, places[: len(cut_ids) + ended])
 
     async def judged(self, lines: Sequence[ScoredLine]) -> list[list[Place]]:
         """The place of each token of each line, and the one behind, where there are stop ids."""
@@ -710,7 +718,7 @@ class VllmDialect:
         prompts = _scores(lines, await self._completions.by_prompts(self.model, lines))
         try:
             prefixes = _scores(lines, await self._completions.by_prefixes(self.model, lines))
-        except NotToldError:
+        except MissingLogprobError:
             self.verification = "prompt"
             return 0.0
         self.verification = "prefixes"
@@ -734,8 +742,8 @@ class VllmDialect:
     ) -> float:
         """Use the token endpoint if it is there and scores as `expected`; how far it is off, or 0."""
         try:
-            found = [await _persistently(endpoint, self.model, line) for line in lines]
-            error = distance(_scores(lines, found), expected)
+            scores = [await _persistently(endpoint, self.model, line) for line in lines]
+            error = distance(_scores(lines, scores), expected)
         except ServerUnreachableError:
             raise
         except ServerModelError:
@@ -759,8 +767,8 @@ class VllmDialect:
         forms |= {first_of((token,), (), size): [token] for token in (first, second)}
         try:
             for grammar, expected in forms.items():
-                wanted = Continuation(line.prefix, 2, SamplingParams(), 0, (), grammar=grammar)
-                choice, _ = await endpoint.generated(self.model, line.prefix, sampling_of(wanted))
+                request = Continuation(line.prefix, 2, SamplingParams(), 0, (), grammar=grammar)
+                choice, _ = await endpoint.generated(self.model, line.prefix, sampling_of(request))
                 if list(choice["token_ids"][: len(expected)]) != expected:
                     return False
             return True
@@ -772,17 +780,17 @@ class VllmDialect:
     async def _by_tokens(self, endpoint: TokenEndpoint, lines: Sequence[ScoredLine]) -> list[list[Place]]:
         """Each line by itself; those that are too long, or whose rows are missing, by prefixes, all in one request."""
         short = [n for n, line in enumerate(lines) if endpoint.is_short(line)]
-        asked = (endpoint.judged(self.model, lines[n]) for n in short)
-        found: dict[int, list[Place]] = {}
-        for n, places in zip(short, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        pending = (endpoint.judged(self.model, lines[n]) for n in short)
+        judged: dict[int, list[Place]] = {}
+        for n, places in zip(short, await asyncio.gather(*pending, return_exceptions=True), strict=True):
             if not isinstance(places, BaseException):
-                found[n] = places
+                judged[n] = places
             elif not isinstance(places, RowsMissingError):
                 raise places
-        left = [n for n in range(len(lines)) if n not in found]
-        again = await self._completions.by_prefixes(self.model, [lines[n] for n in left]) if left else []
-        found |= dict(zip(left, again, strict=True))
-        return [found[n] for n in range(len(lines))]
+        missing = [n for n in range(len(lines)) if n not in judged]
+        again = await self._completions.by_prefixes(self.model, [lines[n] for n in missing]) if missing else []
+        judged |= dict(zip(missing, again, strict=True))
+        return [judged[n] for n in range(len(lines))]
 
 
 async def _persistently(endpoint: TokenEndpoint, model: str, line: ScoredLine) -> list[Place]:
@@ -796,4 +804,4 @@ async def _persistently(endpoint: TokenEndpoint, model: str, line: ScoredLine) -
 
 
 def _scores(lines: Sequence[ScoredLine], places: Sequence[Sequence[Place]]) -> list[list[float]]:
-    return [scores_of(line, own) for line, own in zip(lines, places, strict=True)]
+    return [scores_of(line, of_line) for line, of_line in zip(lines, places, strict=True)]

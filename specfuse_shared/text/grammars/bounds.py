@@ -44,25 +44,25 @@ def check_has_text(source: str) -> None:
 def _without_literals(source: str) -> str:
     """The grammar with `_TEXT` for all that is text."""
     parts, at = list[str](), 0
-    while found := _LITERAL.search(source, at):
-        parts.append(source[at : found.start()])
-        at, said = found.end(), found[0]
-        if said.startswith("%"):
+    while match := _LITERAL.search(source, at):
+        parts.append(source[at : match.start()])
+        at, literal = match.end(), match[0]
+        if literal.startswith("%"):
             try:
                 _, at = json.JSONDecoder().raw_decode(source, at)
                 parts.append(_TEXT)
             except (ValueError, RecursionError):  # a statement, such as %ignore
                 end = source.find("\n", at)
                 at = len(source) if end < 0 else end
-        elif not said.startswith(("//", "#", "->")):
+        elif not literal.startswith(("//", "#", "->")):
             parts.append(_TEXT)
     return "".join([*parts, source[at:]])
 
 
 def _rules(source: str) -> Iterator[tuple[str, list[str]]]:
     """Each rule and the tokens behind its colon; terminals are text."""
-    found = list(_LARK_RULE.finditer(source))
-    for rule, after in itertools.zip_longest(found, found[1:]):
+    matches = list(_LARK_RULE.finditer(source))
+    for rule, after in itertools.zip_longest(matches, matches[1:]):
         end = after.start() if after else len(source)
         if rule[1].lstrip("_")[:1].islower():
             yield rule[1], _TOKEN.findall(source, rule.end(), end)
@@ -110,17 +110,17 @@ class _Ways:
         for number, (_, needs) in enumerate(self._ways):
             for need in needs:
                 users[need].append(number)
-        found: set[str] = set()
-        left = [head for head, needs in self._ways if not needs]
-        while left:
-            if (name := left.pop()) in found:
+        heads: set[str] = set()
+        ready = [head for head, needs in self._ways if not needs]
+        while ready:
+            if (name := ready.pop()) in heads:
                 continue
-            found.add(name)
+            heads.add(name)
             for number in users[name]:
                 missing[number] -= 1
                 if not missing[number]:
-                    left.append(self._ways[number][0])
-        return found
+                    ready.append(self._ways[number][0])
+        return heads
 
 
 def _may_be_none(mark: str) -> bool:
@@ -200,10 +200,10 @@ def check_schema(schema: Any) -> None:
 
 def target_of(reference: str, schema: Mapping[str, Any]) -> Any:
     """What a reference within the schema names ("#/$defs/Person"); None if it names nothing."""
-    found: Any = schema
+    node: Any = schema
     for key in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found if reference.startswith("#") else None
+        node = node.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+    return node if reference.startswith("#") else None
 
 
 def _without_zeros(number: Any) -> int:
@@ -217,11 +217,11 @@ def _without_zeros(number: Any) -> int:
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
     """Every value inside of a value, with its depth; without recursion, which a deep one would exhaust."""
-    left = [(value, 0)]
-    while left:
-        value, depth = left.pop()
+    stack = [(value, 0)]
+    while stack:
+        value, depth = stack.pop()
         yield value, depth
         if isinstance(value, Mapping):
-            left += ((each, depth + 1) for each in value.values())
+            stack += ((each, depth + 1) for each in value.values())
         elif isinstance(value, (list, tuple)):
-            left += ((each, depth + 1) for each in value)
+            stack += ((each, depth + 1) for each in value)

@@ -83,14 +83,14 @@ class Closings:
         return self._trials <= 0 or time.thread_time() >= self._stops_at
 
     def _search(self, matcher: Any) -> bytes | None:
-        after, found, self._last = matcher.deep_copy(), bytearray(), b""
-        while len(found) < MOST_BYTES and not self._is_over:
+        after, closing, self._last = matcher.deep_copy(), bytearray(), b""
+        while len(closing) < MOST_BYTES and not self._is_over:
             if after.is_accepting():
-                return bytes(found)
-            step = bytes(after.compute_ff_bytes()) or self._step(after, max(0, len(found) - _PATIENCE))
+                return bytes(closing)
+            step = bytes(after.compute_ff_bytes()) or self._step(after, max(0, len(closing) - _PATIENCE))
             if not step or not after.consume_tokens(list(step)):
                 return None
-            found += step
+            closing += step
         return None
 
     def _step(self, matcher: Any, turn: int) -> bytes:
@@ -139,8 +139,8 @@ class Closings:
         after, way = matcher.deep_copy(), bytes([byte])
         while len(way) <= _LETTERS_AHEAD and not self._is_over and after.consume_token(way[-1]):
             self._trials -= 1
-            seen: bytes = after.compute_bitmask()
-            if after.is_accepting() or seen != mask:
+            bitmask: bytes = after.compute_bitmask()
+            if after.is_accepting() or bitmask != mask:
                 return way
             way += b"a"
         return b""
@@ -172,7 +172,7 @@ def _bytes_of(mask: bytes) -> list[int]:
     return [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
 
 
-_ROOMY = MOST_BYTES + 32
+_LARGE_SIZE = MOST_BYTES + 32
 _MOST_FORCED = 4096
 """Characters of dictated text a round: a schema that requires itself dictates without end."""
 
@@ -276,10 +276,10 @@ class AnswerConstraint:
             self._closing = self._closings.shortest(self._matcher)
         return self._closing or ""
 
-    def finish_behind(self, text: str) -> str | None:
+    def finish_after(self, text: str) -> str | None:
         """A short text that completes the value behind `text` within `max_tokens`; None if none was found."""
         after, valid = self._follow(self._matcher, text)
-        closing = self._closing_behind(after, text) if valid == text else None
+        closing = self._closing_after(after, text) if valid == text else None
         return closing if closing is not None and self._leaves_room(text, closing) else None
 
     def accepts(self, text: str) -> bool:
@@ -294,7 +294,7 @@ class AnswerConstraint:
         """`text`, admitted before, is now part of the answer."""
         self._matcher, _ = self._follow(self._matcher, text)
         if self._can_finish:
-            look = self._known if self._is_roomy(text) else self._closing_behind
+            look = self._known if self._is_roomy(text) else self._closing_after
             self._closing = look(self._matcher, text)
         self._behind.clear()
         self._closings.refill()
@@ -310,25 +310,25 @@ class AnswerConstraint:
             return self._counts(text)
         if self._is_roomy(text) or self._leaves_room(text, self._known(after, text)):
             return True
-        closing = self._closing_behind(after, text)
+        closing = self._closing_after(after, text)
         if closing is None and (self._closing is None or self._closings.spent):  # nothing is known: the count decides
             return self._counts(text, spare=1)
         return self._leaves_room(text, closing)
 
     def _is_roomy(self, text: str) -> bool:
         """Whether there is room for every closing that could be found."""
-        return self._counts(text, spare=_ROOMY)
+        return self._counts(text, spare=_LARGE_SIZE)
 
     def _leaves_room(self, text: str, closing: str | None) -> bool:
         if closing is None:
             return False
         return self._counts(text, spare=int(bool(closing))) and (not closing or self._counts(text + closing))
 
-    def _closing_behind(self, after: Any, text: str) -> str | None:
+    def _closing_after(self, after: Any, text: str) -> str | None:
         """How the value may be completed behind a text of this round; searched for once."""
         if text not in self._behind:
-            known = self._known(after, text)
-            self._behind[text] = self._closings.shortest(after) if known is None else known
+            cached = self._known(after, text)
+            self._behind[text] = self._closings.shortest(after) if cached is None else cached
         return self._behind[text]
 
     def _known(self, after: Any, text: str) -> str | None:

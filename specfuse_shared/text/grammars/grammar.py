@@ -162,8 +162,8 @@ def schema_request(schema: Mapping[str, Any]) -> Message | None:
     if not fields and not about:
         is_open = schema.get("type") == "object" and "properties" not in schema
         return Message("system", _KEYS_ASKED_FOR) if is_open else None
-    asked = "Answer in JSON with these fields:" if fields else "Answer in JSON."
-    return Message("system", "\n".join([*([about] if about else []), asked, *fields]))
+    instruction = "Answer in JSON with these fields:" if fields else "Answer in JSON."
+    return Message("system", "\n".join([*([about] if about else []), instruction, *fields]))
 
 
 class _Reader:
@@ -176,15 +176,15 @@ class _Reader:
 
     def fields(self) -> Iterator[str]:
         """The fields of all objects that a value may be or hold, a line each."""
-        left: list[tuple[str | None, Any, str]] = [(None, self._schema, "")]
-        while left:
-            name, schema, indent = left.pop()
+        stack: list[tuple[str | None, Any, str]] = [(None, self._schema, "")]
+        while stack:
+            name, schema, indent = stack.pop()
             if name is not None:
                 about = self.about(schema)
                 yield f"{indent}- {name}: {about}" if about else f"{indent}- {name}"
                 indent += "  "
             if isinstance(schema, Mapping):
-                left += reversed([(key, part, indent) for key, part in self._inside(schema)])
+                stack += reversed([(key, part, indent) for key, part in self._inside(schema)])
 
     def _inside(self, schema: Mapping[str, Any]) -> Iterator[tuple[str | None, Any]]:
         """The parts of a schema, in order; those that are fields with their names."""
@@ -206,8 +206,8 @@ class _Reader:
         return self._abouts[id(schema)]
 
     def _described(self, schema: Mapping[str, Any]) -> str:
-        if told := [str(schema[key]) for key in _TOLD if schema.get(key)]:
-            return ", ".join(told)
+        if descriptions := [str(schema[key]) for key in _TOLD if schema.get(key)]:
+            return ", ".join(descriptions)
         reference = schema.get("$ref")
         targets = [target_of(reference, self._schema)] if isinstance(reference, str) else []
         plain = [part for part in (*targets, *_branches(schema)) if isinstance(part, Mapping) and "$ref" not in part]

@@ -133,8 +133,8 @@ def _required_by(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    given = [schema[key] for key in _ALTERNATIVES if isinstance(schema.get(key), list)]
-    return [part for parts in given for part in parts if isinstance(part, Mapping)]
+    alternatives = [schema[key] for key in _ALTERNATIVES if isinstance(schema.get(key), list)]
+    return [part for parts in alternatives for part in parts if isinstance(part, Mapping)]
 
 
 def _names_properties_twice(schema: Mapping[str, Any]) -> bool:
@@ -245,15 +245,15 @@ class _Reader:
             return node
         rest = {key: value for key, value in node.items() if key != "propertyNames"}
         allowed = [names["const"]] if "const" in names else names.get("enum")
-        others = node.get("additionalProperties", {})
+        additional = node.get("additionalProperties", {})
         if isinstance(allowed, list):
             named = node["properties"] if isinstance(node.get("properties"), Mapping) else {}
-            properties = {name: named.get(name, others) for name in allowed if isinstance(name, str)}
+            properties = {name: named.get(name, additional) for name in allowed if isinstance(name, str)}
             return {**rest, "properties": properties, "additionalProperties": False}
-        if (pattern := _pattern_of_names(names)) is not None and others is not False:
-            return {**rest, "patternProperties": {pattern: others}, "additionalProperties": False}
+        if (pattern := _pattern_of_names(names)) is not None and additional is not False:
+            return {**rest, "patternProperties": {pattern: additional}, "additionalProperties": False}
         limits = set(names) - {"type", "title", "description"}
-        if not limits or others is False:
+        if not limits or additional is False:
             return rest
         return node if self._strict else self._drop(node, ["propertyNames"], path, "")
 
@@ -262,19 +262,19 @@ class _Reader:
     def _readable(self, node: dict[str, Any], path: Path) -> dict[str, Any]:
         """One schema without the keywords for which it cannot be used by itself."""
         for kind, keys in (("string", _OF_STRINGS), ("number", _OF_NUMBERS)):
-            own = {key: node[key] for key in keys if key in node}
-            problem = self._problem({"type": kind, **own}, path) if own else None
-            if problem is not None and (keyword := self._at_fault(own, kind, path, problem)):
+            keywords = {key: node[key] for key in keys if key in node}
+            problem = self._problem({"type": kind, **keywords}, path) if keywords else None
+            if problem is not None and (keyword := self._at_fault(keywords, kind, path, problem)):
                 node = self._drop(node, [keyword], path, problem)
         patterns = node.get("patternProperties")
         if isinstance(patterns, Mapping):
             node = self._with_readable_keys(node, patterns, path)
         return node
 
-    def _at_fault(self, own: Mapping[str, Any], kind: str, path: Path, problem: str) -> str | None:
+    def _at_fault(self, keywords: Mapping[str, Any], kind: str, path: Path, problem: str) -> str | None:
         """The keyword without which the others can be used. What contradicts itself is an error, but for a format."""
-        for keyword in own:
-            rest = {key: value for key, value in own.items() if key != keyword}
+        for keyword in keywords:
+            rest = {key: value for key, value in keywords.items() if key != keyword}
             if "Unsatisfiable" in problem and keyword != "format":
                 continue
             if self._problem({"type": kind, **rest}, path) is None:
@@ -283,22 +283,22 @@ class _Reader:
 
     def _with_readable_keys(self, node: dict[str, Any], patterns: Mapping[str, Any], path: Path) -> dict[str, Any]:
         """Properties whose names an unreadable expression describes may have any name."""
-        kept: dict[str, Any] = {}
+        readable: dict[str, Any] = {}
         gone: list[Any] = []
         for pattern, part in patterns.items():
             problem = self._problem(
-                {"type": "object", "patternProperties": {key: {} for key in [*kept, pattern]}}, path
+                {"type": "object", "patternProperties": {key: {} for key in [*readable, pattern]}}, path
             )
             if problem is None:
-                kept[pattern] = part
+                readable[pattern] = part
                 continue
             self._drop({pattern: part}, [pattern], (*path, "patternProperties"), problem)
             gone.append(part)
         if not gone:
             return node
-        others = node.get("additionalProperties", {})
-        either = [*gone, *([] if others is False else [others])]
-        return {**node, "patternProperties": kept, "additionalProperties": {"anyOf": either}}
+        additional = node.get("additionalProperties", {})
+        either = [*gone, *([] if additional is False else [additional])]
+        return {**node, "patternProperties": readable, "additionalProperties": {"anyOf": either}}
 
     def _problem(self, part: Mapping[str, Any], path: Path) -> str | None:
         if time.thread_time() >= self._stops_at:
@@ -376,16 +376,16 @@ def _with_excluded_bounds(node: dict[str, Any], always: bool) -> dict[str, Any]:
     That is where the other bound is less than 1 away; `always`: it may stand elsewhere.
     """
     for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
-        bound, own = _number_of(node, exclusive), _number_of(node, inclusive)
+        bound, included = _number_of(node, exclusive), _number_of(node, inclusive)
         if bound is None or abs(bound) >= LARGEST_NUMBER or bound != int(bound):
             continue
-        others = ("maximum", "exclusiveMaximum") if sign > 0 else ("minimum", "exclusiveMinimum")
-        others_set = [other for key in others if (other := _number_of(node, key)) is not None]
-        room = min((sign * (other - bound) for other in others_set), default=math.inf)
+        limit_keys = ("maximum", "exclusiveMaximum") if sign > 0 else ("minimum", "exclusiveMinimum")
+        others_set = [limit for key in limit_keys if (limit := _number_of(node, key)) is not None]
+        room = min((sign * (limit - bound) for limit in others_set), default=math.inf)
         if room <= 0 or (room >= 1 and not always):
             continue
         node = {key: value for key, value in node.items() if key != exclusive}
-        if own is None or sign * (own - bound) <= 0:
+        if included is None or sign * (included - bound) <= 0:
             node[inclusive] = _next_to(bound, sign, room)
     return node
 
@@ -393,9 +393,9 @@ def _with_excluded_bounds(node: dict[str, Any], always: bool) -> dict[str, Any]:
 def _next_to(bound: float, sign: int, room: float) -> float:
     """A number close to a bound, within `room` of it."""
     for places in range(_NEAREST, 300):
-        near = float(Decimal(bound) + sign * Decimal(10) ** -places)
-        if near != bound and Decimal(10) ** -places < room:
-            return near
+        neighbour = float(Decimal(bound) + sign * Decimal(10) ** -places)
+        if neighbour != bound and Decimal(10) ** -places < room:
+            return neighbour
     return math.nextafter(bound, sign * math.inf)
 
 
@@ -405,10 +405,10 @@ def _with_readable_patterns(node: dict[str, Any]) -> dict[str, Any]:
     patterns = readable_patterns(pattern) if isinstance(pattern, str) else None
     if not patterns:
         return node
-    own, *rest = patterns
-    others = node["allOf"] if isinstance(node.get("allOf"), list) else []
-    more = {"allOf": [*others, *({"pattern": each} for each in rest)]} if rest else {}
-    return {**node, "pattern": own, **more}
+    first, *rest = patterns
+    parts_of_all = node["allOf"] if isinstance(node.get("allOf"), list) else []
+    more = {"allOf": [*parts_of_all, *({"pattern": each} for each in rest)]} if rest else {}
+    return {**node, "pattern": first, **more}
 
 
 def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
@@ -440,18 +440,18 @@ def _named(problem: str, path: Path) -> GrammarError:
 
 def plain_problem(problem: str) -> str:
     """What the library says, in one line of the field's words."""
-    said = problem.strip()
-    if "regex parse error" in said and (reason := re.search(r"(?m)^\s*error: (.+)$", said)):
+    message = problem.strip()
+    if "regex parse error" in message and (reason := re.search(r"(?m)^\s*error: (.+)$", message)):
         return f"the regular expression cannot be read: {reason[1]}"
-    said = re.sub(
-        r"^lookarounds not supported.*", "an anchor in the middle of a regular expression is not supported", said
+    message = re.sub(
+        r"^lookarounds not supported.*", "an anchor in the middle of a regular expression is not supported", message
     )
-    said = said.replace(
+    message = message.replace(
         "Enable 'coerce_one_of' option to approximate oneOf with anyOf", "strict=False reads it as anyOf"
     )
-    if keys := re.match(r"Unimplemented keys: \[(.*?)\]", said):
+    if keys := re.match(r"Unimplemented keys: \[(.*?)\]", message):
         return f"no grammar can enforce {keys[1]}: leave it out, or use strict=False, which ignores it"
-    return said
+    return message
 
 
 def _culprit(schema: Mapping[str, Any], problem: str) -> tuple[str, Path]:
@@ -461,17 +461,17 @@ def _culprit(schema: Mapping[str, Any], problem: str) -> tuple[str, Path]:
     def work() -> tuple[str, Path]:
         stops_at = time.thread_time() + _SECONDS_OF_SEARCH
         path: Path = ()
-        node, said = schema, problem
+        node, message = schema, problem
         while True:
             for at, part in _parts(node):
                 if time.thread_time() >= stops_at:
-                    return said, path
+                    return message, path
                 inner = validated(_compilable({**shared, **part})) if isinstance(part, Mapping) else None
-                if inner is not None and (_is_same(inner, said) or _is_required(at, said)):
-                    path, node, said = (*path, *at), part, inner
+                if inner is not None and (_is_same(inner, message) or _is_required(at, message)):
+                    path, node, message = (*path, *at), part, inner
                     break
             else:
-                return said, path
+                return message, path
 
     return on_deep_stack(work)
 
@@ -490,14 +490,14 @@ def _check_width(schema: Mapping[str, Any]) -> None:
     """Raises `GrammarError` for a place with more alternatives than the parser takes in a row."""
     shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     wide: list[tuple[Path, Mapping[str, Any]]] = []
-    left: list[tuple[Path, Any]] = [((), schema)]
-    while left and len(wide) < _MOST_WIDE:
-        path, node = left.pop()
+    stack: list[tuple[Path, Any]] = [((), schema)]
+    while stack and len(wide) < _MOST_WIDE:
+        path, node = stack.pop()
         if not isinstance(node, Mapping):
             continue
         if ("$ref" not in node or _alternatives(node)) and _width(node, schema) >= _WIDE:
             wide.append((path, node))
-        left += [((*path, *at), part) for at, part in _parts(node)]
+        stack += [((*path, *at), part) for at, part in _parts(node)]
     for path, node in wide:
         try:
             check_beginning(_compilable({**shared, **node}))
@@ -511,8 +511,8 @@ def _width(schema: Any, root: Mapping[str, Any], depth: int = 0) -> int:
         return 1
     reference = schema.get("$ref")
     referred = [target_of(reference, root)] if isinstance(reference, str) else []
-    own = len(schema["properties"]) if isinstance(schema.get("properties"), Mapping) else 0
-    width = 1 + own
+    properties = len(schema["properties"]) if isinstance(schema.get("properties"), Mapping) else 0
+    width = 1 + properties
     for part in (*referred, *_alternatives(schema)):
         width += _width(part, root, depth + 1)
         if width >= _WIDE:

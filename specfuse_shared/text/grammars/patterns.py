@@ -34,10 +34,10 @@ def readable_patterns(pattern: str) -> list[str] | None:
     while rest.startswith(("(?=", "(?!")):
         if (end := _end_of_group(rest)) is None:
             return None
-        said = f"^(?:{rest[3:end]})" if rest[2] == "=" else _without(rest[3:end])
-        if said is None or _LOOKS.search(said):
+        replacement = f"^(?:{rest[3:end]})" if rest[2] == "=" else _without(rest[3:end])
+        if replacement is None or _LOOKS.search(replacement):
             return None
-        patterns.append(said)
+        patterns.append(replacement)
         rest = rest[end + 1 :]
     rest = _DECIMAL.sub(_digits, rest)
     if _LOOKS.search(rest) or _has_alternatives(rest):
@@ -78,8 +78,8 @@ def _without(looked: str) -> str | None:
     """A pattern of the strings at whose beginning `looked` does not match; None if it is too involved."""
     if looked == "$":
         return "^(?s:.)"
-    if found := _NO_OTHERS.fullmatch(looked):
-        return _other_than(found[1])
+    if match := _NO_OTHERS.fullmatch(looked):
+        return _other_than(match[1])
     anywhere = looked.startswith(".*")
     word = looked.removeprefix(".*")
     if not _WORD.fullmatch(word) or len(word) > _LONGEST_WORD:
@@ -103,8 +103,8 @@ def _is_class(character: str) -> bool:
 
 def _not_beginning(characters: list[str]) -> str:
     first, *rest = characters
-    behind = f"|{first}{_not_beginning(rest)}" if rest else ""
-    return f"(?:$|{_other_than(first)}{behind})"
+    rest_pattern = f"|{first}{_not_beginning(rest)}" if rest else ""
+    return f"(?:$|{_other_than(first)}{rest_pattern})"
 
 
 def _other_than(*characters: str) -> str:
@@ -115,12 +115,12 @@ def _other_than(*characters: str) -> str:
     return f"[^{''.join(each if each.startswith(chr(92)) else re.escape(each) for each in characters)}]"
 
 
-def _digits(found: re.Match[str]) -> str:
+def _digits(match: re.Match[str]) -> str:
     """The digits of a decimal number, of which at most so many stand in front of the point and behind it."""
-    before, whole = int(found[1]), int(found[2]) - 1
+    before, whole = int(match[1]), int(match[2]) - 1
     if max(before, whole) > _MOST_DIGITS:
-        return found[0]
-    if found[3] is not None:
-        return rf"\d{{0,{before}}}(?:\.\d{{0,{min(whole, int(found[3]))}}}0*)?$"
+        return match[0]
+    if match[3] is not None:
+        return rf"\d{{0,{before}}}(?:\.\d{{0,{min(whole, int(match[3]))}}}0*)?$"
     ways = "|".join(rf"\d{{{n}}}\.\d{{0,{whole - n}}}0*" for n in range(whole + 1))
     return rf"(?:\d{{0,{before}}}|{ways})$"
