@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # one process and one thread a core: small models gain nothing from a second thread
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-.PHONY: help setup quant demo test test-all newest bench docs picture rooms lint clean distclean
+.PHONY: help setup quant demo test test-all newest bench docs picture lint clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -55,15 +55,11 @@ picture: $(STAMP) ## Draw the pictures of a report and of the page (needs Chromi
 	$(BIN)/python docs/picture.py
 	$(BIN)/python docs/page.py
 
-rooms: $(STAMP) ## Draw the rooms of the code into docs/architecture.md
-	$(BIN)/python docs/rooms.py
-
 lint: $(STAMP) ## Check style, format, types, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python docs/rooms.py --check
 
 clean: ## Remove what builds and tests left behind
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
