@@ -1,14 +1,11 @@
-"""`ChatSpecFuse`: an ensemble of local models as one LangChain chat model. It translates; the engine answers.
+"""`ChatSpecFuse`: an ensemble of local models as one LangChain chat model.
 
-Batches: as many inputs at once as the engine answers at once, a thread for each, and Ctrl-C that ends them.
+This module translates between LangChain and the engine. It computes nothing itself. Parts, in this order:
 
-Custom events for verified segments, whichever way LangChain runs the model.
-
-Every way tells the callbacks of a run each chunk once, in `on_llm_new_token`, so that is where the events come from.
-
-What a model says of itself: its name and sampling to traces, its sizes as a profile, and all of it to `dumps`.
-
-Structured output: which request asks for a value, and which parser reads it.
+- Batches run one thread per input, as many as the engine answers concurrently. Ctrl-C cancels them.
+- Custom events report verified segments. They are sent from `on_llm_new_token`, which LangChain calls once per chunk.
+- A model describes itself to traces (name, sampling), as a profile (sizes) and to `dumps` (everything).
+- Structured output chooses the request that asks for a value and the parser that reads it.
 """
 
 from __future__ import annotations
@@ -176,7 +173,7 @@ Listeners = TypeVar("Listeners", CallbackManagerForLLMRun, AsyncCallbackManagerF
 
 
 class _SegmentEvents(BaseCallbackHandler):
-    """Tells the other handlers of a run about its segments."""
+    """Reports segments to the other handlers of a run."""
 
     run_inline = True
 
@@ -285,7 +282,7 @@ class SegmentEvents(BaseChatModel):
         return {**config, "callbacks": self._alistening(config.get("callbacks"), config)}
 
     def _listening(self, callbacks: Callbacks, run: Mapping[str, Any]) -> Callbacks:
-        """The callbacks of a call, with one more that tells them and the model's own ones about segments."""
+        """The callbacks of a call, plus one that reports segments to them and to the model's own callbacks."""
         if not self.segment_events or _listens(callbacks):
             return callbacks
         managers = CallbackManager.configure(
@@ -303,7 +300,7 @@ class SegmentEvents(BaseChatModel):
 
 
 def _listens(callbacks: Callbacks) -> bool:
-    """Whether somebody tells of segments already: a stream that is switched off is made of a call."""
+    """Whether another handler already reports segments: LangChain builds a disabled stream from a call."""
     handlers = callbacks if isinstance(callbacks, list) else callbacks.handlers if callbacks is not None else []
     return any(isinstance(handler, _OWN) for handler in handlers)
 
@@ -322,18 +319,18 @@ def _segments(chunk: Chunk) -> Iterator[dict[str, Any]]:
 
 
 class InferredProfile(dict[str, Any]):
-    """A profile that a model found out about itself, and nobody set."""
+    """A profile that the model computed itself, rather than one that the user set."""
 
 
 class DescribedModel(EnsembleSettings, BaseChatModel):
-    """A chat model over an ensemble, as far as it only says what it is.
+    """The part of the chat model that describes it.
 
-    `model_name` and `model` are always a name: that of the ensemble or of the server's model where none was chosen, as
-    those who read it of other models expect.
+    `model_name` and `model` always return a name, as users of other chat models expect: that of the ensemble, or of the
+    server's model if the user chose none.
     """
 
     def __getattribute__(self, name: str) -> Any:
-        attribute = super().__getattribute__(name)  # a property cannot stand in the place of pydantic's field
+        attribute = super().__getattribute__(name)  # a property cannot override a pydantic field
         return self._model_name() if name == "model_name" and attribute is None else attribute
 
     @property
@@ -343,14 +340,14 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """What a trace and the key of a cache hold: name and sampling, and for all the rest its digest."""
+        """Content of a trace and of a cache key: name, sampling, and a digest of all other settings."""
         kwargs = json.dumps(self.to_json()["kwargs"], sort_keys=True, default=repr)
         return {**self._traced(), "settings": hashlib.sha256(kwargs.encode()).hexdigest()[:16]}
 
     def to_json(self) -> Any:
         """The model as LangChain's `dumps` writes and `loads` reads it: without keys, engines and local paths.
 
-        `loads` has to be told that it may make one: `allowed_objects=[ChatSpecFuse]`, `valid_namespaces=[…]` of it.
+        `loads` needs permission: `allowed_objects=[ChatSpecFuse]` and `valid_namespaces=[…]` with its package.
         Local folders are named; they are found again in the same process.
         """
         shown_kwargs = {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_p": self.top_p}
@@ -359,7 +356,7 @@ class DescribedModel(EnsembleSettings, BaseChatModel):
         return {"lc": 1, "type": "constructor", "id": self.lc_id(), "kwargs": kwargs, "name": type(self).__name__}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """`max_input_tokens` is the smallest member's, as far as it is known yet; `load` learns it."""
+        """`max_input_tokens` is the smallest member's. It may be unknown before `load`."""
         limit = self._context_limit()
         profile = ModelProfile(
             **({} if limit is None else {"max_input_tokens": limit}),
@@ -400,7 +397,7 @@ Method = Literal["json_schema", "function_calling", "json_mode"]
 Schema = dict[str, Any] | type | None
 Parser = BaseOutputParser[Any] | BaseGenerationOutputParser[Any]
 ModelAndParser = tuple[Runnable[LanguageModelInput, Any], Parser]
-"""A model that is bound to a schema, and the parser of what it says."""
+"""A model bound to a schema, and the parser of its output."""
 
 
 def structured_output(
@@ -447,7 +444,7 @@ def _pydantic(schema: Schema) -> type[BaseModel] | None:
 
 
 def with_raw(model: Runnable[LanguageModelInput, Any], parser: Parser) -> Runnable[LanguageModelInput, Any]:
-    """The value next to the message that holds it, and what went wrong instead of an error."""
+    """The value, the message that contains it, and the error, if any, as a field."""
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     read = parsed.with_fallbacks([failed], exception_key="parsing_error")
@@ -466,7 +463,7 @@ def _cut(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tracing(method: Method, schema: Schema) -> dict[str, Any]:
-    """What LangSmith shows of the schema, in LangChain's own words; the chat model takes it out of the call again."""
+    """The schema in the form that LangSmith shows. The chat model removes it from the call."""
     if schema is None:
         return {}
     named = {"title": "output", **json_schema_of(schema)} if isinstance(schema, Mapping) else schema
@@ -479,11 +476,11 @@ _OF_A_CALL = (
     *("tools", "tool_choice", "strict", "parallel_tool_calls", "response_format", "grammar", "timeout", "whole"),
     *("model", "model_name", "stream", *sorted(_TRANSPORT)),
 )
-"""What a call takes besides sampling; LangChain itself reads `stream`."""
+"""Options of a call besides sampling. LangChain itself reads `stream`."""
 
 
 _QUESTION = Message("user", "Why?")
-"""Behind system messages that are counted by themselves."""
+"""The turn that follows system messages that are counted alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +502,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             ...
 
     Every streamed chunk is one verified segment; `additional_kwargs["specfuse_segments"]` says which member wrote
-    it, how each member scored it and where it stands in the answer. The last chunk is empty and carries
+    it, how each member scored it and its position in the answer. The last chunk is empty and carries
     `usage_metadata` (tokens of the reference member) and, in `response_metadata["specfuse"]`, the record of the
     answer. Per call: `stop`, `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
     `timeout`, `stream`, `model` (another ensemble), `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`,
@@ -514,7 +511,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     `ChatSpecFuse(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same chunks
     and records; `model` is then one of the server's.
 
-    Thoughts of members (`MemberConfig(thinking=True)`) are reasoning blocks in front of the answer (`content_blocks`,
+    A member's reasoning (`MemberConfig(thinking=True)`) comes as reasoning blocks before the answer (`content_blocks`,
     and `additional_kwargs["reasoning_content"]`), not part of its text.
 
     Tool calls and structured values are drafted under a grammar and fit their schema. A call that `max_tokens` cut is
@@ -582,7 +579,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        """LangChain gives a `run_manager` where it does not tell the callbacks of each chunk by itself."""
+        """LangChain passes a `run_manager` if it does not report each chunk to the callbacks itself."""
         with as_langchain():
             request = self._request(messages, stop, kwargs)
             events = request.engine.stream(request.messages, request.params, **request.options)
@@ -677,7 +674,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
 
         System messages by themselves count as what they add to a conversation, which may be less than nothing where
         they replace the template's own. So `trim_messages`, which counts them apart from the turns, keeps what fits.
-        With `custom_get_token_ids`, those of the texts of the messages.
+        With `custom_get_token_ids`, the texts of the messages are counted.
         """
         if not messages:
             return 0
@@ -723,7 +720,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         )
 
     def _ensemble(self, name: str | None = None) -> EnsembleConfig:
-        """The ensemble of this name; without one, that of this model."""
+        """The ensemble called `name`; without a name, this model's."""
         name, described = name or self._chosen_model, super()._ensemble()
         return described if name in (None, "+".join(described.names)) else _ensemble_named(name, self.ensembles)
 

@@ -17,7 +17,7 @@ from specfuse_shared import errors
 
 
 class ModelError(errors.SpecFuseError, exceptions.ModelError):
-    """An error of the engine that has no class of its own here."""
+    """An engine error without a class in this module."""
 
 
 class ConfigError(errors.ConfigError, exceptions.ModelInvalidRequestError):
@@ -57,7 +57,7 @@ class ServerError(errors.ServerError, exceptions.ModelError):
 
 
 class ServerUnreachableError(errors.ServerUnreachableError, exceptions.ModelConnectionError):
-    """Nobody answers at the address of a member's server, or not in time."""
+    """A member's server is unreachable or timed out."""
 
 
 class ServerKeyError(errors.ServerKeyError, exceptions.ModelAuthenticationError):
@@ -77,7 +77,7 @@ class RequestError(errors.RequestError, exceptions.ModelInvalidRequestError):
 
 
 class PromptTooLongError(errors.PromptTooLongError, exceptions.ContextOverflowError):
-    """The prompt leaves a member no room to answer."""
+    """The prompt fills a member's context."""
 
 
 class ValueTooLongError(errors.ValueTooLongError, exceptions.ModelInvalidRequestError):
@@ -101,7 +101,7 @@ class RequestTimeoutError(errors.RequestTimeoutError, exceptions.ModelTimeoutErr
 
 
 class UnfinishedValueError(errors.UnfinishedValueError, exceptions.OutputParserException, exceptions.ModelError):
-    """A value or call was cut before it was complete. Not retryable: the same room would cut it again."""
+    """A value or call was cut before it was complete. Not retryable: the same limit would cut it again."""
 
     observation = None
     send_to_llm = False

@@ -75,8 +75,11 @@ class _End(Generic[T]):
 
 
 def interruptible(items: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """What `items` gives, made in another thread: LangChain's executors wait for all their threads before an interrupt
-    leaves them, so the one that is interrupted must not be inside."""
+    """The results of `items`, computed in another thread.
+
+    LangChain's executors wait for all their threads before they let an interrupt pass, so the interrupted thread must not
+    be one of them.
+    """
     queue, batch = SimpleQueue[T | _End[T]](), Streams()
 
     def run() -> None:

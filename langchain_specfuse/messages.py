@@ -103,7 +103,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
 def in_order(messages: Sequence[BaseMessage]) -> Sequence[BaseMessage]:
     """The messages, turned round where they come last first: `trim_messages` counts the end of a conversation so.
 
-    A result of a tool in front of its call says so, and a system message behind all turns.
+    A tool result before its call says so, and so does a system message after all turns.
     """
     answered: set[str | None] = set()
     for message in messages:
@@ -184,22 +184,22 @@ def _plain_file(block: Mapping[str, Any]) -> str:
 
 PROVIDER = "specfuse"
 _FIRST_CALL = 2
-"""Blocks are merged by their index, and LangChain gives thoughts and text the first two."""
+"""LangChain merges blocks by index. Reasoning and text get the first two."""
 
 
 class SegmentChunk(ChatGenerationChunk):
-    """The chunk of a verified segment; callbacks find its record here, and so does nobody else."""
+    """The chunk of a verified segment. Only callbacks read its record here."""
 
     segment: dict[str, Any] = Field(exclude=True, repr=False)
     """The segment's text and record."""
 
 
 class ChunkBuilder:
-    """Turns events into chunks: thoughts, one for each verified segment, an empty last one with usage and the record.
+    """Turns events into chunks: reasoning, one chunk per verified segment, then an empty one with usage and the record.
 
-    `detail`: how much of the record goes with it. `reader`: of calls, if tools were offered; text that may be one is
-    held back until it is clear. `whole`: what raises `UnfinishedValueError` where `max_tokens` cut it; `may_close`: not
-    where brackets and quotes were enough to close it.
+    `detail`: how much of the record to include. `reader`: reads calls if tools were offered; it holds back text that may
+    become a call. `whole`: the kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it. `may_close`:
+    accept such an answer if closing brackets and quotes completed it.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ def to_schema(response_format: Any) -> tuple[dict[str, Any] | None, bool]:
 
 
 def json_schema_of(schema: Any) -> dict[str, Any]:
-    """The JSON schema that a class or dictionary stands for; a JSON schema stays as it is."""
+    """The JSON schema of a class or dictionary. A JSON schema is returned unchanged."""
     if isinstance(schema, Mapping):
         function = _function_of(schema)
         inner = next((function[key] for key in _SCHEMA_KEYS if _is_named(function, key)), None)
@@ -356,7 +356,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_value(response_format: Any, grammar: Grammar | None) -> tuple[Grammar | None, list[Message]]:
-    """What an answer must be, and what the members are told about it."""
+    """The required form of an answer, and the instruction that members receive about it."""
     if response_format is None:
         return grammar, []
     if grammar is not None:
@@ -385,7 +385,7 @@ def _to_tool(tool: ToolLike, strict: bool | None) -> Tool:
 
 
 def _as_function(tool: Foreign) -> dict[str, Any]:
-    """Name, description and parameters as they are given; what has no JSON schema yet is converted."""
+    """Name, description and parameters unchanged; anything without a JSON schema is converted."""
     if isinstance(tool, Mapping):
         return _mapped(tool)
     if _is_model(tool):
@@ -422,7 +422,7 @@ def _mapped(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function_of(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What stands under "function" in OpenAI's dictionaries, else the dictionary itself."""
+    """The value of "function" in an OpenAI dictionary, else the dictionary itself."""
     function = description.get("function")
     return function if isinstance(function, Mapping) else description
 

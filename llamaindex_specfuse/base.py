@@ -1,12 +1,12 @@
-"""`SpecFuseLLM`: an ensemble of local models as one LlamaIndex LLM. It translates; the engine answers.
+"""`SpecFuseLLM`: an ensemble of local models as one LlamaIndex LLM.
 
-Streams that stop the compute when they are closed.
+This module translates between LlamaIndex and the engine. It computes nothing itself.
 
-LlamaIndex wraps a stream to report its end, and when the wrapper is closed early, it reports the exception that closes
-it and leaves the stream itself to the garbage collector. A handler that keeps the exception keeps the stream, and the
-members would go on to `max_tokens` for nobody.
+Closing a stream stops the compute. LlamaIndex wraps a stream to report its end. When the wrapper is closed early, it
+reports the exception that closes it and leaves the stream to the garbage collector. A handler that keeps the
+exception would keep the stream alive, and members would generate up to `max_tokens` for no reader.
 
-Structured prediction: the members are told the fields of the class and draft under its grammar: it is valid JSON.
+Structured prediction: members see the fields of the class and draft under its grammar, so the output is valid JSON.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def acloses_source(
 
 _dispatcher = get_dispatcher(__name__)
 _OF_OTHER_PROGRAMS = ("tool_choice", "tool_required", "allow_parallel_tool_calls")
-"""What callers pass on to a program that calls functions; a value under a grammar has no use for it."""
+"""Options for a program that calls functions. A value under a grammar does not use them."""
 
 
 def _as_grammar(value: Any) -> Grammar | None:
@@ -153,7 +153,7 @@ class StructuredPrediction(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Model:
-        """An instance of `output_cls`. Raises `UnfinishedValueError` if `max_tokens` has no room for it."""
+        """An instance of `output_cls`. Raises `UnfinishedValueError` if `max_tokens` is too small for it."""
         if self._by_prompt:
             output: Model = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return output
@@ -270,13 +270,13 @@ PROMPT_RESERVE = 620
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call asks for besides its conversation."""
+    """Options of one call besides its conversation."""
 
     params: SamplingParams
     use: ToolUse
     timeout: float | None
     whole: Whole = "none"
-    """What raises `UnfinishedValueError` where `max_tokens` cuts it."""
+    """The kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it."""
     may_close: bool = False
     """Not where brackets and quotes are enough to close it."""
     headers: Mapping[str, str] | None = None
@@ -292,7 +292,7 @@ class _Call:
 
 
 class _TracedMetadata(LLMMetadata):
-    """LlamaIndex's metadata with the sampling beside it, which OpenInference writes into its spans."""
+    """LlamaIndex's metadata plus the sampling settings, which OpenInference writes into its spans."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -314,18 +314,18 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     Tool calls and structured predictions are drafted under a grammar: every call names a known tool and fits its
     schema, every prediction is an instance of its class. Calls are never streamed as text; a response holds the calls
-    that are complete. A call that `max_tokens` cut is left out: an agent is told so and calls again. A cut prediction,
+    that are complete. A call that `max_tokens` cut is left out; an agent learns of it and calls again. A cut prediction,
     or a cut call in `predict_and_call`, raises `UnfinishedValueError`.
 
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
 
-    Raises `ConfigError` if the smallest member's context has no room for LlamaIndex's prompts. `max_tokens` above what
+    Raises `ConfigError` if the smallest member's context is too small for LlamaIndex's prompts. `max_tokens` above what
     they leave is cut to that.
     """
 
     context_window: int | None = Field(default=None, gt=0)
-    """Context size that LlamaIndex plans with, in tokens; None: that of the smallest member."""
+    """Context size for LlamaIndex's planning, in tokens; None: the smallest member's."""
     grammar: GrammarField = None
     """The `Grammar` of every answer, unless a call sets another."""
     additional_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -338,7 +338,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return "specfuse_llm"
 
     def to_payload(self) -> dict[str, Any]:
-        """What a trace holds: names, sizes and sampling, as far as they are known without asking a server."""
+        """Content of a trace: names, sizes and sampling, without asking a server."""
         payload = {"class_name": self.class_name(), "model_name": self.model, "context_window": self._window()}
         return {**payload, "is_function_calling_model": self.is_function_calling_model, **self._traced()}
 
@@ -385,10 +385,10 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     @property
     def metadata(self) -> LLMMetadata:
-        """`context_window` always leaves room for a prompt, also where no member states its own.
+        """`context_window` always leaves space for a prompt, even if no member states a context size.
 
-        `num_output` holds the answer and, where a member thinks, its thoughts, and leaves room for prompts. A server is
-        asked for its model when this is first read; raises `EngineClosedError` where none answers.
+        `num_output` covers the answer and, if a member thinks, its reasoning, and leaves space for prompts. The first read
+        asks a server for its model; raises `EngineClosedError` if the server does not respond.
         """
         if (remote := self._remote()) is not None and not remote.known:
             remote.describe()
@@ -483,7 +483,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return self.context_window or self._context_limit()
 
     def _call(self, overrides: Mapping[str, Any]) -> _Call:
-        """The settings of a call: its own, then those of `additional_kwargs`, then the fields."""
+        """Settings of a call: its own override `additional_kwargs`, which override the fields."""
         options = {**self.additional_kwargs, **{name: value for name, value in overrides.items() if value is not None}}
         for name in {"model", "model_name"} & set(options):
             if (requested := options.pop(name)) != self.model:
@@ -517,7 +517,7 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
         return source(fold(self._answer(call), events))
 
     def _apieces(self, messages: list[Message], overrides: dict[str, Any]) -> AsyncGenerator[AnswerStep, None]:
-        """`_pieces`, asynchronously: the engine works in threads of its own, and refuses at the first piece."""
+        """`_pieces`, asynchronously. The engine works in its own threads and raises at the first piece."""
         call = self._call_for(messages, overrides)
         events = self._resolve_engine(headers=call.headers).astream(messages, call.params, **call.options)
         return source(afold(self._answer(call), events))

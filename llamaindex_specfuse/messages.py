@@ -81,9 +81,9 @@ _ROLES: dict[MessageRole, Role] = {
 REACT_MARKS = ("Thought:", "Action:", "Action Input:", "Observation:")
 """A system message that holds all of them asks for the ReAct format."""
 REACT_STOP = "\nObservation:"
-"""A ReAct agent passes no stop strings, and a model that goes on would make up the tool's answer."""
+"""A ReAct agent passes no stop strings, and a model that continued would invent the tool's result."""
 _SILENT_BLOCKS = (CachePoint, CitationBlock, ThinkingBlock, ToolCallBlock)
-"""They hold no text of the turn: marks, sources of what was said, private thoughts, and calls, which are read apart."""
+"""They hold no text of the turn: marks, citations, private reasoning, and calls, which are read separately."""
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
@@ -102,9 +102,9 @@ def react_stops(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def begun_in(message: ChatMessage) -> list[ToolCallBlock]:
-    """The calls of a turn: its blocks, or what other LLMs and older versions put into `additional_kwargs`.
+    """The calls of a turn: its blocks, or the `additional_kwargs` that other LLMs and older versions use.
 
-    Only there is a call that is still being written, or was cut.
+    A call that is incomplete or was cut exists only there.
     """
     return max(_blocks(message), _begun(message), key=len)
 
@@ -146,9 +146,9 @@ def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Messag
 
 
 def _texts(block: Any, role: Role) -> Iterator[str]:
-    """What a block says, in words. Raises `RequestError` for an image and the like that a user shows.
+    """The text of a block. Raises `RequestError` for an image and the like from a user."""
 
-    Those of a tool or of another model are named, so that an agent goes on behind them.
+    Blocks of a tool or of another model are named instead, so that an agent can continue.
     """
     if isinstance(block, TextBlock):
         yield block.text
@@ -185,7 +185,7 @@ def arguments_so_far(call: ToolCallBlock) -> dict[str, Any]:
 ToolLike = BaseTool | Tool | Mapping[str, Any]
 ToolChoice = str | bool | Mapping[str, Any] | None
 CUT_NOTE = "(cut short and not run: call it again with shorter arguments)"
-"""Stands behind the name of a tool whose call was cut; agents tell the ensemble that they found no such tool."""
+"""Suffix of the name of a tool whose call was cut. Agents then report that no such tool exists."""
 
 
 class NoToolCallError(RequestError, ValueError):
@@ -193,7 +193,7 @@ class NoToolCallError(RequestError, ValueError):
 
 
 class ToolCalling(FunctionCallingLLM):
-    """What makes an LLM of messages, `tools` and `tool_choice` one of LlamaIndex's function calling models."""
+    """LlamaIndex's function calling interface, on top of messages, `tools` and `tool_choice`."""
 
     def _prepare_chat_with_tools(
         self,
@@ -223,8 +223,8 @@ class ToolCalling(FunctionCallingLLM):
     ) -> list[ToolSelection]:
         """The calls of a response; while it streams, the last one with the arguments that are written so far.
 
-        Raises `NoToolCallError` if there is none. One that was cut names no tool, so that agents, which do not ask for
-        an error, carry nothing out and tell the ensemble why.
+        Raises `NoToolCallError` if there is none. A cut call names no existing tool: agents do not ask for an error, so
+        they execute nothing and report the reason to the ensemble.
         """
         calls = begun_in(response.message)
         if error_on_no_tool_call and not any(map(is_whole, calls)):
@@ -242,7 +242,7 @@ class ToolCalling(FunctionCallingLLM):
     def predict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
         """Let the ensemble choose a tool, and call it; where text would be an error, a call is forced.
 
-        Raises `UnfinishedValueError` if `max_tokens` has no room for the call.
+        Raises `UnfinishedValueError` if `max_tokens` is too small for the call.
         """
         return super().predict_and_call(tools, *args, **_forced(kwargs))
 
@@ -257,7 +257,7 @@ def _forced(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_output(tools: Sequence[BaseTool]) -> bool:
-    """The one tool stands for a class: LlamaIndex's programs need its call, and do not say so where they stream."""
+    """A single tool represents a class: LlamaIndex's programs need its call, and do not say so when they stream."""
     made = [tool for tool in tools or () if isinstance(tool, FunctionTool)]
     return len(tools or ()) == 1 and any(tool.real_fn.__module__ == function_program.__name__ for tool in made)
 
@@ -282,7 +282,7 @@ def call_block(call: ToolCall) -> ToolCallBlock:
 
 @dataclass(frozen=True, slots=True)
 class BegunCall:
-    """A call as far as it is written."""
+    """A call that may be incomplete."""
 
     id: str
     name: str
@@ -296,14 +296,14 @@ class BegunCall:
 class SpecFuseSegmentEvent(BaseEvent):
     """One verified segment of an answer, sent to LlamaIndex's dispatcher before the segment is streamed.
 
-    `span_id` and `tags` are those of the call that asked, also when the answer is consumed after its span closed or
+    `span_id` and `tags` are the caller's, even if the answer is consumed after its span closed or
     in another thread.
     """
 
     text: str
     """The new text of the answer."""
     record: dict[str, Any]
-    """What the streamed response holds in `raw["specfuse"]`: round, member, scores, weights, candidates, offsets."""
+    """The content of `raw["specfuse"]`: round, member, scores, weights, candidates, offsets."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -315,7 +315,7 @@ _dispatcher = get_dispatcher(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AnswerStep:
-    """One step of an answer: the new text, the text so far, and what stands behind it."""
+    """One step of an answer: the new text, the text so far, and the details."""
 
     delta: str
     text: str
@@ -325,9 +325,9 @@ class AnswerStep:
     begun: tuple[BegunCall, ...] = ()
     """All tool calls, the last of which may still be written."""
     thoughts: tuple[ThinkingBlock, ...] = ()
-    """What each member that thinks has thought so far."""
+    """The reasoning of each member so far."""
     thinking_delta: str = ""
-    """New thoughts, before the answer begins."""
+    """New reasoning, before the answer begins."""
     counted: Mapping[str, Any] = field(default_factory=dict)
     """How the answer ended and its tokens, with the last piece."""
     logprobs: list[list[LogProb]] | None = None
@@ -354,10 +354,11 @@ class AnswerStep:
 
 
 class AnswerFold:
-    """Folds the events of one answer into pieces, and tells everyone who listens about each segment.
+    """Folds the events of one answer into pieces, and reports each segment to all listeners.
 
-    Made in the body of an endpoint: there the call's span is still open, whose id every segment carries. `whole`: what
-    `max_tokens` cut raises `UnfinishedValueError`; `may_close`: not where brackets and quotes were enough to close it.
+    Made in the body of an endpoint, where the call's span is still open; every segment carries its id. `whole`: the
+    kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it. `may_close`: accept such an answer if
+    closing brackets and quotes completed it.
     """
 
     def __init__(
@@ -383,7 +384,7 @@ class AnswerFold:
         self._tags = dict(active_instrument_tags.get())
 
     def piece(self, event: Event) -> AnswerStep | None:
-        """What an event adds to the answer; None if it adds nothing."""
+        """The piece that an event adds to the answer, or None."""
         self._observe(event)
         if isinstance(event, ThinkingEvent):
             return self._thought(event)
@@ -463,7 +464,7 @@ async def afold(answer: AnswerFold, events: AsyncIterator[Event]) -> AsyncGenera
 
 @contextmanager
 def seen() -> Iterator[None]:
-    """LlamaIndex may go on without a value that found no room, and hides what it logs itself."""
+    """LlamaIndex may continue without a value that did not fit, and hides its own log messages."""
     try:
         yield
     except (UnfinishedValueError, ValueTooLongError) as error:

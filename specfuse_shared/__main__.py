@@ -8,9 +8,9 @@ from specfuse_shared.cli.setup import INTERRUPTED, PROGRAM
 
 
 def main() -> int:
-    """Run the command. Ctrl-C is heard from the first import on, and ends the process at once.
+    """Run the command. Ctrl-C works from the first import and ends the process at once.
 
-    What still loads in other threads would be waited for, and a second Ctrl-C would show where.
+    Otherwise Python would wait for threads that still load, and a second Ctrl-C would print their traceback.
     """
     try:
         from specfuse_shared.cli.commands import main as run
@@ -22,7 +22,7 @@ def main() -> int:
     if code != INTERRUPTED:
         return code
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError):  # whoever read it has left
+        with suppress(OSError):  # the reader has left
             stream.flush()
     os._exit(code)
 

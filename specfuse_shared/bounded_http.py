@@ -1,6 +1,6 @@
-"""Bounds on what a server may send: bytes, seconds, and no compression. Used as event hooks of an httpx client.
+"""Limits on a server's responses: bytes, seconds, no compression. Used as event hooks of an httpx client.
 
-Addresses of servers: which are well formed, which stay on this machine, and whom TLS trusts.
+Server addresses: which are well formed, which are loopback, and which certificates TLS trusts.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def _check_encoding(response: httpx.Response) -> None:
 
 
 def server_address(what: str, url: str) -> str:
-    """`url` without a slash or "/v1" at its end. Raises `ConfigError`, which calls it `what`, for what is none."""
+    """`url` without a trailing slash or "/v1". Raises `ConfigError`, which calls it `what`, if it is no address."""
     address = url.strip().rstrip("/").removesuffix("/v1")
     if not _is_address(address):
-        # what stands where a password would is not repeated
+        # anything in the position of a password is hidden
         safe_url = "…" if "@" in url else url
         raise ConfigError(f"{what} is {safe_url!r}: give the address of a server, such as http://127.0.0.1:8000")
     return address
@@ -101,14 +101,14 @@ def is_loopback(host: str) -> bool:
 
 
 def is_private(address: str) -> bool:
-    """Nobody between here and the server can read what is sent: by TLS, or on this machine."""
+    """The connection is private: TLS, or this machine."""
     parts = urlsplit(address)
     return parts.scheme == "https" or is_loopback(parts.hostname or "")
 
 
 @cache
 def trusted() -> ssl.SSLContext:
-    """Whom TLS trusts: reading the certificates takes as long as a forward, so not for every answer."""
+    """TLS trust store, cached: reading the certificates takes as long as a forward pass."""
     import httpx
 
     return httpx.create_ssl_context()

@@ -1,6 +1,6 @@
-"""The fields of JSON values in a text that may be cut or broken anywhere: their paths, and where they stand.
+"""The fields of JSON values in a text that may be cut or broken anywhere: their paths and positions.
 
-A value begins with an object, wherever it stands (also in a call of a tool), or with a list at the text's beginning.
+A value begins with an object, anywhere (also inside a tool call), or with a list at the text's beginning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LIST = re.compile(r"\s*\[")
 _REST_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+("?)', re.DOTALL)
 _NAME = re.compile(r"[^\W\d]\w*")
 DEEPEST = 64
-"""Levels that are followed: what is nested deeper has no path."""
+"""Nesting levels that are followed. Deeper values have no path."""
 _LONGEST = 200
-"""Characters of a begun string that are read again where another text goes on with it."""
+"""Characters of an incomplete string that are read again when another text continues it."""
 
 
 class Container(NamedTuple):
@@ -33,7 +33,7 @@ class Container(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What may come next: in which container of the value with this `number`. `container` None: outside of values."""
+    """What may come next, in which container of the value with this `number`. `container` None: outside of values."""
 
     number: int
     container: Container | None
@@ -80,8 +80,8 @@ class JsonText:
                 self.fields.append(Field(before.number, path_of(before.container), start, end, is_whole))
 
     def fields_after(self, at: int, draft: str) -> Iterator[tuple[Field, str]]:
-        """The fields that `draft` would have written or gone on with at the place `at`, each with its text, which lacks
-        the beginning of a long string. Places are as if the draft stood there."""
+        """The fields that `draft` would have written or continued at `at`, each with its text, which lacks the
+        beginning of a long string. Positions are those after appending the draft."""
         begun, place, string = self._resumed(at)
         text = self.text[begun:at] + draft
         first = 0
@@ -135,7 +135,7 @@ def path_of(container: Container) -> str:
 def _read(
     text: str, place: Place, at: int, *, is_beginning: bool = True
 ) -> Iterator[tuple[int, int, Place, Place | None]]:
-    """Start and end of each token of values, and the places before and behind it; what is broken ends the reading."""
+    """Start and end of each token of values, and the states before and after it. Broken input ends the reading."""
     while True:
         if place.container is None:
             opened = (_LIST.match(text) if is_beginning and at == 0 else None) or _OBJECT.search(text, at)
@@ -153,7 +153,7 @@ def _read(
 
 
 def _behind(token: str, place: Place) -> Place | None:
-    """The place behind a token; None where it must not stand there."""
+    """The state after a token, or None if the token is invalid here."""
     number, container, expected = place
     if token in "{[":
         depth = 0 if container is None else container.depth + 1
