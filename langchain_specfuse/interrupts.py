@@ -77,8 +77,8 @@ class _End(Generic[T]):
 def interruptible(items: Callable[[], Iterator[T]]) -> Iterator[T]:
     """The results of `items`, computed in another thread.
 
-    LangChain's executors wait for all their threads before they let an interrupt pass, so the interrupted thread must not
-    be one of them.
+    LangChain's executors wait for all their threads before they let an interrupt pass, so the interrupted thread must
+    not be one of them.
     """
     queue, batch = SimpleQueue[T | _End[T]](), Streams()
 

@@ -197,9 +197,9 @@ class SegmentChunk(ChatGenerationChunk):
 class ChunkBuilder:
     """Turns events into chunks: reasoning, one chunk per verified segment, then an empty one with usage and the record.
 
-    `detail`: how much of the record to include. `reader`: reads calls if tools were offered; it holds back text that may
-    become a call. `whole`: the kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it. `may_close`:
-    accept such an answer if closing brackets and quotes completed it.
+    `detail`: how much of the record to include. `reader`: reads calls if tools were offered; it holds back text that
+    may become a call. `whole`: the kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it.
+    `may_close`: accept such an answer if closing brackets and quotes completed it.
     """
 
     def __init__(

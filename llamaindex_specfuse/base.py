@@ -314,8 +314,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
 
     Tool calls and structured predictions are drafted under a grammar: every call names a known tool and fits its
     schema, every prediction is an instance of its class. Calls are never streamed as text; a response holds the calls
-    that are complete. A call that `max_tokens` cut is left out; an agent learns of it and calls again. A cut prediction,
-    or a cut call in `predict_and_call`, raises `UnfinishedValueError`.
+    that are complete. A call that `max_tokens` cut is left out; an agent learns of it and calls again. A cut
+    prediction, or a cut call in `predict_and_call`, raises `UnfinishedValueError`.
 
     `SpecFuseLLM(base_url="http://127.0.0.1:8000")` asks a server (`specfuse-llm serve`) instead, with the same
     responses and records; `model` is then one of the server's.
@@ -387,8 +387,8 @@ class SpecFuseLLM(EnsembleSettings, StructuredPrediction, CustomLLM, ToolCalling
     def metadata(self) -> LLMMetadata:
         """`context_window` always leaves space for a prompt, even if no member states a context size.
 
-        `num_output` covers the answer and, if a member thinks, its reasoning, and leaves space for prompts. The first read
-        asks a server for its model; raises `EngineClosedError` if the server does not respond.
+        `num_output` covers the answer and, if a member thinks, its reasoning, and leaves space for prompts. The first
+        read asks a server for its model; raises `EngineClosedError` if the server does not respond.
         """
         if (remote := self._remote()) is not None and not remote.known:
             remote.describe()

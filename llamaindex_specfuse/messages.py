@@ -146,7 +146,7 @@ def _to_message(message: ChatMessage, names: Mapping[str | None, str]) -> Messag
 
 
 def _texts(block: Any, role: Role) -> Iterator[str]:
-    """The text of a block. Raises `RequestError` for an image and the like from a user."""
+    """The text of a block. Raises `RequestError` for an image and the like from a user.
 
     Blocks of a tool or of another model are named instead, so that an agent can continue.
     """

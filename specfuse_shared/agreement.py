@@ -1,14 +1,13 @@
-"""How far the members of an answer agree: the share of its text that all of them would have written, by their weights;
-where they differ, and what each of them would have written there; and the same for each field of JSON.
+"""How far members agree: the share of an answer that each would have written, weighted by their votes.
 
-A member would have written a character of the chosen segment up to the place where its own draft leaves the segment,
-and not behind it. Behind the end of a shorter draft nothing is known. Text that a grammar dictated, and text on which
-only one member has an opinion, does not count.
+The same for the places where they differ, with each member's own words, and for each field of JSON.
 
-What texts say otherwise than each other: numbers and names first, then other words.
+A member would have written a character of the chosen segment if its own draft has the same text up to that character.
+Nothing is known after the end of a shorter draft. Text that a grammar forces and text with only one opinion do not
+count.
 
-A number, name or longer word of an answer is a difference if another answer lacks it. The server's page has the same
-rules (`api_server/static/each.js`).
+Differences between texts rank numbers and names first, then other words. A number, name or longer word of an answer is
+a difference if another answer lacks it. `api_server/static/each.js` has the same rules.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 """Chinese and Japanese characters, as a part of a class of a regular expression."""
 _LETTERS = rf"(?:(?![{UNSPACED}])[^\W_])+"
 _SINGLE_WORD = re.compile(rf"{_SIGN}{_LETTERS}(?:[.,:'’\-]{_LETTERS})*|[{UNSPACED}]|[+=×÷%°$€£]|[-*/\u2212](?=\s?\d)")
-"""Words as above; each character of scripts without spaces, and each sign of a sum, is a word of its own."""
+"""Words as above, except that each character of scripts without spaces and each sign of a sum is a word."""
 _SENTENCE_ENDS = re.compile(r"[.!?:\n]")
 _QUOTED = re.compile(r'"[^"\n]{1,80}"|“[^”\n]{1,80}”|„[^“”\n]{1,80}[“”]|«[^»\n]{1,80}»')
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -57,7 +56,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a text. `key`: what it says, without case and marks. `kind`: None for a short one."""
+    """A word of a text. `key`: the word without case and marks. `kind`: None for a short word."""
 
     start: int
     end: int
@@ -66,8 +65,8 @@ class Word:
 
 
 def words_of(text: str, since: int = 0, *, single: bool = False) -> list[Word]:
-    """Those that begin at `since` or behind it, in their order. `single`: characters of scripts without spaces, and
-    signs of a sum, are words of their own."""
+    """Words that begin at or after `since`, in order. `single`: characters of scripts without spaces and signs of a
+    sum are separate words."""
     matches = list((_SINGLE_WORD if single else _WORD).finditer(text))
     ends = [0, *(match.end() for match in matches)]
     quotes = deque(match.span() for match in _QUOTED.finditer(text))
@@ -117,11 +116,11 @@ def _kind(word: str, begins: bool, in_quotes: bool) -> Kind | None:
 _MOST_WORDS = 40
 """Words of a draft that are compared."""
 _JOINED = 3
-"""So many words that are the same part what is not, however short they are."""
+"""Number of equal words that separate two differences, however short the words are."""
 _NEAR = 64
 """Characters on each side of a segment in which the rest of a word is looked for."""
 _BEFORE = 100
-"""Characters before a draft that say whether it begins a sentence, or stands in quotes."""
+"""Characters before a draft that show whether it begins a sentence or is inside quotes."""
 _TAIL = re.compile(rf"[^\s{UNSPACED}]*\Z")
 
 
@@ -145,11 +144,11 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class MemberWords:
-    """What `member` would have written in a place: `words`, or nothing.
+    """The words that `member` would have written in a position: `words`, or nothing.
 
-    `is_cut`: its draft ended within the last one. `ends`: its answer would have been over behind them. `weight`: of its
-    vote in that round. `score`: the votes for its draft, as in `Candidate`; `own_score`: its own. Both are None where
-    nothing was verified.
+    `is_cut`: its draft ended inside the last word. `ends`: its answer would have ended after them. `weight`: of its
+    vote in that round. `score`: the votes for its draft, as in `Candidate`; `own_score`: its own score. Both are None
+    if nothing was verified.
     """
 
     member: str
@@ -165,8 +164,8 @@ class MemberWords:
 class MemberDifference:
     """Characters `start` to `end` of the answer, the words `text`, in whose place `others` would have written theirs.
 
-    `kind`: what they differ in, a "number" before a "name" before another "word". `share`: the weights of the members
-    that would have written `text`, of those that are known there. `round`: where they differed first.
+    `kind`: the difference is in a "number", a "name" or another "word", in this order of importance. `share`: the
+    weight of members that would have written `text`, among members with an opinion. `round`: the first difference.
     """
 
     start: int
@@ -183,8 +182,8 @@ class FieldAgreement:
     """A field of JSON in the answer: characters `start` to `end`, `text`, hold the value at `path` ("$.days[0]").
 
     `value`: number of the JSON value in the answer (0; of several calls 0, 1, …). `share`: the weights of the members
-    that would have written the whole field, of those that are known there; None: the grammar dictated it, or only one
-    member had an opinion. `others`: what else they would have written. A field that only they have has no `text`.
+    that would have written the whole field, among members with an opinion; None: the grammar forced it, or only one
+    member had an opinion. `others`: their alternatives. A field that only they have has no `text`.
     """
 
     value: int
@@ -216,7 +215,7 @@ def agreement_of(rounds: Sequence[RoundRecord], size: int | None = None) -> Agre
 
 
 def _parts(record: RoundRecord, size: int) -> Iterator[Disagreement]:
-    """The known stretches of a round's segment, whatever their share."""
+    """Stretches of a round's segment with known opinions, whatever their share."""
     segment = record.text[: max(0, size - record.start)]
     opinions = list(_opinions(record, segment))
     ends = sorted({0, len(segment), *(min(o.agrees, len(segment)) for o in opinions), *(o.reach for o in opinions)})
@@ -236,7 +235,7 @@ def _opinions(record: RoundRecord, segment: str) -> Iterator[_Opinion]:
 
 
 def _drafts(record: RoundRecord) -> Iterator[tuple[str, float, Candidate]]:
-    """Each member that drafted, with its weight; none where a grammar dictated the text."""
+    """Each member that drafted, with its weight; empty if a grammar forced the text."""
     if all(candidate.tokens == 0 for candidate in record.candidates):
         return
     drafts = {name: candidate for candidate in record.candidates for name in candidate.drafters}
@@ -275,17 +274,17 @@ class _Votes:
     others: dict[str, MemberWords] = field(default_factory=dict)
 
     def add(self, votes: Mapping[str, float], words: Iterable[MemberWords]) -> None:
-        """What was said first holds."""
+        """The first entry wins."""
         self.known = {**votes, **self.known}
         self.others = {**{each.member: each for each in words}, **self.others}
 
     def told(self) -> tuple[MemberWords, ...]:
-        """What others would have written, those first that count most."""
+        """The members' alternatives, by weight."""
         return tuple(sorted(self.others.values(), key=lambda each: -each.weight))
 
     @property
     def share(self) -> float | None:
-        """Of those that would have written what stands there; None where only one member is known."""
+        """Share of members that would have written the text; None if only one member has an opinion."""
         if len(self.known) < 2 or not (whole := sum(self.known.values())):
             return None
         return max(0.0, 1.0 - sum(self.known.get(name, 0.0) for name in self.others) / whole)
@@ -315,7 +314,7 @@ def differences_among(rounds: Sequence[RoundRecord], text: str) -> tuple[MemberD
 
 
 def _chosen_freely(rounds: Sequence[RoundRecord], text: str) -> Iterator[RoundRecord]:
-    """The rounds within the text whose segment a member drafted: what closes a loop was nobody's draft."""
+    """Rounds within the text whose segment a member drafted. Text that closes a loop has no author."""
     for record in rounds:
         won = next((c for c in record.candidates if record.winner in c.drafters), None)
         if record.start <= len(text) and won is not None and won.text.startswith(record.text):
@@ -343,9 +342,9 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """What a member drafted in a round, whose segment begins with as many characters as it `agrees` with.
+    """A member's draft in a round. The segment begins with `agrees` characters of it.
 
-    `text`: the draft with what stands before it; `words`: those at which it may differ; `stretches`: where it does.
+    `text`: the draft and the text before it; `words`: words that may differ; `stretches`: positions of differences.
     """
 
     member: str
@@ -358,7 +357,7 @@ class _Draft:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended within a word, as far as is known."""
+        """Whether the draft may end inside a word."""
         return not self.candidate.ends and bool(self.words) and self.words[-1].end == len(self.text)
 
     def wrote(self, words: str, *, at_end: bool) -> MemberWords:
@@ -379,7 +378,7 @@ class _ComparedRound:
         tail = _TAIL.search(text, max(0, self._start - _NEAR), self._start)
         self._base = self._start - (len(tail[0]) if tail else 0)
         first, last = bisect_left(starts, self._base), bisect_left(starts, self._end)
-        is_endless = first > 0 and words[first - 1].end > self._start  # a word whose beginning is far behind
+        is_endless = first > 0 and words[first - 1].end > self._start  # a word that begins long before the draft
         if first and not is_endless:
             self._base = max(self._base, words[first - 1].end)
         self._next = words[last : last + 1]
@@ -417,7 +416,7 @@ class _ComparedRound:
         return replace(draft, stretches=list(self._stretches(draft)))
 
     def _stretches(self, draft: _Draft) -> Iterator[_Stretch]:
-        """Where it has other words, as far as both are known."""
+        """Positions of different words, within the part that both have."""
         ours, theirs = [word.key for word in self._own], [word.key for word in draft.words]
         goes_on = not draft.candidate.ends or len(theirs) == _MOST_WORDS
         any_before = False
@@ -425,20 +424,20 @@ class _ComparedRound:
             if goes_on and j2 == len(theirs):
                 shift = i1 + j2 - j1 - 1
                 if draft.is_cut and i1 <= shift < i2 and ours[shift].startswith(theirs[j2 - 1]):
-                    j2 -= 1  # it may go on as ours does
+                    j2 -= 1  # the draft's last word may continue like ours
                 if j1 == j2:
                     continue
                 i2 = min(i2, i1 + j2 - j1)
             if i1 == i2 == len(ours) and not self._is_over:
                 same = bool(self._next) and self._next[0].key.startswith(theirs[j1])
-                if any_before or same:  # behind another word, or other punctuation, what comes next is not known
+                if any_before or same:  # after a different word or punctuation the next word is unknown
                     continue
             any_before = True
             yield _Stretch(i1, i2, j1, j2)
 
     def _unlike(self, ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[int, int, int, int]]:
-        """Stretches of both that are not the same; a few short words between two of them, such as "the", join them,
-        unless either side has as many words as the other."""
+        """Stretches that differ. A few short words between two of them, such as "the", join them, unless either side
+        has equally many words."""
         spans: list[tuple[int, int, int, int]] = []
         for tag, i1, i2, j1, j2 in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
             if tag == "equal":
@@ -455,7 +454,7 @@ class _ComparedRound:
         return not same_size and len(between) < _JOINED and all(word.kind is None for word in between)
 
     def _ends_here(self, draft: _Draft) -> bool:
-        """Whether it would have ended the answer behind the segment, which goes on."""
+        """Whether the draft would have ended the answer after the segment, while the answer continues."""
         return (
             draft.candidate.ends
             and draft.agrees == self._end - self._start == len(draft.candidate.text)
@@ -484,7 +483,7 @@ class _ComparedRound:
         ]
 
     def _told(self, draft: _Draft, first: int, last: int) -> tuple[int, MemberWords]:
-        """What it has in place of these words of the segment, and how important that is."""
+        """The draft's alternative to these words of the segment, and its importance."""
         text = self._within(draft, first, last)
         begin = text[0].draft_first - (text[0].first - first)
         end = min(text[-1].draft_last + (last - text[-1].last), len(draft.words))
@@ -495,7 +494,7 @@ class _ComparedRound:
         return rank, draft.wrote(words, at_end=end == len(draft.words))
 
     def _place(self, first: int, last: int) -> tuple[int, int]:
-        """Where these words stand, or where there are none: behind the one before."""
+        """Position of these words, or the position after the previous word if there are none."""
         if last > first:
             return self._own[first].start, self._own[last - 1].end
         at = self._own[first - 1].end if first else self._start
@@ -508,7 +507,7 @@ class _ComparedRound:
 def fields_among(rounds: Sequence[RoundRecord], text: str) -> tuple[FieldAgreement, ...]:
     """How far members agree on each field of the JSON in `text`, in their order; () where there is none.
 
-    JSON that is cut or broken has the fields that stand before that.
+    JSON that is cut or broken has the fields before that point.
     """
     answer = JsonText(text)
     our_fields: dict[tuple[int, str], Field] = {}

@@ -29,14 +29,14 @@ CACHE_TYPES = ("auto", "f32", "f16", "q8_0")
 OLLAMA = "ollama:"
 """Begins the name of a model in Ollama's store."""
 _OF_LLAMA_CPP = ("gpu_layers", "threads", "cache_tokens", "cache_type")
-"""What only llama.cpp knows."""
+"""Settings of llama.cpp alone."""
 _OF_TRANSFORMERS = ("quantization", "offload", "attn_implementation", "trust_remote_code", "allow_pickle")
-"""What only transformers knows of how a model is loaded."""
+"""Settings of transformers alone, about loading a model."""
 _SERVERS_OWN = (
     *("adapter", "dtype", "device", "quantization", "offload", "attn_implementation", "allow_pickle", "backend"),
     *_OF_LLAMA_CPP,
 )
-"""What a server decides of the model that it runs."""
+"""Settings that a server decides for its model."""
 BACKSLASHES = (
     r"write a path of Windows in single quotes in TOML ('C:\models\new'), as r'C:\models\new' in Python, or with /"
 )
@@ -65,13 +65,13 @@ class MemberConfig(Settings):
     dtype: str = "auto"
     """"float32", "bfloat16" or "float16"; "auto": half precision as the device has it; float32 stays on a CPU."""
     device: str = "auto"
-    """"auto" (wherever there is room, but not on MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
+    """"auto" (any device with enough memory except MPS), a kind ("cuda", "mps") or one device ("cuda:1", "cpu")."""
     quantization: str | None = None
     """Quantises the weights at load: "8bit" (torchao), "4bit" (bitsandbytes, NF4), or "auto": the widest precision that
     fits (extra "quant")."""
     backend: str = "auto"
-    """What runs the model: "llama.cpp" (GGUF files as they are, extra "llamacpp"), "transformers", or "auto": llama.cpp
-    for quantised GGUF files where it is installed and no other setting needs transformers."""
+    """The backend: "llama.cpp" (reads GGUF files directly; extra "llamacpp"), "transformers", or "auto": llama.cpp
+    for quantised GGUF files if it is installed and no other setting needs transformers."""
     gpu_layers: int | None = None
     """Layers that llama.cpp keeps on the GPU; unset: as many as fit, none with `device="cpu"`."""
     threads: int | None = None
@@ -92,9 +92,9 @@ class MemberConfig(Settings):
     """Variables for the template; `thinking` sets `enable_thinking`."""
     thinking: bool | Sequence[str] = False
     """The member thinks before the answer, between the markers of its template or the two given here. No other member
-    reads its thoughts."""
+    reads its reasoning."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the member's turn, besides those of the model's configuration."""
+    """Token ids that end the member's turn, in addition to the model's own."""
     max_context: int | None = None
     """Lowers the model's context limit, in tokens."""
     attn_implementation: str | None = None
@@ -107,8 +107,8 @@ class MemberConfig(Settings):
     """False: under a grammar or in a tool call the member only verifies, unless no other member drafts. For such
     drafts, a member behind a server without the token endpoint needs one request per token."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Resources of a Ray node (`EnsembleConfig(runtime="ray")`): "CPU" (default 1), "GPU" (default 1 if the cluster has
-    any), "memory" in bytes (default, without a GPU: what the model takes), and custom names."""
+    """Resources of a Ray node (`EnsembleConfig(runtime="ray")`): "CPU" (default 1), "GPU" (default 1 if the cluster
+    has GPUs), "memory" in bytes (default, without a GPU: the model's size), and custom names."""
     server: str | None = None
     """Address of a vLLM server that runs the model ("http://127.0.0.1:8000/v1"); `model` then names the tokenizer and
     template (extra "servers")."""
@@ -164,7 +164,7 @@ class MemberConfig(Settings):
         if not isinstance(thinking, bool):
             check(
                 _is_list_of(str, thinking) and len(thinking) == 2 and all(thinking),
-                f"MemberConfig.thinking must be True, False or the two markers around thoughts, not {thinking!r}",
+                f"MemberConfig.thinking must be True, False or the two markers around the reasoning, not {thinking!r}",
             )
             thinking = tuple(thinking)
         object.__setattr__(self, "thinking", thinking)
@@ -195,7 +195,7 @@ class MemberConfig(Settings):
             check(False, f'MemberConfig.{conflicting[0]} goes with backend="llama.cpp"')
 
     def set_of(self, names: Sequence[str]) -> list[str]:
-        """Those of some settings that are not at their default."""
+        """The settings among `names` that differ from their default."""
         defaults = {f.name: f.default for f in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
@@ -273,7 +273,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _at_home(path: str) -> str:
-    """A path whose "~" is a home folder. Raises `ConfigError` where nobody has that name."""
+    """A path whose "~" is a home folder. Raises `ConfigError` if no such user exists."""
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError as error:
@@ -302,7 +302,7 @@ EXITS = ("entropy", "fixed", "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
 DEMO: Final = "demo"
-"""The word that stands for all members of the demo; it is no model."""
+"""The name of the demo's members as a whole. It is not a model."""
 _WHOLE = 4.0
 """How much clearer an early lead has to be where candidates are better compared as wholes."""
 RUNTIMES = ("local", "ray")
@@ -356,14 +356,14 @@ class EnsembleConfig(Settings):
     """The same for the first segment; `segment_tokens` if None. A long one chooses a short answer as a whole, and sends
     the first words later."""
     early_margin: float = 2.0
-    """First words early: candidates of a first segment are compared when `segment_tokens` tokens of them are drafted,
-    at twice as many, and so on. What all members say by then is streamed, and so is a candidate whose vote is this many
-    times that of every other one: half as many at twice the tokens, down to 1. Where one candidate is over and another
-    is not, under a grammar, and for calls of tools it takes four times as many, at each comparison. Else they draft on.
-    0: compare only what is drafted to the end."""
+    """Streams first words early. Candidates of a first segment are compared once `segment_tokens` tokens are drafted,
+    at twice that number, and so on. Text that all candidates share by then is streamed. A candidate is also streamed
+    if its vote is this many times every other vote; the factor halves at each comparison, down to 1. It is four times
+    as high if only one of the candidates has ended, under a grammar, and for tool calls. Otherwise members continue
+    drafting. 0: compare only finished drafts."""
     score: str | ScorePolicy = "stretch"
-    """How a verifier's probabilities of a candidate become a score: "stretch" (the probability of what all candidates
-    cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
+    """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability of the length that all
+    candidates cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
     per: str | None = None
     """The unit of the score: "text" (the probability of the whole candidate), "root" (log p divided by √tokens),
     "token" or "byte". With "stretch", a token that crosses the border counts whole per "token" and in proportion per
@@ -373,8 +373,8 @@ class EnsembleConfig(Settings):
     votes cannot carry its own candidate alone), "weighted_mean" (the papers') or "geometric_mean" (a candidate that one
     verifier finds impossible cannot win)."""
     first_weights: str = "size"
-    """What members' votes count when an answer begins: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
-    members do not outvote one that is far better; "equal" where a size is not known) or "equal" (`MemberConfig.weight`
+    """Initial weight of a member's vote: "size" (parameters^1.5 · `MemberConfig.weight`, so that small
+    members do not outvote a far better one; "equal" if a size is unknown) or "equal" (`MemberConfig.weight`
     alone: the papers')."""
     feedback: str | FeedbackPolicy = "constant"
     """How the weights learn from a round: "uniform" (not at all: SpecFuse), or the schedules of online feedback
@@ -382,9 +382,9 @@ class EnsembleConfig(Settings):
     feedback_rate: float = 0.5
     """How fast the weights learn; with 0 they stay as they are."""
     feedback_limit: float | None = 2.0
-    """How far the weights learn: the ratio of two members' votes becomes at most so many times what it was at first, so
-    that many rounds of weak judges do not take a strong member's vote away. None: no limit (SpecEM). Own policies have
-    none."""
+    """Limit of learning: the ratio of two members' votes grows at most by this factor over its initial value, so that
+    weak judges cannot take a strong member's vote away over many rounds. None: no limit (SpecEM). Custom policies have
+    no limit."""
     exit: str | ExitPolicy = "never"
     """Which members leave an answer: "never": none; "entropy" (SpecFuse) or "fixed": those whose retention, at that
     temperature, is low."""
@@ -396,14 +396,14 @@ class EnsembleConfig(Settings):
     """A candidate that repeats the answer loses against one that does not. If all candidates repeat it a third time, an
     answer of several members ends (`FinishReason.REPETITION`)."""
     round_seconds: float | None = None
-    """Seconds of a round, after which it goes on without members that are late: they sit it out, and come back once
-    they have answered. Members that share a lane (a device of this machine) are late together or not at all; those
-    behind servers, on Ray or on another device each by themselves. None: all members are waited for."""
+    """Deadline of a round in seconds. Late members miss the round and return once they have answered. Members that
+    share a lane (a device of this machine) are late together; members behind servers, on Ray or on other devices are
+    late individually. None: wait for all members."""
     round_grace: float = 0.25
-    """With `round_seconds`: seconds behind the first answer in which no member is late, however long that took."""
+    """With `round_seconds`: seconds after the first response in which no member counts as late."""
     late_rounds: int = 8
-    """With `round_seconds`: a member that has been late for so many rounds in a row, and for as many times
-    `round_seconds`, leaves the answer like one that failed."""
+    """With `round_seconds`: a member leaves the answer, like a failed one, after this number of late rounds in a row
+    and at least this number times `round_seconds`."""
     reference: str | None = None
     """Name of the member whose tokenizer counts `max_tokens` and usage; the first member if unset."""
     cache_dir: str | None = None
@@ -422,8 +422,8 @@ class EnsembleConfig(Settings):
     """"static" drafts and verifies a segment in steps of fixed shape, captured as CUDA graphs on a GPU; "dynamic" goes
     token by token; "auto" is static on a GPU, else dynamic. Members that cannot run static steps stay dynamic."""
     speculation: str = "auto"
-    """"auto": members guess the next tokens from prompt, answer and each other's drafts, which saves forwards and
-    changes no answer. "off": every token of a draft takes a forward."""
+    """"auto": members guess the next tokens from the prompt, the answer and each other's drafts. This saves forward
+    passes and changes no answer. "off": every drafted token takes one forward pass."""
     runtime: str = "local"
     """"local": members are loaded here. "ray": each is an actor on a node of a Ray cluster (extra "ray"), where
     has `MemberConfig.resources`. Members behind servers stay there."""
@@ -493,7 +493,7 @@ class EnsembleConfig(Settings):
             check_choice("EnsembleConfig.reference", self.reference, self.names)
 
     def _check_score(self) -> None:
-        """`per` suits the score; an object has settings of its own."""
+        """`per` suits the score; a policy object has its own settings."""
         if self.per is not None and isinstance(self.score, str):
             check_choice(f"EnsembleConfig.per with score={self.score!r}", self.per, PER[self.score])
 
@@ -522,9 +522,9 @@ class EnsembleConfig(Settings):
         return (*early, limit)
 
     def margin(self, tokens: int, *, whole: bool) -> float:
-        """How many times every other vote the winner's has to be after so many tokens, to be streamed then.
+        """Factor by which the winner's vote has to exceed every other vote after this number of tokens to be streamed.
 
-        `whole`: candidates are such that they are better compared as wholes. Then it has to be clearer.
+        `whole`: candidates should be compared in full. Then the factor is higher.
         """
         if whole:
             return _WHOLE * self.early_margin
@@ -532,7 +532,7 @@ class EnsembleConfig(Settings):
 
     @property
     def units(self) -> str | None:
-        """What `score` is per: `per`, or the first that the score knows."""
+        """The unit of the score: `per`, or the score's default."""
         return self.per or (PER[self.score][0] if isinstance(self.score, str) else None)
 
     @property
@@ -597,7 +597,7 @@ class SamplingParams(Settings):
     """How one answer is sampled, and when it ends."""
 
     max_tokens: int = 256
-    """The most tokens of the answer, counted by the reference member; thoughts do not count."""
+    """Maximum tokens of the answer, counted by the reference member; reasoning does not count."""
     temperature: float = 0.0
     """0 is greedy decoding; then `top_p`, `top_k`, `min_p` and `seed` have no effect."""
     top_p: float = 1.0
@@ -616,17 +616,17 @@ class SamplingParams(Settings):
     """Members and the repetition guard cannot end the answer before it has this many tokens of the reference member;
     stop strings can. Cannot be combined with a grammar or tools, which decide when an answer is complete."""
     ignore_eos: bool = False
-    """The answer goes on to `max_tokens`, a stop string or the end of all contexts. Cannot be combined with a grammar
-    or tools."""
+    """The answer continues to `max_tokens`, a stop string or the end of all contexts. Cannot be combined with a
+    grammar or tools."""
     grammar: Grammar | None = None
-    """The grammar that the answer follows. The answer is complete and valid, or `UnfinishedValueError` is raised
-    because `max_tokens` left no room. With tools, an answer is calls or a value."""
+    """The grammar of the answer. The answer is complete and valid, or `UnfinishedValueError` is raised because
+    `max_tokens` was too small. With tools, an answer is calls or a value."""
     logprobs: bool = False
     """Report log p of every token of the answer, as the reference member sees it (`EnsembleResult.logprobs`)."""
     top_logprobs: int = 0
     """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
     max_thinking_tokens: int = 1024
-    """The most tokens of a member's thoughts (`MemberConfig.thinking`), in its own tokens."""
+    """Maximum tokens of a member's reasoning (`MemberConfig.thinking`), in its own tokens."""
 
     def __post_init__(self) -> None:
         self.check_types()

@@ -15,7 +15,7 @@
     │       ├── ServerModelError        it does not have the model, or one with another vocabulary
     │       └── ServerSettingsError     it was started with settings that a member cannot use
     ├── RequestError             one request cannot be served; the engine is unharmed
-    │   ├── PromptTooLongError   the prompt leaves a member no room to answer
+    │   ├── PromptTooLongError   the prompt fills a member's context
     │   └── ValueTooLongError    no value of the grammar fits into max_tokens (also a ValueError)
     ├── EngineBusyError          the queue is full (when_busy="raise")
     ├── GenerationError          a running answer failed; has the text so far
@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Self
 
 
 def install_command(extra: str) -> str:
-    """What installs an optional part. The package is not on PyPI yet."""
+    """Command that installs an optional part. The package is not on PyPI yet."""
     return f'pip install ".[{extra}]" in a clone of the repository'
 
 
@@ -98,7 +98,7 @@ class MemberLoadError(SpecFuseError):
 
 
 class PlacementError(MemberLoadError):
-    """The members do not fit onto the devices; the message says what they need and what helps."""
+    """The members do not fit on the devices. The message states their needs and possible remedies."""
 
 
 class UnsupportedModelError(MemberLoadError):
@@ -128,12 +128,12 @@ class ServerSettingsError(ServerError):
 class RequestError(SpecFuseError):
     """This request is refused or impossible; other requests are not affected.
 
-    It is not a `ValueError`, because frameworks take those for a bad value of a model and go on without an answer.
+    It is not a `ValueError`, because frameworks treat those as a bad model output and continue without an answer.
     """
 
 
 class PromptTooLongError(RequestError):
-    """The prompt leaves a member no room for one segment.
+    """The prompt leaves too little of a member's context for one segment.
 
     Attributes: `member` (name), `limit` and `count` (in tokens of that member; `count` may be a lower bound).
     """
@@ -221,7 +221,7 @@ class EngineClosedError(SpecFuseError):
 
 
 def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, Any]) -> SpecFuseError:
-    """An error as it was, whatever its constructor takes."""
+    """An error in its original state, independent of its constructor's arguments."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)
@@ -229,7 +229,7 @@ def _remade(kind: type[SpecFuseError], args: tuple[Any, ...], state: dict[str, A
 
 
 class MemberFailedWarning(RuntimeWarning):
-    """A member failed and left an answer, which went on with the others."""
+    """A member failed and left an answer; the other members finished it."""
 
 
 class ClosedValueWarning(RuntimeWarning):

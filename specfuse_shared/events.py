@@ -1,6 +1,6 @@
-"""The typed events of one answer: start, thoughts, then segments, exits and warnings, then the finish.
+"""The typed events of one answer: start, reasoning, segments, exits and warnings, finish.
 
-The result of an answer: its record, and the report drawn from it.
+Also its result: the record, and the report drawn from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EnsembleResult(AnswerRecord):
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """The `joint` answer to a conversation, and what each member says `alone`, by its name; or why it `failed`."""
+    """The `joint` answer to a conversation and each member's answer `alone`, by name; or the reason why it `failed`."""
 
     joint: EnsembleResult
     alone: Mapping[str, EnsembleResult]
@@ -58,7 +58,7 @@ class StartEvent:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingEvent:
-    """A piece of a member's thoughts, before the answer begins. Thoughts are not part of the answer."""
+    """A piece of a member's reasoning, before the answer begins. Reasoning is not part of the answer."""
 
     member: str
     text: str
@@ -68,10 +68,10 @@ class ThinkingEvent:
 class SegmentEvent:
     """Verified text, as soon as it can be shown.
 
-    `text` may lag behind `record.text` by a few characters that could still become a stop string or belong to an
-    unfinished character. `start` and `end` are its character offsets in the final answer. `record` is None for text
+    `text` may lag a few characters after `record.text`: characters that could become a stop string or are
+    incomplete. `start` and `end` are its character offsets in the final answer. `record` is None for text
     that was held back and is released at the end. `logprobs`: of the tokens that end in this text, with
-    `SamplingParams.logprobs`, as long as the reference member takes part.
+    `SamplingParams.logprobs`, while the reference member takes part.
     """
 
     text: str
@@ -90,7 +90,7 @@ class ExitEvent:
 
 @dataclass(frozen=True, slots=True)
 class WarningEvent:
-    """A member failed and left this answer, which goes on with the others. The fields are those of `MemberFault`."""
+    """A member failed and left this answer; the others continue. The fields are those in `MemberFault`."""
 
     member: str
     stage: StageName

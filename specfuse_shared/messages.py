@@ -14,7 +14,7 @@ from specfuse_shared.validation import is_whole_text, parsed_json
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 CUT_MARK = "(cut short)"
-"""Behind the arguments of a call that was cut; the bracket in front of it closes nothing."""
+"""Suffix of the arguments of a call that was cut. The bracket before it closes nothing."""
 _OPENAI_ROLES: Mapping[str, Role] = {"developer": "system", "function": "tool"}
 
 
@@ -59,7 +59,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads."""
+        """Fields that `from_dict` accepts."""
         function = self.as_function()
         return {**function, "function": {**function["function"], "strict": True}} if self.strict else function
 
@@ -90,7 +90,7 @@ class ToolCall:
             raise RequestError(f"a call of {self.name!r} holds half a character (a lone surrogate): replace it")
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads."""
+        """Fields that `from_dict` accepts."""
         function = {"name": self.name, "arguments": json.dumps(dict(self.arguments), ensure_ascii=False)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -98,7 +98,7 @@ class ToolCall:
 def arguments_of(arguments: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """The arguments of a call, which may come as JSON. Raises `RequestError` if they are no object.
 
-    Of a call that was cut they are what stood there, where it was closed in time, and else nothing.
+    Of a cut call: the arguments that were closed in time, else nothing.
     """
     if isinstance(arguments, Mapping):
         return arguments
@@ -151,7 +151,7 @@ class Message:
     def from_dict(cls, message: Mapping[str, Any]) -> Self:
         """A message as OpenAI's clients write it; its content is text, or parts of it. Raises `RequestError`.
 
-        What models and tools wrote before is read as far as it can be: see `earlier_fields`, `calls_before`.
+        Turns of models and tools are read leniently: see `earlier_fields`, `calls_before`.
         """
         message = earlier_fields(message)
         if unknown := sorted(set(message) - set(_FIELDS)):
@@ -167,7 +167,7 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads."""
+        """Fields that `from_dict` accepts."""
         calls = [call.to_dict() for call in self.tool_calls]
         extras = {"name": self.name, "tool_calls": calls or None, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": self.content} | {k: v for k, v in extras.items() if v is not None}
@@ -175,15 +175,15 @@ class Message:
 
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "audio", "function_call")
 _SAID = ("assistant", "tool", "function")
-"""Roles of turns that models and tools wrote, through whatever software."""
+"""Roles of turns that models and tools wrote, through any software."""
 _NOTES = ("cache_control", "extra_content", "id", "metadata", "provider_specific_fields")
 """Fields in which other software leaves notes to itself in the turns of a user."""
 
 
 def earlier_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a turn without those that other providers and clients leave there (thoughts, signatures, nulls).
+    """The fields of a turn, without extras that other providers and clients add (reasoning, signatures, nulls).
 
-    In turns of models and tools that is every field that is not known; in those of a user, a mistake is one.
+    In turns of models and tools every unknown field is an extra. In a user's turn an unknown field is a mistake.
     """
     is_said = message.get("role") in _SAID
     return {k: v for k, v in message.items() if k in _FIELDS or not (is_said or k in _NOTES or v is None)}
@@ -204,21 +204,21 @@ def calls_before(message: Mapping[str, Any]) -> Iterator[ToolCall]:
 
 
 TEXT_BLOCKS = {"text": "text", "input_text": "text", "output_text": "text", "text-plain": "text", "refusal": "refusal"}
-"""Blocks that are text, and where it stands in them."""
+"""Block types that are text, and the field with the text."""
 SILENT_BLOCKS = re.compile(
     "reasoning(_.*)?|(redacted_)?thinking|thought|non_standard|executable_code|code_execution_result"
     "|(.*_)?tool_(call|call_chunk|use|result)|(.*_)?call|mcp_.*"
 )
-"""Blocks of an assistant that are no text of its turn: thoughts, calls (those to answer are read from `tool_calls`),
-and what other providers' own tools did."""
+"""Block types of an assistant that are not text: reasoning, calls (answered ones come from `tool_calls`), and the
+results of other providers' tools."""
 _LONGEST_NAME = 200
 _KIND = re.compile(r"(?:input_)?(\w+?)(?:_url)?")
 
 
 def block_text(block: Mapping[str, Any]) -> str:
-    """What a block of a tool's result says: its text, or what it is and is called where it holds no text.
+    """A block of a tool's result as text: its text, or its type and name.
 
-    So an agent goes on behind a file, an image or a sound, which no member reads, and knows that it was there.
+    An agent then continues after a file, an image or a sound, which no member reads, and knows that it exists.
     """
     kind = str(block.get("type"))
     nothing: Mapping[str, Any] = {}

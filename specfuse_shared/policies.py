@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 Matrix = Sequence[Sequence[float]]
-"""`[j][i]`: what verifier j thinks of candidate i."""
+"""`[j][i]`: verifier j's value for candidate i."""
 ROUNDING = 0.3
 """Nats by which half precision may change a log-probability. A number further above 0 is not one, and two ways to
 compute the same one differ by less."""
@@ -36,12 +36,12 @@ compute the same one differ by less."""
 
 @dataclass(frozen=True, slots=True)
 class CandidateLogprobs:
-    """One candidate of a round in the eyes of one verifier, in that verifier's own tokens.
+    """One candidate of a round as one verifier sees it, in the verifier's own tokens.
 
-    `logprobs`: natural log p of each token. `token_bytes`: the number of UTF-8 bytes that each stands for (≥ 1). The
-    tokens end where `text` ends; they may begin before it, in the answer, if encodings do not join there. For a
-    candidate that `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its
-    beginning that open a tool call; 0 for text.
+    `logprobs`: natural log p of each token. `token_bytes`: UTF-8 bytes of each token (≥ 1). The tokens end where
+    `text` ends. They may begin before it, in the answer, if the encodings do not join there. For a candidate that
+    `ends` the turn, the last entry of both is the end of turn. `call_bytes`: UTF-8 bytes at its beginning that open a
+    tool call; 0 for text.
     """
 
     text: str
@@ -74,8 +74,8 @@ class AggregatePolicy(Protocol):
         """`scores[j][i]` and `weights[j]` (Σ = 1) → S_i ≥ 0; the lowest leaves (`elect` has the rule for equals).
 
         `drafters[i]`: the verifiers that wrote candidate i. A policy can have a method
-        `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, neither stand nor
-        vote in this round.
+        `outsiders(scores, weights, drafters)`, which returns verifiers that, among three or more, are neither
+        candidates nor voters in this round.
         """
         ...
 
@@ -120,8 +120,8 @@ class SecondedMean:
     """The weighted mean, in which, among three or more members, a candidate of one member needs a second.
 
     Its author's vote counts at most `SECOND` times the highest other vote. So a member that is sure of its own nonsense
-    cannot carry it, and votes for what another member finds plausible stay as they are. The `outsiders` neither stand
-    nor vote. None of this holds for a member with most of the votes: weak ones do not know what it knows.
+    cannot carry it, while votes for other members' candidates stay as they are. The `outsiders` are neither candidates
+    nor voters. A member with most of the votes is exempt: weak members do not know its facts.
     """
 
     def __call__(self, scores: Matrix, weights: Sequence[float], drafters: Sequence[Sequence[int]]) -> list[float]:
@@ -253,7 +253,7 @@ class RetentionExit:
 
 
 def entropy(totals: Sequence[float]) -> float:
-    """Normalised Shannon entropy of Q/ΣQ in [0, 1]; 1 where nothing can be told apart."""
+    """Normalised Shannon entropy of Q/ΣQ in [0, 1]; 1 if the values are equal."""
     mass = math.fsum(totals)
     if len(totals) < 2 or mass <= 0:
         return 1.0
@@ -263,7 +263,7 @@ def entropy(totals: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeanLogprob:
-    """exp(Σ log p / units): the geometric mean probability per token or per byte; per text, that of the whole.
+    """exp(Σ log p / units): the geometric mean probability per token or per byte; per text, the total probability.
 
     Means favour long fluent candidates over short decided ones ("Paris." and the end of the turn); the whole favours
     short ones; "root" (units = √tokens, a length penalty of ½ as in beam search) lies between.
@@ -305,14 +305,14 @@ class Stretch:
     one across the border whole (`per` "token") or in proportion to its bytes (`per` "byte"). The score is exp ℓ_i.
     If all candidates end the turn, they are complete, and B is the size of the longest: answers are scored in full.
 
-    The end of the turn is an event of its own. A candidate that ends within the stretch adds log p(end of turn), and
-    one that goes on right behind the text of one that ends is compared up to there and adds log(1 − p(end of turn)):
-    "end here" against "go on", whatever the length of what follows, and whether it ends too or not.
+    The end of the turn is a separate event. A candidate that ends within the stretch adds log p(end of turn). A
+    candidate that continues after the text of one that ends is compared up to there and adds log(1 − p(end of turn)):
+    "end here" against "continue", whatever the length of the continuation, and whether it ends too or not.
 
     With whole tokens, the scores of candidates that differ within the stretch are probabilities of events that exclude
     each other (Σ ≤ 1). So under a weighted mean, a draft whose whole text has half of the weighted probability wins
     against all that differs from it within the stretch, and against its own beginnings, if they are encoded as its own
-    first tokens. What goes on from it may stand for it.
+    first tokens. A continuation may represent it.
     """
 
     per: Literal["token", "byte"] = "token"
@@ -328,7 +328,7 @@ class Stretch:
         return max(sizes) if all(c.ends for c in candidates) else min(sizes)
 
     def _logprob(self, candidate: CandidateLogprobs, shorter: CandidateLogprobs | None, size: int) -> float:
-        """ℓ_i; `shorter`: the shortest candidate that ends and behind which this one goes on."""
+        """ℓ_i; `shorter`: the shortest candidate that ends and that this one continues."""
         reach = size if shorter is None else min(size, shorter.size)
         logprob, read = log_beginning(candidate, reach, self.per)
         if candidate.ends and candidate.size <= reach:
@@ -339,10 +339,10 @@ class Stretch:
 
 
 def whether_to_call(candidates: Sequence[CandidateLogprobs]) -> list[float] | None:
-    """Scores that tell only tool calls from text: p of the tag that opens a call, and 1 − p. None: all are of a kind.
+    """Scores that separate tool calls from text: p of the tag that opens a call, and 1 − p. None: all are of one kind.
 
-    A call is an event of its own, as the end of the turn is. By their stretches a call would win too often: most of it
-    is dictated, while the same wish to answer is spread over many beginnings of a sentence.
+    Like the end of the turn, a call is a separate event. By their stretches a call would win too often: the grammar
+    forces most of it, while the same wish to answer is spread over many beginnings of a sentence.
     """
     calls = [c for c in candidates if c.call_bytes]
     if not 0 < len(calls) < len(candidates):
@@ -357,7 +357,7 @@ def log_beginning(
 ) -> tuple[float, int]:
     """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
     count = len(candidate.logprobs) - candidate.ends
-    # an encoding may reach back into the answer: what stands for text before the candidate lies below 0
+    # an encoding may reach back into the answer: bytes before the candidate have negative positions
     at, beginnings = min(0, candidate.size - sum(candidate.token_bytes[:count])), []
     for logprob, size in zip(candidate.logprobs[:count], candidate.token_bytes, strict=False):
         if at >= reach:
@@ -369,7 +369,7 @@ def log_beginning(
 
 
 def mean_after(candidate: CandidateLogprobs, size: int) -> float:
-    """Probability a token (geometric mean) of what stands behind the first `size` bytes, the end of the turn included.
+    """Geometric mean probability a token after the first `size` bytes, the end of the turn included.
 
     1 where no token begins there; 0 for a candidate without log-probabilities.
     """
@@ -413,8 +413,9 @@ class Election:
 class Electorate:
     """How candidates are compared: the verifiers' `weights` (Σ = 1), and the two policies.
 
-    `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote out among them, for
-    what it would have said beside the grammar is no choice (on ARC, a strong member else loses to weak ones).
+    `whole_values`: all candidates are whole values of a grammar. Then each verifier shares one vote among them,
+    because the text it would have written without the grammar is no option (on ARC, a strong member else loses to
+    weak ones).
     """
 
     score: ScorePolicy
@@ -427,11 +428,11 @@ class Electorate:
     ) -> Election:
         """Compare the candidates of `table[j]`, the same for each verifier j.
 
-        `drafters[i]`: the verifiers that wrote candidate i. The one with the lowest vote leaves, and the others are
-        compared anew as if it had not been said, until one is left: so nobody loses because a third one was short.
-        `scores` and `votes` are those of all of them, the first time. Those that are `barred` get no vote, and lose
-        against any other one that is thinkable, where three or more vote. Verifiers that the aggregate calls
-        `outsiders` neither stand nor vote.
+        `drafters[i]`: the verifiers that wrote candidate i. The candidate with the lowest vote leaves, and the rest
+        are compared again without it, until one is left. So no candidate loses because a third one was short.
+        `scores` and `votes` are from the first comparison of all candidates. Those that are `barred` get no vote, and
+        lose against any other plausible one if three or more vote. The aggregate's `outsiders` are neither candidates
+        nor voters.
         """
         scores, votes = compared = self._compare(range(len(barred)), table, drafters)
         if outsiders := self._outsiders(scores, drafters):
@@ -460,7 +461,7 @@ class Electorate:
         return standing_candidates[0]
 
     def _outsiders(self, scores: Matrix, drafters: Sequence[Sequence[int]]) -> list[int]:
-        """Verifiers that the aggregate lets neither stand nor vote, if it knows any."""
+        """Verifiers that the aggregate excludes as candidates and voters, if it has such a rule."""
         find = getattr(self.aggregate, "outsiders", None)
         return find(scores, self.weights, drafters) if find is not None and len(scores) > 2 else []
 
@@ -491,9 +492,9 @@ class Electorate:
     ) -> int:
         """Which of these candidates leaves: the one with the lowest vote, the last of equals.
 
-        Candidates that are the same to every verifier, as far as they were compared with the others, are compared among
-        themselves. If that tells no more, the shortest gives way to what goes on from it, provided that the voters
-        rather expect how it goes on than anything else: nothing else was compared with that.
+        Candidates that are equal to every verifier within the compared stretch are compared among themselves. If they
+        stay equal, the shortest yields to its continuation, provided that the voters prefer that continuation to
+        anything else at this point, because nothing else was compared with it.
         """
         scores, votes = compared
         lowest = max(range(len(indices)), key=lambda n: (-votes[n], n))
@@ -508,7 +509,7 @@ class Electorate:
         return beginning if max(expected) >= MOST else longer[expected.index(min(expected))]
 
     def _expected(self, candidate: int, size: int, table: Sequence[Sequence[CandidateLogprobs]]) -> float:
-        """Weighted mean of how likely the verifiers find what this candidate says behind its first `size` bytes."""
+        """Weighted mean of the verifiers' probabilities of this candidate after its first `size` bytes."""
         return math.fsum(w * mean_after(row[candidate], size) for w, row in zip(self.weights, table, strict=True))
 
     def _compare(
@@ -523,7 +524,7 @@ class Electorate:
     def _scores(self, row: Sequence[CandidateLogprobs]) -> list[float]:
         """A verifier has no opinion on a candidate that it cannot see, or of which it gives no log-probabilities.
 
-        While calls of tools and text both stand, what counts is which of the two it shall be.
+        While both tool calls and text are candidates, only the choice between the two counts.
         """
         is_scored = [bool(candidate.logprobs) and all(p <= ROUNDING for p in candidate.logprobs) for candidate in row]
         scored = [candidate for candidate, is_seen in zip(row, is_scored, strict=True) if is_seen]
@@ -532,12 +533,12 @@ class Electorate:
 
 
 def _same(rows: Matrix, one: int) -> list[int]:
-    """The candidates that no verifier tells from this one; itself among them."""
+    """The candidates that no verifier can separate from this one, including itself."""
     return [i for i in range(len(rows[0])) if all(math.isclose(row[i], row[one], rel_tol=_EQUAL) for row in rows)]
 
 
 def _beginning(row: Sequence[CandidateLogprobs], numbers: Sequence[int]) -> tuple[int, list[int]] | None:
-    """The shortest candidate, and those that go on from its text; None if it ends or none does."""
+    """The shortest candidate, and the candidates that continue its text; None if it ends or none does."""
     i = min(numbers, key=lambda n: (row[n].size, row[n].ends))
     longer = [n for n in numbers if row[n].size > row[i].size and row[n].text.startswith(row[i].text)]
     return (i, longer) if longer and not row[i].ends else None

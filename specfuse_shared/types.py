@@ -33,11 +33,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemberUsage:
-    """What one member computed for one answer, counted in its own tokens.
+    """The computation of one member for one answer, counted in its own tokens.
 
     `prompt`: length of the prompt. `drafted`: tokens that it sampled. `fed`: tokens that went through the model after
-    the prompt (drafts, verifications, re-encodings, guesses). `forwards`: forward passes for them. `answer`: length of
-    the answer. `thinking`: length of its thoughts. `guessed`: tokens fed as guesses (`EnsembleConfig.speculation`).
+    the prompt (drafts, verifications, re-encodings, guesses). `forwards`: number of forward passes. `answer`: length of
+    the answer. `thinking`: length of its reasoning. `guessed`: tokens fed as guesses (`EnsembleConfig.speculation`).
     `accepted`: guesses that came true.
     """
 
@@ -88,7 +88,7 @@ ExitReason = Literal["retention", "context", "fault", "late"]
 
 @dataclass(frozen=True, slots=True)
 class MemberExit:
-    """A member left the answer: by "retention" (exit policy), its full "context", a "fault" of its own, or because it
+    """A member left the answer: by "retention" (exit policy), its full "context", its own "fault", or because it
     was "late" for too many rounds in a row (`EnsembleConfig.late_rounds`)."""
 
     member: str
@@ -99,7 +99,7 @@ class MemberExit:
 
 @dataclass(frozen=True, slots=True)
 class MemberFault:
-    """A member failed in a stage and left the answer, which went on with the others. `kind`: the error's class.
+    """A member failed in a stage and left the answer; the others continued. `kind`: the error's class.
 
     `message` is the error's text, which may name files and addresses: a server does not send it to clients.
     """
@@ -152,10 +152,10 @@ class RoundTiming:
 
 @dataclass(frozen=True, slots=True)
 class MemberAbsence:
-    """A member sat a round out, which was decided as if it had left (`EnsembleConfig.round_seconds`).
+    """A member missed a round, which was decided without it (`EnsembleConfig.round_seconds`).
 
-    `stage`: in which it was late, of candidates of at most so many `tokens`; None: it had not finished what an earlier
-    round had asked for.
+    `stage`: the stage in which it was late, with candidates of at most `tokens` tokens; None: it was still busy with an
+    earlier round.
     """
 
     member: str
@@ -171,7 +171,7 @@ class RoundRecord:
     (before a stop string or `max_tokens` cut it). `weights`: the verifiers' weights in this round. `retention`: the
     exit policy's probabilities after it; empty if it did not run. `verified`: False if all members agreed or only one
     was left. `leader`: the member that drafted first, if one did (`EnsembleConfig.speculation`). `active`: the members
-    that had not left when it began; `absent`: those of them that were late, and sat it out.
+    present when it began; `absent`: the late ones among them, which missed it.
     """
 
     index: int
@@ -232,16 +232,16 @@ class AnswerRecord:
     logprobs: tuple[TokenLogprob, ...] | None = None
     """Log-probabilities of the answer's tokens, with `SamplingParams.logprobs`."""
     thinking: Mapping[str, str] = field(default_factory=dict)
-    """Member → its thoughts before the answer."""
+    """Member → its reasoning before the answer."""
     warnings: tuple[MemberFault, ...] = ()
     """Members that failed and left the answer."""
     closing: str = ""
     """The end of the answer that no member wrote: it completes a value or call within `max_tokens`."""
     loops: tuple[str, ...] = ()
-    """What lists or strings of a value said again and again: each was closed behind what it said once."""
+    """Repetitions in lists or strings of a value: each was closed after its first occurrence."""
 
     def summary(self) -> tuple[MemberSummary, ...]:
-        """What each member contributed, in the order of the configuration."""
+        """Each member's contribution, in the order of the configuration."""
         return tuple(_summarise(name, self.rounds) for name in self.members)
 
     @property
@@ -293,15 +293,15 @@ def _summarise(name: str, rounds: tuple[RoundRecord, ...]) -> MemberSummary:
 class MemberReport:
     """Facts about a loaded member (`EnsembleEngine.describe()`, `specfuse-llm doctor`).
 
-    `memory_bytes`: bytes of its weights. `device`: its device, or several joined by "+". `verification`: "packed" (all
-    candidates in one forward), "rows" (one forward per candidate), or, at a server, "tokens" (one request per candidate
-    that is not its own, using its prefix cache), "prefixes" (one request with every prefix of the candidates) or
-    "prompt" (the context is read again each round). `advice`: what would make it cheaper. `probe_error`: largest
-    |Δ log p| between the cached path and the model's own plain forward, or between a server's two ways of scoring.
-    `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`: "captured" (its steps run
-    as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain". `context`: token limit,
-    None if the model states none. `backend`: the engine that runs it; `why`: the reason for that engine.
-    `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as they came
+    `memory_bytes`: bytes of its weights. `device`: its device, or several joined by "+". `verification`: "packed"
+    (all candidates in one forward pass), "rows" (one forward pass per candidate), or, at a server, "tokens" (one
+    request per candidate that is not its own, using its prefix cache), "prefixes" (one request with every prefix of
+    the candidates) or "prompt" (the context is read again each round). `advice`: how to make it cheaper.
+    `probe_error`: largest |Δ log p| between the cached path and the model's own plain forward, or between a server's
+    two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
+    "captured" (its steps run as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain".
+    `context`: token limit, None if the model states none. `backend`: the engine that runs it; `why`: the reason for
+    that engine. `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as they came
     ("dynamic"); empty if another engine runs it.
     """
 

@@ -1,4 +1,4 @@
-"""How settings are checked: what is wrong is named, with what was expected and the nearest right name."""
+"""Checks of settings: an error names the wrong value, the expected one and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def parsed_json(text: str) -> Any:
-    """The value of a JSON text from outside. Raises `ValueError` for whatever is wrong with it.
+    """The value of a JSON text from outside. Raises `ValueError` for anything invalid.
 
     That is also what `json.loads` lets through (NaN, halves of surrogate pairs), or answers with other errors
     (nesting, numbers of thousands of digits).
@@ -98,7 +98,7 @@ def parsed_json(text: str) -> Any:
 
 
 def is_whole_text(text: str) -> bool:
-    """Whether the text can be encoded: no half of a surrogate pair stands in it by itself."""
+    """Whether the text can be encoded: it contains no lone half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
