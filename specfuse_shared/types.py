@@ -301,8 +301,8 @@ class MemberReport:
     two ways of scoring. `memory_bytes` is 0 for a server, `parameters` is 0 where it is not known. `graphs`:
     "captured" (its steps run as CUDA graphs), or "eager: " and the reason. `template`: "own", "given" or "plain".
     `context`: token limit, None if the model states none. `backend`: the engine that runs it; `why`: the reason for
-    that engine. `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as they came
-    ("dynamic"); empty if another engine runs it.
+    that engine. `forwards`: counts of forward passes: "replayed" as CUDA graphs, in a fixed shape ("static"), or as
+    they came ("dynamic"); empty if another engine runs it.
     """
 
     name: str

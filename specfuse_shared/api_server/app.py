@@ -1,4 +1,4 @@
-"""The application: its routes, over models that somebody else loads."""
+"""The application: its routes, over models that the caller loads."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ T = TypeVar("T")
 A = TypeVar("A", bound=Asked)
 
 DRAINED_BODIES = 16
-"""A body too long is read to its end, unless it is so many times too long, so that its sender hears why."""
+"""A body over the limit is drained up to this multiple of the limit, so that its sender receives the error."""
 
 
 @dataclass(slots=True)
 class Service:
-    """What the routes share."""
+    """Code that the routes share."""
 
     models: Models
     settings: ServerSettings = field(default_factory=ServerSettings)
@@ -105,7 +105,7 @@ class Service:
                 folded = await unless_gone(request, fold(pieces, answers))
                 request.state.told |= usage_of(answers)
                 return JSONResponse(form.whole(answers, folded))
-            # the first piece comes once the request is accepted, so that a refusal has a status of its own
+            # the first piece comes once the request is accepted, so that an error still sets the status code
             first = await unless_gone(request, anext(pieces))
             return EventStreamResponse(ChoiceStream(pieces, answers, form, request.state.told).lines(first))
         except ClientDisconnect:
@@ -144,7 +144,7 @@ class Service:
             return Response(status_code=GONE)
 
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the body, in a thread: bodies, grammars and texts may take a while to check."""
+        """The result of `read` for the body, in a thread: checking bodies, grammars and texts may take a while."""
         raw = await self._raw(request)
         return await unless_gone(request, request.state.client.read(raw, read, self.threads))
 
@@ -177,7 +177,7 @@ class Service:
         return JSONResponse(self.models.named(request.path_params["id"]).to_dict(self.began))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are answered. What is loaded or lost is told to those who have a key, or need none."""
+        """Whether requests are answered. Details of loaded and lost members need a key, if the server has one."""
         status = self.models.status
         payload = {"status": status, "stage": self.models.stage} if request.state.client else {"status": status}
         return JSONResponse(payload, 200 if status in ("ok", "degraded") else 503)
@@ -202,7 +202,7 @@ class Service:
 
 
 def build_app(service: Service, clients: Clients | None = None) -> ASGIApp:
-    """The application as a server runs it. `clients`: who is let in; None is everybody."""
+    """The ASGI application. `clients`: the allowed clients; None allows all."""
     routes = [
         Route("/v1/models", service.list_models, methods=["GET"]),
         Route("/v1/models/{id:path}", service.show_model, methods=["GET"]),

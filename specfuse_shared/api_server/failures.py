@@ -79,7 +79,7 @@ def public(event: Event) -> Event:
 
 
 def error_headers(error: SpecFuseError, retry_seconds: int) -> dict[str, str]:
-    """When to try again, and that it is no use for what would take as long again."""
+    """When to retry, or that a retry would take as long again and fail."""
     if isinstance(error, EngineBusyError) or (isinstance(error, HttpError) and error.code == "too_many_requests"):
         return {"Retry-After": str(retry_seconds)}
     if isinstance(error, HttpError) and error.status == 401:

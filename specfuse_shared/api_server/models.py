@@ -38,11 +38,11 @@ class Model:
 
     @property
     def members(self) -> list[str] | None:
-        """Who takes part, as the engine takes it; None is everybody."""
+        """The participating members, as the engine expects them; None means all."""
         return None if self.member is None else [self.member]
 
     def to_dict(self, created: int) -> dict[str, Any]:
-        """The model as OpenAI lists it; `specfuse`: what our own clients plan with."""
+        """The model as OpenAI lists it; `specfuse`: details for this project's clients."""
         config = self.engine.config.only(self.members)
         payload = {
             "members": list(config.names),
@@ -136,9 +136,9 @@ class Models:
         return list(self._by_id.values())
 
     def retry_seconds(self) -> int:
-        """After how many seconds a refused client may be answered: what those before it take, with some spread.
+        """Seconds after which a refused client may be answered: the work ahead of it, with some spread.
 
-        Without the spread, all who were refused together would come back together.
+        Without the spread, all refused clients would come back together.
         """
         if self._status == "loading":
             return 5

@@ -1,4 +1,4 @@
-"""The server as a process: it listens at once, loads its models, answers, and stops when it is told to."""
+"""The server process: it listens at once, loads its models, answers, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def http_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 async def _run(server: uvicorn.Server, listening: socket.socket, models: Models, stop_seconds: float) -> None:
     """Listen and load at the same time; models that cannot be loaded stop the server, and raise.
 
-    Answers that have not finished `stop_seconds` after the server was told to stop end with an error that says so.
+    Answers that are unfinished `stop_seconds` after the signal end with an error that says so.
     """
 
     async def load() -> None:
@@ -103,12 +103,12 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
 
     loading = asyncio.create_task(load())
     watching, stopping = asyncio.create_task(watch()), asyncio.create_task(stop())
-    for number in stop_signals():  # uvicorn raises the signal that stopped it once more when all is done
+    for number in stop_signals():  # uvicorn re-raises the signal that stopped it at the end
         signal.signal(number, lambda *_: None)
     await server.serve(sockets=[listening])
     if models.status == "loading":
         logger.warning("stopped while the models were being loaded")
-        os._exit(INTERRUPTED)  # what loads cannot be interrupted, and nobody has been answered
+        os._exit(INTERRUPTED)  # loading cannot be interrupted, and no client waits for an answer
     watching.cancel()
     stopping.cancel()
     await loading
@@ -117,7 +117,7 @@ async def _run(server: uvicorn.Server, listening: socket.socket, models: Models,
 
 
 def stop_signals() -> tuple[int, ...]:
-    """What stops the server: on Windows also Ctrl-Break, which is how a supervisor stops a process there."""
+    """The signals that stop the server. On Windows supervisors send Ctrl-Break."""
     return tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
 
 

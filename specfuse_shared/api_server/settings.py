@@ -1,4 +1,4 @@
-"""What a user may set of the server, and the file (TOML) that says it.
+"""The server's settings and its configuration file (TOML).
 
 Its tables are `[server]`, `[sampling]`, `[ensembles.NAME]` and `[clients.NAME]`.
 """
@@ -42,13 +42,13 @@ class ServerSettings(Settings):
     max_choices: int = 8
     """Most answers to one request (`n`, and the prompts of a completion)."""
     max_requests: int = 256
-    """Most requests that are answered at once; clients with keys of their own have their own limits."""
+    """Maximum number of requests answered at once. Clients with their own keys have their own limits."""
     max_connections: int = 512
     """Most open connections; more are closed at once."""
     connection_seconds: float = 30.0
     """How long a client may take for the head of a request, for its body, and to read what waits for it."""
     stop_seconds: float = 60.0
-    """How long a server that was told to stop lets answers finish."""
+    """Time for answers to finish after the stop signal."""
 
     def __post_init__(self) -> None:
         check(bool(self.host.strip()), "ServerSettings.host is empty: give an address such as 127.0.0.1")
@@ -63,9 +63,9 @@ class ServerSettings(Settings):
         return is_loopback(self.host)
 
     def api_key(self, others: bool = False) -> str | None:
-        """The key from the environment. Raises `ConfigError` where one is needed, or named, and missing.
+        """The key from the environment. Raises `ConfigError` if a key is required or named and its variable is not set.
 
-        `others`: there are clients with keys of their own.
+        `others`: there are clients with their own keys.
         """
         key = os.environ.get(self.api_key_env, "").strip()
         named = self.api_key_env != KEY_ENV
@@ -80,7 +80,7 @@ class ServerSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings(Settings):
-    """A client with a key of its own, and how much it may ask for."""
+    """A client with its own key and limits."""
 
     api_key_env: str = ""
     """Name of the environment variable that holds its key."""
@@ -106,7 +106,7 @@ class ClientSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Everything that `specfuse-llm serve` runs with. `sampling`: what a request that does not say gets."""
+    """The complete configuration of `specfuse-llm serve`. `sampling`: defaults of a request."""
 
     ensembles: Mapping[str, EnsembleConfig]
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -121,7 +121,7 @@ class ServeConfig:
 
 
 def read_config(path: Path) -> ServeConfig:
-    """The configuration in a TOML file. Raises `ConfigError` that names the file, the table and what was expected."""
+    """The configuration in a TOML file. Raises `ConfigError` that names the file, the table and the expected value."""
     data = read_toml(path)
     try:
         return _parsed(data)

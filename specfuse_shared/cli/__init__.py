@@ -1,1 +1,1 @@
-"""The command `specfuse-llm` and what it shows in a terminal."""
+"""The command `specfuse-llm` and its terminal output."""

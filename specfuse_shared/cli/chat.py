@@ -69,7 +69,7 @@ def chat(
 
 
 class ChatSession:
-    """What was said so far, and what a person may do with it."""
+    """The conversation so far, and the commands that a person can use in it."""
 
     def __init__(
         self, engine: EnsembleEngine, params: SamplingParams, system: str | None, out: Console, notes: Console
@@ -82,7 +82,7 @@ class ChatSession:
         self.messages: list[Message] = list(self._system)
         self._last: EnsembleResult | None = None
         self._commands: Mapping[str, tuple[Callable[[str], None], str]] = {
-            "/each": (self._answer_each, "QUESTION: each member's own answer beside the joint one"),
+            "/each": (self._answer_each, "QUESTION: each member's own answer next to the joint one"),
             "/members": (self._show_members, "who answers, and on what"),
             "/why": (self._show_rounds, "every round of the last answer"),
             "/differ": (self._show_differences, "where members would have written something else in the last answer"),
@@ -93,7 +93,7 @@ class ChatSession:
         }
 
     def run(self, asks: bool) -> None:
-        """Until the input ends; `asks`: somebody types it."""
+        """Run until the input ends; `asks`: the input is a terminal."""
         if asks:
             with suppress(ImportError):
                 import readline  # noqa: F401 lines can be edited, and earlier ones come back
@@ -129,7 +129,7 @@ class ChatSession:
             self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """What came of the answer before Ctrl-C is part of the conversation; a question that is refused is not."""
+        """Text received before Ctrl-C is part of the conversation. A refused question is not."""
         messages, pieces = self.messages, list[str]()
         self._last = None
         try:
@@ -144,7 +144,7 @@ class ChatSession:
             self.messages = [*messages, Message("assistant", "".join(pieces))]
 
     def _answer_each(self, question: str) -> None:
-        """The joint answer is part of the conversation, even if Ctrl-C stopped it; those beside it are not."""
+        """The joint answer is part of the conversation, even if Ctrl-C stopped it. The members' own answers are not."""
         if not question:
             self._say("/each QUESTION: ask something")
             return

@@ -213,7 +213,7 @@ def _standard_input() -> str:
 
 
 def _write_exactly(stream: Any) -> None:
-    """What goes to a file or a pipe is UTF-8 with the line ends of the answer, whatever the system would make of it."""
+    """Write UTF-8 with the answer's line ends to a file or pipe, independent of the system's defaults."""
     stream.reconfigure(errors="backslashreplace")
     if not stream.isatty():
         stream.reconfigure(encoding="utf-8", newline="\n")
@@ -224,6 +224,6 @@ def _result(events: Iterable[Event]) -> EnsembleResult:
 
 
 def _complain(message: str, code: int) -> int:
-    """One line on stderr, whatever the message holds."""
+    """One line on stderr, whatever characters the message contains."""
     print(f"{PROGRAM}: {terminal.visible(' '.join(message.split()))}", file=sys.stderr)
     return code

@@ -43,7 +43,7 @@ Questions = Annotated[
     typer.Option(
         "--questions",
         metavar="FILE",
-        help="Questions: .txt (one per line), .csv, .tsv or .jsonl.  [default: those of this package]",
+        help="Questions: .txt (one per line), .csv, .tsv or .jsonl.  [default: included questions]",
     ),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write an HTML report.")]
@@ -234,7 +234,7 @@ class _Pages:
 
 @dataclass(slots=True)
 class _More:
-    """What is found out besides. A failure is told after the verdict, which it does not touch."""
+    """Additional measurements. A failure is reported after the verdict, which it does not affect."""
 
     file: Path | None
     name: str
@@ -264,7 +264,7 @@ class _More:
         how: Mapping[str, Any],
         on_progress: OnProgress,
     ) -> Comparison:
-        """The comparison with what tuned weights and judges say."""
+        """The comparison with the results of tuned weights and judges."""
         from specfuse_shared.comparing import rate, tune
 
         try:
@@ -293,7 +293,7 @@ class _More:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[OnProgress]:
-    """A bar with the time left; a line for each stage and each tenth where nobody watches."""
+    """A bar with the remaining time; without a terminal, a line for each stage and each tenth."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     if not console.is_terminal:
         last = ("", -1)
@@ -318,13 +318,13 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 
 
 def show_comparison(comparison: Comparison, out: Console) -> None:
-    """The verdict, then the numbers behind it."""
+    """The verdict, then its numbers."""
     verdict = comparison.verdict
     out.print(Text(terminal.visible(verdict.headline), style="bold"))
     for point in verdict.points:
         out.print(Text.assemble((f"{point.title}: ", "bold"), terminal.visible(point.text)))
     if verdict.limits:
-        out.print(Text("What this does not show:", style="dim bold"))
+        out.print(Text("Limits of this comparison:", style="dim bold"))
     for limit in verdict.limits:
         out.print(Text(f"  {terminal.visible(limit)}", style="dim"))
     for remark in comparison.remarks:
@@ -348,7 +348,7 @@ def _table(comparison: Comparison) -> Table:
         table.add_row(Text(terminal.visible(title)), *points)
     habits, costs = [comparison.habits[n] for n in names], [comparison.costs[n] for n in names]
     table.add_row("words", *(f"{each.words:.0f}" for each in habits))
-    table.add_row("in circles", *(f"{each.circles:.0f} %" for each in habits))
+    table.add_row("repetitive", *(f"{each.circles:.0f} %" for each in habits))
     table.add_row("seconds", *(terminal.duration(each.seconds) for each in costs))
     table.add_row("first words", *(terminal.duration(each.first_seconds) for each in costs))
     if comparison.equal is not None:
@@ -371,7 +371,7 @@ def show_suggestion(suggestion: Suggestion, out: Console) -> None:
     out.print(Text.assemble(("Alone: ", "bold"), terminal.visible(f"{means} points.")))
     for warning in suggestion.warnings:
         out.print(Text.assemble(("Too far apart: ", "bold"), terminal.visible(f"{warning}.")))
-    out.print(Text("What this does not show:", style="dim bold"))
+    out.print(Text("Limits of this comparison:", style="dim bold"))
     for limit in SUGGESTED_LIMITS:
         out.print(Text(f"  {limit}", style="dim"))
     for remark in suggestion.remarks:

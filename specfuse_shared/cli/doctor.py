@@ -1,5 +1,5 @@
-"""What `specfuse-llm doctor` finds out: versions, devices, and each member as it loaded or why it did not; or the plan
-of where members would go."""
+"""The checks of `specfuse-llm doctor`: versions, devices, and each member as loaded or its error; or the plan
+of devices for the members."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Checkup:
 
 
 def examine(config: EnsembleConfig, on_progress: OnLoadProgress | None = None) -> Checkup:
-    """Load the ensemble; if that fails, each member by itself, to tell the good from the bad."""
+    """Load the ensemble. If that fails, load each member alone to find the faulty ones."""
     try:
         return Checkup(_versions(), find_devices(), *_load(config, on_progress), _ollama())
     except MemberLoadError as error:
@@ -69,8 +69,8 @@ def _one_by_one(
 def _load(
     config: EnsembleConfig, on_progress: OnLoadProgress | None
 ) -> tuple[tuple[MemberReport, ...], tuple[str, ...]]:
-    """The members as they loaded, and what was wrong with a short answer of those whose steps are captured: only an
-    answer shows which of its forwards were replayed."""
+    """The loaded members, and the errors of a short answer by those with captured steps: only an answer shows which
+    forward passes were replayed."""
     problems: tuple[str, ...] = ()
     with EnsembleEngine(config) as engine:
         engine.load(on_progress)

@@ -1,4 +1,4 @@
-"""`specfuse-llm serve`: options of the server, over those of its configuration file."""
+"""`specfuse-llm serve`: the server's options, which override its configuration file."""
 
 from __future__ import annotations
 

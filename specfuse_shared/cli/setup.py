@@ -1,12 +1,10 @@
-"""What commands have in common: the ensemble that options describe, and libraries that keep quiet.
+"""Code that commands share.
 
-What went wrong, in the words of the command line.
-
-Files that commands write: whether they can be is found out before any model is loaded.
-
-An engine for a command, loaded in front of whoever waits, and where a command writes.
-
-Options that commands share, and their defaults: those of the settings that they stand for.
+- the ensemble that options describe, and quiet libraries
+- errors in the words of the command line
+- output files: whether they are writable is checked before any model is loaded
+- an engine that loads before the command's work begins, and the command's output
+- options that commands share; their defaults are those of the settings
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ EnsembleFileOption = Annotated[
     ),
 ]
 KEY_ENV = "SPECFUSE_SERVER_KEY"
-"""The environment variable that may hold the key of the servers that members are behind."""
+"""The environment variable with the key of the members' servers."""
 CHATTY = ("accelerate", "huggingface_hub", "torchao", "torch.utils._pytree")
 """Libraries that warn of compiled parts that a machine has no use for, of offloaded weights, and of each retry."""
 _HUB_SECONDS = 3.0
@@ -219,7 +217,9 @@ def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
     errors = Console(stderr=True)
     with ExitStack() as stack:
         with terminal.loading(errors) as on_progress:
-            from specfuse_shared.serving.engine import EnsembleEngine  # seconds of torch, behind the spinner
+            from specfuse_shared.serving.engine import (
+                EnsembleEngine,
+            )  # importing torch takes seconds, under the spinner
 
             engine = stack.enter_context(EnsembleEngine(config))
             engine.load(on_progress)
@@ -229,7 +229,7 @@ def loaded(config: EnsembleConfig, verbose: bool) -> Iterator[EnsembleEngine]:
 
 
 def consoles() -> tuple[Console, Console]:
-    """The answer goes to stdout; what is said about it joins it on a terminal, else stderr."""
+    """The answer goes to stdout. Messages join it on a terminal, and else go to stderr."""
     out = terminal.stdout()
     return out, out if out.is_terminal else terminal.stderr()
 
@@ -237,7 +237,7 @@ def consoles() -> tuple[Console, Console]:
 MEMBER: dict[str, Any] = {f.name: f.default for f in fields(MemberConfig)}
 SAMPLING = SamplingParams()
 
-QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help='What to ask; "-" reads standard input.')]
+QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help='The question; "-" reads standard input.')]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="The most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", help="0 is greedy decoding.")]
@@ -262,7 +262,7 @@ Devices = Annotated[
         "--devices", metavar="LIST", help='Plan for other hardware: "80GB", "4x24GB", "24GB,cpu:64GB"; GB is 10⁹ bytes.'
     ),
 ]
-Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Answers at once for which the plan makes room.")]
+Answers = Annotated[int, typer.Option("--answers", metavar="B", help="Number of concurrent answers to plan for.")]
 Context = Annotated[int, typer.Option("--context", metavar="C", help="Tokens of context per answer, in the plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show every round after the answer.")]

@@ -1,4 +1,4 @@
-"""The joint answer and each member's own, in columns that grow at the same time; what they say otherwise is marked."""
+"""The joint answer and each member's own, in columns that grow at the same time, with differences marked."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from specfuse_shared.serving.engine import EnsembleEngine
 
 StreamItem = tuple[int, Event | Exception | None]
-"""The number of a stream, and what came of it; None at its end."""
+"""The number of a stream and its event or error; None at its end."""
 TOGETHER = "together"
 _NARROWEST = 24
-"""Characters of a column; with less, answers stand below each other."""
+"""Minimum characters of a column. On narrower terminals answers are printed below each other."""
 _SECONDS_OF_A_WAIT = 0.5
 """On Windows, Ctrl-C is heard between two waits only."""
 
@@ -68,9 +68,9 @@ class Columns:
         self._columns = [self.joint, *(Column(name, colours[name]) for name in members)]
 
     def run(self, engine: EnsembleEngine, messages: Sequence[Message], params: SamplingParams, out: Console) -> None:
-        """Ask, and show the answers as they come; on no terminal, one after another when all are there.
+        """Ask, and show the answers as they arrive; without a terminal, one after another at the end.
 
-        An answer that fails says so in its place. Ctrl-C stops them all; what has come by then stays.
+        A failed answer shows its error in its column. Ctrl-C stops all answers; their text so far remains.
         """
         streams: list[Iterator[Event]] = []
         try:
@@ -113,7 +113,7 @@ class Columns:
             yield
 
     def show_differences(self, out: Console, notes: Console) -> None:
-        """The answers with what differs marked, and a list of the numbers and names among that."""
+        """The answers with differences marked, and a list of the numbers and names among them."""
         for column, marks in zip(self._columns, differences_of([c.text for c in self._columns]), strict=True):
             column.marks = marks
         if out.is_terminal:

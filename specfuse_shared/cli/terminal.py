@@ -1,9 +1,9 @@
-"""What a person sees of an answer: its text in its members' colours, tables of rounds, a spinner while loading.
+"""Answers in a terminal: text in its members' colours, tables of rounds, a spinner while loading.
 
-Knows events and results, no engine and no model. Text of models and names of files are shown as text: neither rich
+Uses events and results, no engine and no model. Text of models and names of files are shown as text: neither rich
 markup nor terminal control sequences in them have any effect.
 
-What a person sees of a machine: versions, devices, members as they were loaded, and where they would go.
+Machines in a terminal: versions, devices, members as loaded, and the plan of devices.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def palette(members: Sequence[str]) -> Palette:
 
 @contextmanager
 def loading(console: Console) -> Iterator[Callable[[LoadProgress], None] | None]:
-    """A spinner that names the member being loaded; None where nobody watches."""
+    """A spinner that names the member being loaded; None without a terminal."""
     if not console.is_terminal:
         yield None
         return
@@ -138,7 +138,7 @@ def show_answer(events: Iterable[Event], out: Console, notes: Console) -> Ensemb
 
 
 def _write_thoughts(notes: Console, event: ThinkingEvent, thinker: str) -> str:
-    """A member's thoughts as they go on, behind its name where another one's came before; whose they are."""
+    """A member's reasoning as it arrives, with its name if another member's came before. Returns the author's name."""
     if event.member != thinker:
         notes.print(Text(f"{chr(10) if thinker else ''}{visible(event.member)} thinks:", style="dim bold"))
     notes.print(Text(visible(event.text), style="dim"), end="")
@@ -224,7 +224,7 @@ def show_differences(result: EnsembleResult, out: Console) -> None:
     colours, differences, fields = palette(result.members), result.differences, result.fields
     out.print()
     if not differences and not fields:
-        out.print("members differ in no word of this answer, as far as is known", style="dim")
+        out.print("members differ in no word of this answer, within the known text", style="dim")
         return
     if differences:
         table = Table("where members differ", "instead", box=None, pad_edge=False, header_style="dim")
@@ -249,7 +249,7 @@ def show_differences(result: EnsembleResult, out: Console) -> None:
 
 
 def _others(words: Sequence[MemberWords], colours: Palette) -> Text:
-    """What each would have written, a line each."""
+    """Each member's alternative on its own line."""
     lines = [
         Text.assemble(
             (visible(each.member), colours.get(each.member, "")),
@@ -357,7 +357,7 @@ def show_members(reports: Iterable[MemberReport], out: Console) -> None:
 
 
 def show_plan(plan: Plan, out: Console) -> None:
-    """Where each member would go and what it would take there; what is used and free of each device."""
+    """The planned device of each member and its memory there; used and free memory of each device."""
     members = Table("member", "device", "weights as", box=None, pad_edge=False, header_style="dim")
     for heading in ("weights", "caches", "logits", "with 10 %"):
         members.add_column(heading, justify="right")
@@ -365,7 +365,7 @@ def show_plan(plan: Plan, out: Console) -> None:
         parts = "\n".join(f"{d} {format_bytes(n)}" for d, n in a.memory.items()) if len(a.memory) > 1 else a.place
         form = a.number_format if a.quantization is None else f"{a.quantization} ({a.number_format})"
         sizes = (a.need.weights, a.need.caches, a.need.logits, a.need.total)
-        place = Text(parts) if a.memory else Text("no room", style="red")
+        place = Text(parts) if a.memory else Text("no memory", style="red")
         members.add_row(Text(visible(a.member)), place, form, *map(format_bytes, sizes))
     devices = Table("device", "", box=None, pad_edge=False, header_style="dim")
     for heading in ("free", "planned", "left"):
@@ -379,4 +379,4 @@ def show_plan(plan: Plan, out: Console) -> None:
     out.print()
     out.print(devices)
     load = plan.workload
-    out.print(f"room for {load.answers} × {load.context:,} tokens of context; nothing was loaded", style="dim")
+    out.print(f"space for {load.answers} × {load.context:,} tokens of context; nothing was loaded", style="dim")

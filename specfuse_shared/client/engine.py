@@ -1,10 +1,8 @@
-"""An engine behind `specfuse-llm serve`: the same events, errors and counts as in this process, over HTTP.
+"""An engine that talks to `specfuse-llm serve`: the same events, errors and counts as a local one, over HTTP.
 
-Connections to a server: one client for threads, and one for each event loop, which ends with its loop.
-
-What a server tells of an answer, read back as events; needs httpx.
-
-When a request to a server is made again: nobody answered, or the server was busy. Never once an answer has begun.
+- Connections: one client for threads, and one for each event loop, which ends with its loop.
+- Events: a server's response, read back as events; needs httpx.
+- Retries: only if the server did not respond or was busy, never once an answer has begun.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ _OWN = ("authorization", "accept-encoding", "connection", "content-length", "con
 
 
 def checked_headers(what: str, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Headers of a user's. Raises `ConfigError`, which repeats no value, for what can be none."""
+    """A user's headers. Raises `ConfigError`, which repeats no value, for an invalid header."""
     if not isinstance(headers or {}, Mapping):
         raise ConfigError(f'{what} must be names and values, such as {{"X-Team": "blue"}}')
     for name, value in (headers or {}).items():
@@ -186,7 +184,7 @@ async def _alines(response: Response) -> AsyncGenerator[str, None]:
 class RemoteStream(Iterator[Event]):
     """The events of one answer; stops it when it is closed or no longer referenced, even if never iterated.
 
-    `kept`: what would close the response's connection if it were dropped.
+    `kept`: an object whose deletion would close the response's connection.
     """
 
     def __init__(self, response: Response, owner: object = None) -> None:
@@ -264,7 +262,7 @@ class _EventReader:
         self.over = False
 
     def event(self, line: str) -> Event | None:
-        """The event of a line; None for lines that tell of none. Raises the error that a line holds."""
+        """The event of a line; None for a line without one. Raises the error that a line holds."""
         if not line.startswith(_DATA) or line == _DATA + _DONE:
             return None
         with understood("the server"):
@@ -293,15 +291,15 @@ class _EventReader:
 LONGEST_SECONDS = 60.0
 """A server that asks for more patience is not asked again."""
 _LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""A timeout while it answers is none of them: the answer would take as long again."""
+"""Exceptions that are retried. A timeout during an answer is not: the answer would take as long again."""
 _BUSY = (408, 429)
 _backoff = wait_exponential(multiplier=0.5, max=8) + wait_random(0, 0.5)
 
 
 def again(attempts: int, seconds: float | None = None) -> dict[str, Any]:
-    """How tenacity's `Retrying` and `AsyncRetrying` ask again: at most so often, and no later than after `seconds`.
+    """Settings of tenacity's `Retrying` and `AsyncRetrying`: at most `attempts`, and no later than after `seconds`.
 
-    What they call gives a response, whose last one they give back, or raises as httpx does.
+    The retried function gives a response. The last one is returned, or an httpx error is raised.
     """
     stop = stop_after_attempt(attempts + 1)
     return {
@@ -345,16 +343,16 @@ KEY_ENV = "SPECFUSE_API_KEY"
 GRACE_SECONDS = 30.0
 """How long after the timeout of an answer its server may still send."""
 SILENT_SECONDS = 600.0
-"""How long a server may send nothing, where a call has no timeout of its own."""
+"""Maximum silence of a server if a call has no timeout."""
 _MAX_CONCURRENT = next(f.default for f in fields(EnsembleConfig) if f.name == "max_concurrent")
 
 
 class RemoteEngine:
     """One model of a server. Any number of threads and event loops may ask at once; connections are kept.
 
-    `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: what it
-    was started with; that of the environment variable SPECFUSE_API_KEY, if None. `max_retries`: how often a request is
-    made again where nobody answers or the server is busy; `headers` go with each. Connects on first use.
+    `base_url`: the server's, with or without "/v1". `model`: one that it lists; its first, if None. `api_key`: the
+    server's key; by default the environment variable SPECFUSE_API_KEY. `max_retries`: number of retries if the server
+    does not respond or is busy; `headers` go with each request. Connects on first use.
 
     Raises `ConfigError` for a key that would cross a network without TLS. Calls raise `EngineClosedError` where no
     server answers, `AuthenticationError` for a wrong key, `UnknownModelError` for a model that it does not know, and
@@ -405,7 +403,7 @@ class RemoteEngine:
 
     @property
     def label(self) -> str:
-        """The model's name as far as it is known without asking; never an address, which is nobody's affair."""
+        """The model's name if known without a request; never an address, which is private."""
         return str(self._model or self.known.get("id") or "specfuse")
 
     @property
@@ -420,7 +418,7 @@ class RemoteEngine:
 
     @property
     def known(self) -> Mapping[str, Any]:
-        """What the server has said of its model; nothing before it was asked."""
+        """The server's description of its model; empty before the first request."""
         return self._described
 
     @property

@@ -1,4 +1,4 @@
-"""Events, errors and requests as JSON, for an engine that answers behind a wire."""
+"""Events, errors and requests as JSON, for a remote engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
 
 
 def error_to_json(error: SpecFuseError) -> dict[str, Any]:
-    """Kind, message and attributes of an error of the engine, as far as others may know them."""
+    """Kind, message and public attributes of an engine error."""
     kind = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     attributes = {name: getattr(error, name) for name in error.shared}
     return {"kind": kind, "message": error.public, "attributes": attributes}
@@ -63,7 +63,7 @@ def error_from_json(data: Mapping[str, Any]) -> SpecFuseError:
 def request_to_json(messages: Sequence[Message], params: SamplingParams, options: CallOptions) -> dict[str, Any]:
     """A call of the engine as the body of a chat completion, whose settings are named as the engine's are.
 
-    Raises `ConfigError` for a call to some of the members only: to a server, one of them is a model of its own.
+    Raises `ConfigError` for a call to a subset of the members: on a server, a subset is a model with its own name.
     """
     if options.get("members") is not None:
         raise ConfigError('a server takes no members=… in a call: name one of its models, such as "demo/gemma3-270m"')

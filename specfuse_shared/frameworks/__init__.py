@@ -1,4 +1,4 @@
-"""What both framework adapters share: the settings of a model over an ensemble, and records as plain JSON.
+"""Code that both adapters share: the settings of a model over an ensemble, and records as plain JSON.
 
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """

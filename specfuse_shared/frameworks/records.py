@@ -1,8 +1,7 @@
-"""Records of an answer as plain JSON, for the places where frameworks keep such things.
+"""Records of an answer as plain JSON, for the metadata fields of frameworks.
 
-What OpenAI's API calls a tool choice and a response format, in the engine's words.
-
-What several members think, as the one text that clients have a place for.
+Also OpenAI's tool choice and response format as settings of the engine, and the reasoning of several members as one
+text, for clients with a single field.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from specfuse_shared.types import Candidate, FinishReason, RoundRecord, TokenLog
 _BRACKETS = re.compile(rf'["\]}}]*(?:{CALL_CLOSE})?')
 Detail = Literal["summary", "full", "none"]
 Whole = Literal["none", "value", "call", "all"]
-"""What must be whole: nothing, an answer that is no call, one that has begun a call, or either."""
+"""The part that must be complete: nothing, an answer without calls, an answer with a call, or both."""
 
 SUMMARY_DIFFERENCES, SUMMARY_FIELDS = 8, 20
 """The most of them in a summary, which stays with each message of a conversation."""
@@ -37,7 +36,7 @@ def segment_record(event: SegmentEvent) -> dict[str, Any]:
     """Who wrote a segment and how it was judged. `start`/`end` are its character offsets in the answer.
 
     No key is named `index`: LangChain would merge list items by it. Text that was only held back, and is
-    released at the end, has no round of its own: its `round` and `member` are None.
+    released at the end, has no round: its `round` and `member` are None.
     """
     place = {"start": event.start, "end": event.end}
     record = event.record
@@ -60,12 +59,12 @@ def candidate_records(event: SegmentEvent) -> list[dict[str, Any]]:
 
 
 def reasoning_tokens(usage: Usage) -> int:
-    """What the members thought before the answer, each in its own tokens."""
+    """The members' reasoning before the answer, each in its own tokens."""
     return sum(member.thinking for member in usage.members.values())
 
 
 def usage_record(usage: Usage) -> dict[str, Any]:
-    """Token counts of the reference member as OpenAI's API has them: thoughts are part of the completion."""
+    """Token counts of the reference member in the form of OpenAI's API: reasoning is part of the completion."""
     thoughts = reasoning_tokens(usage)
     completion = usage.completion_tokens + thoughts
     details = {"completion_tokens_details": {"reasoning_tokens": thoughts}} if thoughts else {}
@@ -107,10 +106,10 @@ def _most(record: Mapping[str, Any], key: str, limit: int, ranked: Sequence[int]
 
 
 def finish_reason(result: EnsembleResult, called: bool = False) -> str:
-    """Why the answer ended, in the words that every provider uses; "repetition" is a reason of ours to stop.
+    """The finish reason in the words of OpenAI's API; "repetition" counts as "stop".
 
-    `called`: it has begun a call. What `max_tokens` ended is not whole, be it a call or a value: it says "length". So
-    does a call that was closed because it went in circles.
+    `called`: the answer has begun a call. A call or value that `max_tokens` cut has the reason "length". So
+    has a call that was closed because it repeated itself.
     """
     if _is_cut(result, called):
         return "length"
@@ -122,8 +121,8 @@ def check_whole(
 ) -> None:
     """Raises `UnfinishedValueError` for a value or call that was cut, also where it was closed in time.
 
-    `reader`: of calls, which has read the answer. `may_close`: a value that brackets and quotes alone have closed is
-    whole; Python's warnings tell of it.
+    `reader`: the reader of calls that has read the answer. `may_close`: accept a value that closing brackets and quotes
+    alone completed, with a Python warning.
     """
     called = reader is not None and reader.calling
     if whole not in ("all", "call" if called else "value"):
@@ -137,9 +136,11 @@ def check_whole(
         how = f"went in a loop{repeated}" if looped else f"reached max_tokens after {count} tokens"
         warnings.warn(f"a value {how} and was closed there", ClosedValueWarning, stacklevel=2)
         return
-    message = f"max_tokens cut the value after {count} tokens: give it more room"
+    message = f"max_tokens cut the value after {count} tokens: raise max_tokens"
     if looped:
-        message = f"the value went in circles{repeated} and was cut after {count} tokens: ask for less, or otherwise"
+        message = (
+            f"the value repeated itself{repeated} and was cut after {count} tokens: ask for less, or in other words"
+        )
     text = result.text.removesuffix(result.closing)
     raise UnfinishedValueError(message, member=None, text=text, usage=result.usage)
 
@@ -161,7 +162,7 @@ def is_closed_nearby(result: EnsembleResult, called: bool = False) -> bool:
 def last_parts(
     reader: CallReader | None, result: EnsembleResult, *, may_close: bool = False
 ) -> Sequence[TextDelta | CallDelta]:
-    """What a reader of calls held back until the answer was over. `may_close`: as `check_whole` let it pass."""
+    """The text that a reader of calls held back until the end of the answer. `may_close`: see `check_whole`."""
     if reader is None:
         return ()
     if may_close and is_closed_nearby(result, reader.calling):
@@ -170,7 +171,7 @@ def last_parts(
 
 
 def _is_cut(result: EnsembleResult, called: bool) -> bool:
-    """Whether `max_tokens` ended the answer, or a call in circles was closed."""
+    """Whether `max_tokens` ended the answer, or a repetitive call was closed."""
     closed = called and result.finish_reason is FinishReason.REPETITION and bool(result.closing)
     return closed or result.finish_reason is FinishReason.LENGTH
 
@@ -217,7 +218,7 @@ def response_schema(response_format: Mapping[str, Any]) -> tuple[dict[str, Any] 
 def value_of(
     schema: Mapping[str, Any] | None, strict: bool, shown: bool = True
 ) -> tuple[Grammar | None, list[Message]]:
-    """The grammar of a response format's values, and what the members are told about them if it is `shown`."""
+    """The grammar of a response format's values, and the members' instruction about it if `shown`."""
     if schema is None:
         return None, []
     spec = schema_request(schema) if shown else None
@@ -225,14 +226,14 @@ def value_of(
 
 
 class Thoughts:
-    """Members think at the same time; as one text, the first one's comes as it grows, the others' behind it."""
+    """Members think at the same time. The joined text streams the first one's reasoning and appends the others'."""
 
     def __init__(self) -> None:
         self._first: str | None = None
         self._others: dict[str, str] = {}
 
     def feed(self, event: ThinkingEvent) -> str:
-        """What can be told at once."""
+        """The text that can be streamed now."""
         self._first = self._first or event.member
         if event.member == self._first:
             return event.text
@@ -240,6 +241,6 @@ class Thoughts:
         return ""
 
     def rest(self) -> str:
-        """What was kept back, when the answer begins."""
+        """The text that was held back, once the answer begins."""
         unsent, self._others = self._others, {}
         return "".join(f"\n\n{thoughts}" for thoughts in unsent.values())

@@ -1,12 +1,9 @@
-"""The settings of a model over an ensemble, and the engine behind it.
+"""The settings of a model over an ensemble, and its engine.
 
-The ensemble of a model as its fields hold it: members or a configuration, checked, and as plain JSON.
-
-Options that other models take: which of them mean nothing here, and what to use instead of the others.
-
-Local folders and files in what leaves the process: dictionaries, dumps and traces tell a name, never a path.
-
-What reads them in the same process finds the path again; elsewhere the members have to be given anew.
+- The ensemble in a model's fields: members or a configuration, checked, and as plain JSON.
+- Options of other models: which have no effect here, and the replacement of the others.
+- Local paths: dictionaries, dumps and traces contain a name, never a path. The same process can map the name back to
+  its path; another process needs the members again.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ TRANSPORT_OPTIONS = frozenset(
         *("service_tier", "store", "stream_options", "user"),
     }
 )
-"""What components pass for a provider's HTTP client: accepted with a call, and without effect but for `extra_headers`,
+"""A provider's HTTP client settings that components pass with a call. They have no effect, except `extra_headers`,
 which go to a server."""
 _INSTEAD = {
     "api_base": "use base_url=…, the address of specfuse-llm serve",
@@ -75,17 +72,17 @@ _INSTEAD = {
     "thinking": "use MemberConfig(thinking=True)",
     "validate_model_on_init": "use load(), which loads the members or asks the server",
 }
-"""What Ollama's and OpenAI's models call something that has another name here, or another place."""
+"""Options of Ollama's and OpenAI's models that have another name or position here."""
 _SAYS_NOTHING = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0),
     **dict.fromkeys(("json_mode", "reasoning", "think", "thinking", "validate_model_on_init"), False),
     **dict.fromkeys(("n", "repeat_penalty"), 1),
 }
-"""Values that ask for what happens anyway."""
+"""Values that equal the fixed behaviour."""
 
 
 def known_here(options: Mapping[str, Any], extra: Container[str] = ()) -> dict[str, Any]:
-    """The options without those that say nothing. Raises `ConfigError` for those of other models."""
+    """The options without those that have no effect. Raises `ConfigError` for options of other models."""
     foreign = {name for name in _INSTEAD if name in options and name not in extra}
     for name in sorted(foreign):
         if options[name] not in (None, _SAYS_NOTHING.get(name)):
@@ -109,7 +106,7 @@ def without_paths(value: Any) -> Any:
 
 
 def hidden(value: str) -> str:
-    """The name that stands for a path; a hub id stays as it is. Different paths have different names."""
+    """The public name of a path; a hub id is its own name. Different paths have different names."""
     if value.startswith(_MARK) or not _is_local(value):
         return value
     digest = hashlib.sha256(os.path.abspath(os.path.expanduser(value)).encode()).hexdigest()[:12]
@@ -119,7 +116,7 @@ def hidden(value: str) -> str:
 
 
 def found(value: str) -> str:
-    """What `hidden` was given. Raises `ConfigError` for a path of another process."""
+    """The path that `hidden` replaced. Raises `ConfigError` for a path of another process."""
     if not value.startswith(_MARK):
         return value
     if value not in _PATHS:
@@ -164,7 +161,7 @@ def members_of_model(values: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def config_of(ensemble: Members | EnsembleConfig | Mapping[str, Any]) -> EnsembleConfig:
-    """The configuration that `members`, `config` or a dictionary of one stand for. Raises `ConfigError`."""
+    """The configuration from `members`, `config` or a dictionary of one. Raises `ConfigError`."""
     if isinstance(ensemble, Mapping):
         ensemble = named_config(ensemble)
     if isinstance(ensemble, EnsembleConfig):
@@ -194,7 +191,7 @@ def _as_member(value: Any) -> Any:
 
 
 def named_config(value: Any) -> EnsembleConfig | None:
-    """The configuration that `config` stands for: itself, one as plain JSON, or a TOML file of one."""
+    """The configuration from `config`: an object, plain JSON, or a TOML file."""
     if isinstance(value, Mapping):
         return EnsembleConfig.from_dict({**value, "members": _as_members(value.get("members"))})
     if isinstance(value, (str, Path)):
@@ -267,7 +264,7 @@ class EnsembleSettings(BaseModel):
     top_logprobs: int = _SAMPLING.top_logprobs
     """With `logprobs`: also report this many of the most probable tokens in each place, at most 20."""
     max_thinking_tokens: int = _SAMPLING.max_thinking_tokens
-    """The most tokens of a member's thoughts, in its own tokens."""
+    """Maximum tokens of a member's reasoning, in its own tokens."""
     parallel_tool_calls: bool = False
     """One answer may call several tools. Off by default, because small models tend to repeat a call."""
     timeout: float | None = None
@@ -307,7 +304,7 @@ class EnsembleSettings(BaseModel):
         if self.engine is not None and self.config in (None, self.engine.config):
             self.config, self.api_key = self.engine.config, None
         elif self.engine is not None:
-            raise ConfigError("config differs from that of engine: give one of them")
+            raise ConfigError("config is not the engine's configuration: pass one of them")
         if sum(source is not None for source in (self.members, self.config, self.base_url)) != 1:
             raise ConfigError(f"give one of {SOURCES}")
         self._sampling({})
@@ -382,7 +379,7 @@ class EnsembleSettings(BaseModel):
         self.close()
 
     def _observe(self, event: Event) -> None:
-        """Tell `on_segment` of a segment, and Python's warnings of a member that failed."""
+        """Report a segment to `on_segment`, and a failed member as a Python warning."""
         if isinstance(event, SegmentEvent) and self.on_segment is not None:
             self.on_segment(event)
         if isinstance(event, WarningEvent):
@@ -394,7 +391,7 @@ class EnsembleSettings(BaseModel):
         return SamplingParams.on_top(self._settings(), values)
 
     def _settings(self) -> dict[str, Any]:
-        """The sampling of this model; what belongs to a single request (tools, a grammar) has no field here."""
+        """The sampling of this model. Settings of a single request (tools, a grammar) have no field here."""
         return {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in type(self).model_fields}
 
     def _traced(self) -> dict[str, Any]:
@@ -405,7 +402,7 @@ class EnsembleSettings(BaseModel):
         return {"model": self._model_name(), **{name: value for name, value in settings.items() if value is not None}}
 
     def _context_limit(self) -> int | None:
-        """Of the smallest member; before the members are loaded, as far as configurations on this machine say."""
+        """The smallest member's; before the members are loaded, from configurations on this machine."""
         if (remote := self._remote()) is not None:
             return remote.context_limit
         config = self._ensemble()
@@ -424,7 +421,7 @@ class EnsembleSettings(BaseModel):
         return "demo" if self.members == "demo" else "+".join(self._ensemble().names)
 
     def _thinks(self) -> bool:
-        """A member thinks before it answers, as far as it is known without asking a server."""
+        """Whether a member thinks before it answers, as known without asking a server."""
         remote = self._remote()
         return any(m.thinking for m in self._ensemble().member_configs) if remote is None else remote.thinks
 

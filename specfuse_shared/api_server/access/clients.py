@@ -20,14 +20,14 @@ MINUTE = 60.0
 LARGE_BODY = 65_536
 """Bytes from which on a client's bodies are read one after another."""
 RESTS, LONGEST_REST, REFUSED_REST = 10.0, 5.0, 1.0
-"""After a large body its client's next one waits: so many times the processor seconds that it took, at most so many
-seconds, and at least so many after one that was refused."""
+"""After a large body the client's next one waits for this multiple of the processor seconds that it took, within a
+maximum, and at least for a minimum after a refused body."""
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Client:
-    """A key, what its holder may do, and what it does now. `key` None: everybody who needs none."""
+    """A key, its limits, and its current load. `key` None: clients without a key."""
 
     settings: ClientSettings
     key: bytes | None
@@ -54,7 +54,8 @@ class Client:
             self.open -= 1
 
     async def read(self, raw: bytes, read: Callable[[bytes], T], threads: Executor) -> T:
-        """What `read` makes of a body, in one of `threads`. Those who send many large bodies wait for themselves."""
+        """The result of `read` for a body, in one of `threads`. Clients that send many large bodies delay only
+        themselves."""
         loop = asyncio.get_running_loop()
         if len(raw) < LARGE_BODY:
             return await loop.run_in_executor(threads, read, raw)
@@ -114,7 +115,7 @@ class Client:
 class Clients:
     """The clients of a server by their keys: who holds the server's own `key`, and those that the settings name.
 
-    Where there is no key at all, everybody is one client. Raises `ConfigError` for a key of two.
+    Without any key, all clients count as one. Raises `ConfigError` if two clients have the same key.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Clients:
                 raise ConfigError(f"[clients.{name}] has the key of another client, or the server's: give it its own")
 
     def find(self, authorization: str) -> Client | None:
-        """Who sent this header; None if its key belongs to nobody. Takes as long for any key."""
+        """The client that sent this header; None for an unknown key. Takes the same time for every key."""
         kind, _, token = authorization.partition(" ")
         key = token.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""  # as Starlette read it
         matching = [client for client in self._clients if client.key is None or hmac.compare_digest(key, client.key)]

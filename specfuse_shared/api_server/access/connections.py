@@ -1,4 +1,4 @@
-"""Connections that nobody can hold for nothing: slow heads, slow bodies, unread responses, and too many at once.
+"""Slow-client timeouts and connection limits: slow heads, slow bodies, unread responses, too many connections.
 
 uvicorn waits for a head, for a body and for a reader without end. Its parser here is always h11, which it brings itself
 and which bounds heads to 16 KiB, whether or not httptools is installed.
@@ -19,7 +19,7 @@ _OWED = {h11.IDLE: 0.0, h11.SEND_BODY: 5.0}
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 of one connection, whose client has so many `seconds` for each head, each body and each read."""
+    """HTTP/1.1 of one connection. The client has `seconds` for each head, each body and each read."""
 
     seconds: ClassVar[float]
     most: ClassVar[int]

@@ -1,4 +1,4 @@
-"""What every request passes: an id, a log line without content, the key, and who may ask from where.
+"""Checks of every request: an id, a log line without content, the key, and the origin.
 
 The log holds method, known path, status, seconds, the request's id and counts of tokens; never a body, a header's
 value, a query or an unknown path, and of exceptions only their kind and the lines of code that they came through.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 GONE, BROKEN = 499, 500
 OPEN_PATHS = frozenset({*FILES, "/health", "/live"})
-"""What is answered without a key: the page and whether the server is up; neither tells of any answer."""
+"""Paths that need no key: the page and the liveness check. Neither exposes an answer."""
 _ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.ASCII)
 
@@ -101,9 +101,9 @@ class Guard:
                 self._log(scope, entry)
 
     def _client(self, scope: Scope, headers: Headers) -> Client | None:
-        """Who asks; None for an open path without a key.
+        """The client; None for an open path without a key.
 
-        Raises `HttpError` for a key that nobody has, and for a web page of another site that reaches for this machine.
+        Raises `HttpError` for an unknown key, and for a web page of another site that calls this machine.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._loopback and not _LOOPBACK.fullmatch(host):

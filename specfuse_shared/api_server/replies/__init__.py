@@ -1,1 +1,1 @@
-"""What clients get: the events of an answer as OpenAI writes them, whole or streamed."""
+"""Responses: the events of an answer in OpenAI's formats, complete or streamed."""

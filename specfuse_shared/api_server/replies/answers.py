@@ -30,7 +30,7 @@ from specfuse_shared.frameworks import (
 
 @dataclass(slots=True)
 class ChoicePiece:
-    """What one event adds to a choice. `calls`: pieces of tool calls as OpenAI's deltas have them.
+    """The part of a choice that one event adds. `calls`: pieces of tool calls in the form of OpenAI's deltas.
 
     `logprobs`: of the tokens that end with this piece. `all_logprobs`: of the whole answer, at its end.
     """
@@ -62,7 +62,7 @@ class ChoiceReader:
         self._growing = GrowingAnswer(questions[-1] if questions else "")
 
     async def pieces(self, events: AsyncIterator[Event]) -> AsyncIterator[ChoicePiece]:
-        """A piece for every event that has something to tell."""
+        """A piece for every event that clients see."""
         try:
             async for event in events:
                 event_for_client = public(event)
@@ -76,9 +76,9 @@ class ChoiceReader:
             yield self._cut(error)
 
     async def report(self) -> dict[str, str]:
-        """The report of the answer as it is now; nothing where none is wanted, or the last one is fresh.
+        """The report of the current answer; None if the request wants none, or the last report is recent.
 
-        Asked for by whoever sends pieces, so that an answer that is not read draws none.
+        Only the sender of pieces calls it, so a report is not rendered for an answer that is not read.
         """
         if not (self._extension.report and self._growing.is_due):
             return {}

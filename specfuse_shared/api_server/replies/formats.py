@@ -30,7 +30,7 @@ class Format(ABC):
 
     @abstractmethod
     def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
-        """The events that tell of a piece."""
+        """The stream events of a piece."""
 
     @abstractmethod
     def end(self, answers: Sequence[ChoiceReader]) -> Iterator[bytes]:
@@ -129,7 +129,7 @@ class CompletionFormat(ChoicesFormat):
         return {"text": folded.text}
 
     def _logprobs(self, logprobs: Mapping[str, Any] | None, streamed: int | None = None) -> dict[str, Any] | None:
-        """Lists side by side; offsets are those of the tokens' texts joined."""
+        """Parallel lists; offsets refer to the joined text of the tokens."""
         if logprobs is None:
             return None
         tokens = [entry["token"] for entry in logprobs["content"]]

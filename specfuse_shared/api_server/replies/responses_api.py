@@ -1,4 +1,4 @@
-"""An answer as OpenAI's Responses API writes it: items of output, and events that tell how they grow."""
+"""An answer in OpenAI's Responses API: output items, and the events that report their growth."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Told = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """An item that holds one text. `place`: its list of parts; `part_event` and `text_event`: what tells of them."""
+    """An item that holds one text. `place`: its list of parts; `part_event` and `text_event`: the events about them."""
 
     item: Mapping[str, Any]
     prefix: str
@@ -64,7 +64,7 @@ SUMMARY = TextKind(
 
 @dataclass(slots=True)
 class Output:
-    """The items of an answer, the last of which grows. What tells of it has to be written before it goes on."""
+    """The items of an answer. Only the last one grows, and its events have to be written before it changes again."""
 
     thoughts: TextKind
     items: list[dict[str, Any]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Output:
     _told: int = 0
 
     def write(self, piece: ChoicePiece | Folded) -> Iterator[Told]:
-        """Thoughts come before text, and text before calls, as answers have them."""
+        """Reasoning comes before text, and text before calls, in the order of an answer."""
         if isinstance(piece, ChoicePiece) and piece.logprobs is not None:
             self._waiting += piece.logprobs["content"]
         if piece.thoughts:
@@ -101,7 +101,7 @@ class Output:
         yield f"{kind.text_event}.delta", payload
 
     def _logprobs_within(self, text: str) -> list[Mapping[str, Any]]:
-        """Those of tokens that end in this text of the message, and that no delta had before."""
+        """Log-probabilities of tokens that end in this text of the message and are in no earlier delta."""
         tokens = _within(self._waiting, len(text.encode()) - self._told)
         del self._waiting[: len(tokens)]
         self._told += sum(len(token["bytes"]) for token in tokens)
@@ -133,7 +133,7 @@ class Output:
         yield "output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
     def _close(self, status: str) -> Iterator[Told]:
-        """The last item is over. Arguments that were cut are not told as done, since clients would call with them."""
+        """End the last item. Cut arguments have no "done" event, since clients would then call the tool with them."""
         if not self.items:
             return
         item, kind = self.items[-1], self._open
@@ -169,7 +169,7 @@ class ResponsesFormat(Format):
         return self._response(answers[0])
 
     def lines(self, answer: ChoiceReader, piece: ChoicePiece) -> Iterator[bytes]:
-        """What stands behind a piece comes with the first of its text."""
+        """Details of a piece come with the first part of its text."""
         if piece.begins:
             for kind in ("created", "in_progress"):
                 yield self._line(f"response.{kind}", {"response": self._response()})
@@ -209,7 +209,7 @@ class ResponsesFormat(Format):
 
 
 def _repeated(body: ResponsesBody, call: Call) -> dict[str, Any]:
-    """The request as its response repeats it, with what holds where it says nothing."""
+    """The request as the response repeats it, with the defaults that applied."""
     params, echoed = call.choices[0].params, body.model_dump(by_alias=True, include={"text", "tools", "tool_choice"})
     return {
         "object": "response",
@@ -246,7 +246,7 @@ def _usage(answer: ChoiceReader) -> dict[str, Any]:
 
 
 def _within(tokens: Sequence[Mapping[str, Any]], size: int) -> list[Mapping[str, Any]]:
-    """The first tokens, as many as so many bytes hold."""
+    """The first tokens, up to this number of bytes."""
     inside = []
     for token in tokens:
         size -= len(token["bytes"])

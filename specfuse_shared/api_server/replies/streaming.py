@@ -69,7 +69,7 @@ async def fold(pieces: Pieces, answers: Sequence[ChoiceReader]) -> list[Folded]:
 
 @dataclass(slots=True)
 class ChoiceStream:
-    """Choices as server-sent events. `told`: where the log looks for counts of tokens."""
+    """Choices as server-sent events. `told`: token counts for the log."""
 
     pieces: Pieces
     answers: Sequence[ChoiceReader]
@@ -77,7 +77,7 @@ class ChoiceStream:
     told: dict[str, Any]
 
     async def lines(self, first: tuple[ChoiceReader, ChoicePiece]) -> AsyncGenerator[bytes, None]:
-        """What the form tells of every piece, and of the end; or the error that ends them."""
+        """The lines of every piece and of the end; or the error that ends them."""
         async with aclosing(self.pieces):
             for line in self.form.lines(*first):
                 yield line
@@ -95,7 +95,7 @@ class ChoiceStream:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Server-sent events whose source is closed with the response, whoever ends it."""
+    """Server-sent events whose source is closed with the response, in every case."""
 
     media_type = "text/event-stream"
 
@@ -109,7 +109,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled if the client goes away meanwhile. Raises `ClientDisconnect`."""
+    """The result of `work`, which is cancelled if the client disconnects. Raises `ClientDisconnect`."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""What clients send, checked, and as calls of the engine."""
+"""Requests: checked bodies, and their translation into calls of the engine."""

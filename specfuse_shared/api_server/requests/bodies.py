@@ -1,4 +1,4 @@
-"""What clients send, checked: OpenAI's fields, the engine's own settings beside them, and no other.
+"""Request bodies, checked: OpenAI's fields and the engine's own settings, and no other field.
 
 A field that means nothing here (`user`, `store`, …) is accepted without effect; one that would change the answer and
 cannot be honoured is refused by name.
@@ -77,7 +77,7 @@ LONGEST_NAME = 80
 
 
 class Body(BaseModel):
-    """A JSON body; its errors name the field and what it takes."""
+    """A JSON body. Its errors name the field and the accepted values."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -85,7 +85,7 @@ class Body(BaseModel):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
     """They would change the answer: only these values, which say nothing, are accepted."""
     instead: ClassVar[Mapping[str, str]] = _INSTEAD
-    """What to do without one of those."""
+    """Advice about each unsupported field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +101,7 @@ class StreamOptions(Body):
 
 
 class Extension(Body):
-    """The field `specfuse` of a request: how much of what stands behind the answer comes with it."""
+    """The field `specfuse` of a request: which details of the answer the response includes."""
 
     events: bool = False
     """Every event of the engine, whole, for clients of our own."""
@@ -157,7 +157,7 @@ class AllowedChoiceBody(Body):
 
 
 class MessageBody(Body):
-    """A turn. What models and tools wrote before is read past, as far as it is nothing that is known."""
+    """A turn. Unknown fields in turns of models and tools are ignored."""
 
     role: str
     content: str | Several[dict[str, JsonValue] | str] | None = None
@@ -188,7 +188,7 @@ class FormatBody(Body):
 
 
 class Asked(Body):
-    """What chats and completions have in common: sampling, and how the answer is sent."""
+    """Fields that chats and completions share: sampling, and the form of the response."""
 
     model: str
     max_tokens: int | None = None
@@ -278,7 +278,7 @@ class LongPromptError(BodyError):
 
 def read_body(kind: type[B], raw: bytes) -> B:
     """The body as `kind`. Raises `BodyError` that names the first field that is wrong."""
-    quotes = raw.count(b'"') - raw.count(rb"\"")  # at least so many are around strings
+    quotes = raw.count(b'"') - raw.count(rb"\"")  # a lower bound on the quotes around strings
     # counted before it is parsed: a million empty lists take seconds
     if quotes > 2 * MOST_VALUES or sum(map(_STRING.sub(b"", raw).count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise BodyError(

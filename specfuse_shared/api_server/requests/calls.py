@@ -45,7 +45,7 @@ class RequestedChoice:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a request asks of the engine: the same `options` for each of its choices."""
+    """A request as calls of the engine, with the same `options` for each of its choices."""
 
     model: Model
     choices: Sequence[RequestedChoice]
@@ -62,7 +62,7 @@ class Reader:
     defaults: SamplingParams
 
     def chat(self, body: ChatBody) -> Call:
-        """Raises `RequestError` or `ConfigError` for what cannot be done."""
+        """Raises `RequestError` or `ConfigError` if the request is not possible."""
         model, (messages, tools) = self.models.find(body.model), self.conversation(body.messages, body.tools)
         tools, choice = _allowed(tools, body.tool_choice)
         grammar, spec = self._value(body)
@@ -82,7 +82,7 @@ class Reader:
         return Call(model, self._choices([[*messages, *spec]], params, body.n), options, use)
 
     def response(self, body: ResponsesBody) -> Call:
-        """Raises `RequestError` or `ConfigError` for what cannot be done."""
+        """Raises `RequestError` or `ConfigError` if the request is not possible."""
         with _in_words(_OF_RESPONSES):
             return self.chat(body.chat())
 
@@ -110,7 +110,7 @@ class Reader:
         return turns, read
 
     def _value(self, body: ChatBody) -> tuple[Grammar | None, list[Message]]:
-        """What the answer must be, by `response_format` or by `grammar`."""
+        """The required form of the answer, from `response_format` or `grammar`."""
         if body.response_format is None:
             return _grammar(body), []
         if body.grammar is not None:
@@ -123,7 +123,7 @@ class Reader:
         return grammar, spec
 
     def _params(self, body: Asked, **overrides: Any) -> SamplingParams:
-        """The server's defaults with what the body says on top."""
+        """The server's defaults, overridden by the body."""
         settings: Mapping[str, Any] = (
             {name: getattr(body, name) for name in _SAMPLING} | {"grammar": _grammar(body)} | overrides
         )
@@ -177,7 +177,7 @@ _OF_RESPONSES = {
     ".function": "",
     "messages": "input",
 }
-"""What the Responses API calls fields of a chat."""
+"""Names of chat fields in the Responses API."""
 
 
 def _grammar(body: Asked) -> Grammar | None:
@@ -202,7 +202,7 @@ def _tool_use(tools: Sequence[Tool], choice: str, parallel: bool, grammar: Gramm
 
 @contextmanager
 def _about(param: str, of_schema: str | None = None) -> Iterator[None]:
-    """Errors that leave this block are about this field; one of a schema's field about that, behind `of_schema`."""
+    """Errors from this block name this field; an error in a schema's field names that one, after `of_schema`."""
     try:
         yield
     except SpecFuseError as error:

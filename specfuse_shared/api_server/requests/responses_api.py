@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API send, checked, and as the body of a chat, which the engine is called with.
+"""Bodies of OpenAI's Responses API, checked, and translated into the body of a chat.
 
 Nothing is kept between requests: a client sends the whole conversation as `input`.
 """
@@ -31,20 +31,20 @@ from specfuse_shared.config import MOST_TOP_LOGPROBS
 from specfuse_shared.messages import earlier_fields
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` asks for log-probabilities with."""
+"""The value of `include` that requests log-probabilities."""
 NOTHING_KEPT = "no response is kept here"
 Content = str | Several[dict[str, JsonValue]]
 
 
 class ItemBody(Body):
-    """What every item may have, and nobody reads."""
+    """Fields that every item may have and that have no effect."""
 
     id: JsonValue = None
     status: JsonValue = None
 
 
 class EarlierItem(ItemBody):
-    """What models and tools wrote before: fields that other software leaves in it are read past."""
+    """Turns of models and tools: fields that other software adds are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -82,7 +82,7 @@ class CallItem(EarlierItem):
 
 
 class ResultItem(EarlierItem):
-    """What a called tool gave."""
+    """The result of a tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -90,7 +90,7 @@ class ResultItem(EarlierItem):
 
 
 class SilentItem(EarlierItem):
-    """Thoughts of an earlier answer, and what another provider's own tools did for it, which nobody reads."""
+    """Reasoning of an earlier answer, and results of another provider's tools. Both are ignored."""
 
     type: str
 
@@ -125,7 +125,7 @@ class OfFunctions(Body):
 
 
 class FunctionToolBody(FunctionBody, OfFunctions):
-    """A tool, which the Responses API describes without an object of its own."""
+    """A tool. The Responses API describes it without a nested object."""
 
 
 class NamedToolBody(NamedBody, OfFunctions):
@@ -133,7 +133,7 @@ class NamedToolBody(NamedBody, OfFunctions):
 
 
 class AllowedNamesBody(AllowedToolsBody):
-    """The tools that may be called, which the Responses API lists without an object of its own."""
+    """The allowed tools. The Responses API lists them without a nested object."""
 
     type: Literal["allowed_tools"]
 
@@ -154,7 +154,7 @@ class TextBody(Body):
 
 
 class ReasoningBody(Body):
-    """`summary`: where thoughts are told; whether and how long members think is their own setting."""
+    """`summary`: whether to report reasoning. Whether and how long members think is their own setting."""
 
     effort: JsonValue = None
     summary: str | None = None
@@ -212,7 +212,7 @@ class ResponsesBody(Asked):
 
     @property
     def summarises(self) -> bool:
-        """Thoughts are told as a summary, where most clients look for them."""
+        """Reasoning is reported as a summary, where most clients expect it."""
         reasoning = self.reasoning or ReasoningBody()
         return bool(reasoning.summary or reasoning.generate_summary)
 
