@@ -1,8 +1,8 @@
-"""Which members to put together: what their answers alone tell, before any ensemble is asked.
+"""Suggests members to combine, from their answers alone, before any ensemble runs.
 
 An ensemble can gain where another member is right and the best one is not; it loses where others outvote a right best
-one. Both are counted for each pair and trio. What an ensemble makes of them is not known before it runs: the prediction
-is a rule of thumb (`WON`), for telling sets of members apart.
+one. Both are counted for each pair and trio. The result of an actual ensemble is unknown before it runs: the
+prediction is a rule of thumb (`WON`) for ranking sets of members.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specfuse_shared.comparing.verdict import FAR, FEWEST_ROWS
 LARGEST = 3
 """Members of the sets that are looked at."""
 MAX_LISTED = 20
-"""Sets that are told of: with many members there are hundreds, most of no use."""
+"""Maximum number of reported sets. Many members have hundreds, and most are of no use."""
 WON = 1 / 3
 """Of what the best answer to a question has above the mean of all answers, this share is predicted to be won: of two
 members of which one is right, it is followed in two of three cases."""
@@ -29,13 +29,13 @@ members of which one is right, it is followed in two of three cases."""
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A pair or trio of members, and what their answers alone tell of an ensemble of them, in points.
+    """A pair or trio of members, with statistics of their answers alone, in points.
 
-    `best`: the best of them. `gap`: how far the worst is below it. `added`: what the best answer to each question has
-    above those of `best` (of right and wrong answers: how often only others are right). `contradicted`: how far the
-    others are below `best` where it is better (how often they contradict it when it is right). `predicted`: the
-    predicted difference of their ensemble to `best`, and `to_best` to the best of all members. The intervals are those
-    of the questions; that of a prediction does not say how wrong the rule may be.
+    `best`: the best of them. `gap`: the worst member's distance to it. `added`: the advantage of the best answer to
+    each question over `best` (of right and wrong answers: how often only others are right). `contradicted`: the
+    others' distance to `best` where it is better (how often they contradict it when it is right). `predicted`: the
+    predicted difference of their ensemble to `best`, and `to_best` to the best of all members. The intervals cover
+    the choice of questions; they do not cover errors of the rule.
     """
 
     members: tuple[str, ...]
@@ -48,7 +48,7 @@ class Combination:
 
     @property
     def is_far(self) -> bool:
-        """Whether members are so far apart that nobody has seen an ensemble gain."""
+        """Whether members are so far apart that no gain of an ensemble is known."""
         return self.gap.mean > FAR
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,8 +60,9 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to try. `means`: member → points. `combinations`: the most promising first. `rows`: questions with
-    references that all members answered. `sets`: how many were looked at. `remarks`: what was left out, and why."""
+    """Recommended combinations. `means`: member → points. `combinations`: the most promising first. `rows`: questions
+    with references that all members answered. `sets`: number of evaluated sets. `remarks`: exclusions and their
+    reasons."""
 
     rows: int
     means: Mapping[str, float]
@@ -90,7 +91,7 @@ class Suggestion:
         if self.recommended is not None:
             return f"Try {names}: {prediction}."
         if first.to_best.mean > 0:
-            return f"These questions cannot tell whether to try {names}: {prediction}."
+            return f"These questions cannot show whether {names} are worth a try: {prediction}."
         return f"Use {self.best} alone: for the most promising ensemble, {names}, {prediction}."
 
     @property
@@ -131,7 +132,7 @@ def suggestion_of(points: Mapping[str, Sequence[float]], remarks: Sequence[str] 
 
 
 def combination_of(points: Mapping[str, Sequence[float]], best_of_all: Sequence[float] | None = None) -> Combination:
-    """From the points of its members, question by question; `best_of_all`: those of the best of all members."""
+    """From the points of its members, question by question; `best_of_all`: the points of the best member of all."""
     together, names = _together(points), list(points)
     order = np.argsort(-together.mean(axis=1), kind="stable")
     best, worst, predicted = together[order[0]], together[order[-1]], _predicted(together)

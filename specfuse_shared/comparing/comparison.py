@@ -29,12 +29,12 @@ LEAST_ANSWERED = 0.5
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answers of all askers, and what follows from them.
+    """The answers of all systems, and the conclusions from them.
 
-    `answers`: by asker and question, for questions that all answered. `weights`: bytes of each asker's models, 0 if
-    unknown. `remarks`: what was left out, and why. `own`: the questions came with this package. `votes`: what people
-    voted (`with_votes`). `notes`: further points of the verdict. `in_half`: members that compute in half precision.
-    `sizes`: member → parameters, 0 if unknown. `equal`: how the best member was sampled, if it was.
+    `answers`: by system and question, for questions that all answered. `weights`: bytes of each system's models, 0 if
+    unknown. `remarks`: exclusions and their reasons. `own`: the questions came with this package. `votes`: people's
+    votes (`with_votes`). `notes`: further points of the verdict. `in_half`: members that compute in half precision.
+    `sizes`: member → parameters, 0 if unknown. `equal`: the samples of the best member, if it was sampled.
     """
 
     questions: tuple[Question, ...]
@@ -74,11 +74,11 @@ class Comparison:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The conclusions with their intervals, and what the rows cannot show."""
+        """The conclusions with their intervals, and the limits of the rows."""
         return judged(self)
 
     def _suggested(self, column: Column) -> dict[str, Any] | None:
-        """What the members' answers alone tell of their ensemble; None of a single member."""
+        """Statistics of the members' answers alone; None for a single member."""
         points = {name: column.points[name] for name in self.members}
         return combination_of(points).to_dict() if len(points) > 1 else None
 
@@ -146,8 +146,8 @@ def compare(
 ) -> Comparison:
     """Compare an ensemble with its members on questions. Answers are greedy, samples are not.
 
-    `questions`: a file (`read_questions`), a list of questions, or None for those of this package. `run`: a file that
-    stores the answers, so that a run can be resumed. `leave_one_out`: also ask the ensemble without each of its
+    `questions`: a file (`read_questions`), a list of questions, or None for this package's questions. `run`: a file
+    that stores the answers, so that a run can be resumed. `leave_one_out`: also ask the ensemble without each of its
     members. `equal_compute`: also ask the best member as often as the ensemble's compute, and its seconds, pay for
     (`EqualCompute`). `timed`: how many questions are asked one at a time, to measure time. `max_tokens`: of every
     answer, instead of the default of its kind. `make_engine`: makes the engines. Raises `ConfigError` for questions
@@ -179,7 +179,7 @@ def compare(
 
 
 def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"]) -> EnsembleConfig:
-    """The configuration that `members` stands for. Raises `ConfigError`."""
+    """The configuration from `members`. Raises `ConfigError`."""
     if isinstance(members, EnsembleConfig):
         return members
     if members == DEMO:
@@ -203,7 +203,7 @@ def question_set(
 
 
 def compared(asking: EvalRun, questions: QuestionSet) -> Comparison:
-    """What came of a run. Raises `SpecFuseError` where too little is left to compare."""
+    """The result of a run. Raises `SpecFuseError` if too few answers are left to compare."""
     answers, complete, missing = enough_answers(asking)
     remarks = [*questions.remarks, *missing]
     if ENSEMBLE not in (a.name for a in complete) or not any(a.is_member for a in complete):
@@ -222,7 +222,7 @@ def compared(asking: EvalRun, questions: QuestionSet) -> Comparison:
 
 
 def enough_answers(asking: EvalRun) -> tuple[dict[str, dict[str, Answer]], list[EvalSystem], list[str]]:
-    """All answers, who has answered enough of the questions, and what is missing."""
+    """All answers, the systems that answered enough questions, and remarks about missing answers."""
     answers = asking.answers()
     minimum = LEAST_ANSWERED * len(asking.questions)
     complete = [asker for asker in asking.askers if len(answers[asker.name]) >= max(1, minimum)]

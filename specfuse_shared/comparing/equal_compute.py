@@ -1,10 +1,10 @@
-"""What the best member reaches by itself with what the ensemble costs: as much compute, or as many seconds.
+"""The best member alone at the ensemble's cost: the same compute, or the same number of seconds.
 
 The best member is asked several times, and its samples vote. How often is counted, not guessed: compute is
 2 · parameters · tokens that went through a model, as the engine counted them, and seconds were measured. A prompt
 counts once a model, as samples share it.
 
-Which of a member's samples is its answer: by nothing but what the member itself said, without references.
+The choice among a member's samples uses only the member's own output, no references.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def certainty(sample: Answer) -> float:
 
 
 Choose = Callable[[Question, Sequence[Answer]], Answer]
-NO_REFERENCES = "no question has references, so nothing tells which answer is better"
+NO_REFERENCES = "no question has references, so better answers cannot be identified"
 NOT_TIMED = "the ensemble and the best member were not timed on the same question (--timed)"
 NOT_COUNTED = "answers of this run were kept before their work was counted: begin another one (--run)"
 
 
 @dataclass(frozen=True, slots=True)
 class EqualCompute:
-    """How often the best member was sampled, and why.
+    """The number of samples of the best member, and its derivation.
 
-    `members`: group of questions → its best member, which was sampled. `paid`: group → samples that the ensemble's
-    compute pays for; infinite where a sample takes nothing behind the prompt. `samples`: "compute" and "seconds" →
-    group → how many were asked: rounded up, at most `most`; 1 is the member's greedy answer. `columns`: "compute",
-    "seconds" and "ceiling" → the name of the asker in the comparison. `untold`: the same → why there is none.
+    `members`: group of questions → its best member, which was sampled. `paid`: group → samples for the ensemble's
+    compute; infinite if a sample needs no tokens after the prompt. `samples`: "compute" and "seconds" → group →
+    number of samples: rounded up, at most `most`; 1 is the member's greedy answer. `columns`: "compute", "seconds"
+    and "ceiling" → the name of the system in the comparison. `untold`: the same → the reason for a missing one.
     """
 
     temperature: float
@@ -79,7 +79,7 @@ class EqualCompute:
     untold: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self, columns: Mapping[str, Column]) -> dict[str, Any]:
-        """Plain JSON, with the differences of the ensemble to what the samples gave."""
+        """Plain JSON, with the ensemble's differences to the results of the samples."""
         return {
             "temperature": self.temperature,
             "most": self.most,
@@ -96,7 +96,7 @@ class EqualCompute:
 
 
 def with_equal_compute(comparison: Comparison, config: EnsembleConfig, sampler: Sampler) -> Comparison:
-    """The comparison with columns of the best member's samples. `config`: that of the ensemble."""
+    """The comparison with columns of the best member's samples. `config`: the ensemble's."""
     sampling = sampler.sampling
     if not comparison.columns:
         untold = {"compute": NO_REFERENCES, "seconds": NO_REFERENCES}
@@ -167,7 +167,7 @@ class _Sampled:
         return {}
 
     def _paid(self, group: str) -> float | None:
-        """(the ensemble's compute − that of reading the prompt) ÷ that of one answer behind the prompt."""
+        """(the ensemble's compute − that of reading the prompt) ÷ that of one answer after the prompt."""
         budget = each = 0.0
         sizes = self._comparison.sizes
         for question in (q for q in self._questions if q.group == group):

@@ -21,7 +21,7 @@ Check = Callable[..., bool]
 def followed(answer: str, instructions: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the answer follows every instruction (strict, by prompt). An empty answer follows none.
 
-    An instruction is its `name` and what it asks for, such as `{"name": "length_constraints:number_words",
+    An instruction has a `name` and arguments, such as `{"name": "length_constraints:number_words",
     "num_words": 20, "relation": "less than"}`.
     """
     return bool(answer.strip()) and all(_follows(answer, instruction) for instruction in instructions)

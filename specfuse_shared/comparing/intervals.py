@@ -21,8 +21,8 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean or share with its 95 % interval, from so many `rows`. `least_seen`: the smallest difference they can
-    show."""
+    """A mean or share with its 95 % interval, from this number of `rows`. `least_seen`: the smallest difference that
+    the rows can show."""
 
     mean: float
     low: float

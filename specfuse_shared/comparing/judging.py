@@ -1,8 +1,8 @@
-"""Members rate each other's answers, where no reference does.
+"""Members rate each other's answers, for questions without references.
 
 r_j(i) = Σ s·p_j(s | question, answers) / Σ p_j(s) for the marks s = 1 … 5, after LLM-PeerReview (arXiv 2512.23213). A
 judge reads all answers, in one order and in the other, and nothing is generated: the marks' probabilities are its own.
-Marks are standardised by judge, and nobody rates its own answer.
+Marks are standardised by judge. No member rates its own answer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from specfuse_shared.errors import EngineClosedError, SpecFuseError
 
 MARKS = ("1", "2", "3", "4", "5")
 SMALL = 6.5e9
-"""Parameters below which nobody has shown that marks help: gains are known of 7 to 8 billion, and at 0.1 to 0.3 they
-told nothing (docs/experiments.md)."""
+"""Below this number of parameters no gain from marks is known: gains are known at 7 to 8 billion, and at 0.1 to 0.3
+marks carried no information (docs/experiments.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Rating:
 class Ratings:
     """Marks that members give to answers of others.
 
-    `to`: the member that the ensemble is compared with. `gap`: how much higher the ensemble is marked by judges of
-    both, in standard deviations. `agreed`: of the pairs of answers that references tell apart, in how many the better
-    one has the higher mark, and how many pairs there are. `small`: judges that are too small to be reliable."""
+    `to`: the member that the ensemble is compared with. `gap`: the ensemble's advantage in the marks of judges of both,
+    in standard deviations. `agreed`: among pairs of answers that references rank, the number in which the better
+    answer has the higher mark, and the number of pairs. `small`: judges that are too small to be reliable."""
 
     ratings: tuple[Rating, ...]
     to: str
@@ -74,7 +74,7 @@ class Ratings:
         if self.agreed[1]:
             agreement = share(*self.agreed)
             share_text = f"{agreement.mean:.0f} % [{agreement.low:.0f}, {agreement.high:.0f}] of {agreement.rows} pairs"
-            useless = "" if agreement.low > 50 else ": no better than chance, as far as these tell"
+            useless = "" if agreement.low > 50 else ": no better than chance, on these pairs"
             parts.append(f"marks agree with references on {share_text}, 50 % is chance{useless}")
         if self.small:
             names = ", ".join(self.small)

@@ -1,4 +1,4 @@
-"""How good an answer is, in points from 0 to 100, and what else can be said of its text."""
+"""The quality of an answer in points from 0 to 100, and other properties of its text."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def number_in(text: str, *, whole: bool = False) -> float | None:
 
 
 def final_answer(question: Question, text: str) -> str | None:
-    """What an answer says in the end, apart from how it says it: its letter, its number, or its plain words.
+    """The final answer without its wording: its letter, its number, or its plain words.
 
-    None where it says none, and for kinds whose answers cannot be counted ("text", "instructions", "open").
+    None if it has none, and for kinds of answers that cannot be counted ("text", "instructions", "open").
     """
     if question.kind == "choice":
         return letter_in(text)
@@ -64,7 +64,7 @@ def final_answer(question: Question, text: str) -> str | None:
 
 
 def letter_in(text: str) -> str | None:
-    """The first letter that stands alone."""
+    """The first isolated letter."""
     match = re.search(r"\b[A-Z]\b", text)
     return None if match is None else match[0]
 
@@ -79,7 +79,7 @@ def agreement(first: str, second: str) -> float:
 
 
 def is_looping(answer: str) -> bool:
-    """Whether a line (of three words or more) stands in the answer three times, or its end is one stretch thrice."""
+    """Whether the answer contains a line (of three words or more) three times, or ends with one stretch three times."""
     lines = (line.strip().lower() for line in answer.splitlines() if len(line.split()) >= 3)
     return any_thrice(lines) or ends_in_loop(answer.split())
 
@@ -149,7 +149,7 @@ def _compared_words(answer: str, reference: str) -> tuple[list[str], list[str]]:
 
 
 def _contains(words: Sequence[str], reference: Sequence[str]) -> bool:
-    """Whether the wanted words stand among the words in a row."""
+    """Whether the answer contains the expected words in a row."""
     size = len(reference)
     return size > 0 and any(list(words[n : n + size]) == list(reference) for n in range(len(words) - size + 1))
 
@@ -166,7 +166,7 @@ def _number(question: Question, answer: str) -> dict[str, float]:
 
 
 def _choice(question: Question, answer: str) -> dict[str, float]:
-    """Whether the first letter that stands alone is that of the right choice."""
+    """Whether the first isolated letter is the right choice's."""
     return {"right": float(letter_in(answer) == question.letter)}
 
 

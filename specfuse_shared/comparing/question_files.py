@@ -33,14 +33,14 @@ NAMES = {
 """Field of a `Question` → what a column may be called."""
 LISTS = ("references", "choices")
 BETWEEN = "|"
-"""Stands between several references or choices in a cell."""
+"""Separates several references or choices in a cell."""
 _IFEVAL = ("instruction_id_list", "kwargs")
 _FEW = 5
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """Questions to ask. `remarks`: what was left out or renamed. `own`: the questions came with this package."""
+    """Questions to ask. `remarks`: exclusions and renamings. `own`: the questions came with this package."""
 
     questions: tuple[Question, ...]
     remarks: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ def _as_question(item: Question | str | Mapping[str, Any]) -> Question:
 
 
 Rows = Iterator[tuple[str, Mapping[str, Any] | str]]
-"""Where a row stands, and the row; a text says what is wrong with it."""
+"""The position of a row, and the row; a text describes its error."""
 
 
 def _parsed(rows: Rows, remarks: list[str]) -> Iterator[Question]:

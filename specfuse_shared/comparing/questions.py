@@ -18,7 +18,7 @@ MOST_TOKENS = {"open": 160, "short": 32, "text": 128, "number": 128, "choice": 8
 KINDS = tuple(MOST_TOKENS)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FEW_WORDS = 6
-"""References of at most so many words are short answers."""
+"""References of at most this number of words are short answers."""
 _PLEAS = {"short": "Answer the question with a few words."}
 _ENDINGS = {
     "number": "Think step by step and end with the number that answers the question.",
@@ -83,14 +83,14 @@ class Question(Settings):
         return "short" if all(len(text.split()) <= FEW_WORDS for text in self.references) else "text"
 
     def _check_kind(self) -> None:
-        """What its kind needs is there."""
+        """Check that the kind's required fields exist."""
         if self.kind == "instructions":
             check(bool(self.instructions), "a question of instructions has none: add instructions")
         elif self.kind != "open":
             check(bool(self.references), f"a question of kind {self.kind!r} needs references")
         if self.kind == "choice":
             check(2 <= len(self.choices) <= len(LETTERS), f"there are {len(self.choices)} choices: 2 to {len(LETTERS)}")
-            check(len(set(self.choices)) == len(self.choices), "a choice stands there twice")
+            check(len(set(self.choices)) == len(self.choices), "a choice occurs twice")
             check_choice("the reference", self.references[0], self.choices)
         if self.kind == "number":
             for text in self.references:
@@ -113,7 +113,7 @@ class Question(Settings):
 
     @property
     def prompt(self) -> str:
-        """What members are asked, word by word."""
+        """The prompt that members see, verbatim."""
         kind = self.kind or ""
         plea = _PLEAS.get(kind, "") if self.passage else ""
         parts = (plea, self.passage, self.asked, _ENDINGS.get(kind, ""))
@@ -128,7 +128,7 @@ class Question(Settings):
 
 
 def numbered(questions: Sequence[Question]) -> tuple[list[Question], list[str]]:
-    """The questions with an id each, no question twice; and what had to be done for that."""
+    """The questions with one id each and without duplicates; and remarks about changes."""
     by_id: dict[str, Question] = {}
     first_text: dict[str, str] = {}
     remarks: list[str] = []

@@ -1,4 +1,4 @@
-"""What the answers are worth: a column for each group of questions and metric, everybody against the best member."""
+"""Scores of the answers: a column for each group of questions and metric, and every system against the best member."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Properties of an asker's answers: mean `words`, per cent that loop (`circles`), per cent `cut` by
+    """Properties of a system's answers: mean `words`, per cent that loop (`circles`), per cent `cut` by
     `max_tokens`."""
 
     words: float
@@ -52,8 +52,8 @@ class Habits:
 class Cost:
     """Medians over answers that ran alone: seconds, seconds to the first words, tokens per second; None if not timed.
 
-    `forwards_per_token`, and `forwards` and `flop` an answer: over all answers. `flop`: 2 · parameters · tokens that
-    went through each model, the prompt's included; None where a size is not known. `weight_bytes`: 0 if unknown.
+    `forwards_per_token`, and `forwards` and `flop` of an answer: over all answers. `flop`: 2 · parameters · tokens that
+    went through each model, the prompt's included; None if a size is unknown. `weight_bytes`: 0 if unknown.
     """
 
     timed: int
@@ -69,7 +69,8 @@ class Cost:
 def columns_of(
     questions: Sequence[Question], answers: Mapping[str, Mapping[str, Answer]], members: Sequence[str]
 ) -> dict[str, Column]:
-    """Name → column; the first is that of all questions that can be scored. Rows are those that all have answered."""
+    """Name → column; the first covers all questions that can be scored. Rows are questions that all systems
+    answered."""
     scored = {
         q.id: {name: score(q, of_question[q.id].text) for name, of_question in answers.items()}
         for q in questions
@@ -131,7 +132,7 @@ def cost_of(answers: Mapping[str, Answer], weight_bytes: int, sizes: Mapping[str
 
 
 def flop_of(answer: Answer, sizes: Mapping[str, int]) -> float | None:
-    """What the matrix products of an answer take: 2 · parameters · tokens. None where it is not known.
+    """Cost of an answer's matrix products: 2 · parameters · tokens. None if unknown.
 
     A prompt counts once a model, also where an earlier answer has left it in a cache.
     """

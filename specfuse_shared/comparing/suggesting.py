@@ -31,13 +31,13 @@ def suggest(
 ) -> Suggestion:
     """Which pairs and trios of members are worth a comparison: asks each member alone, and no ensemble.
 
-    The parameters are those of `compare`, which goes on from the same `run`. Members are loaded one after another.
+    The parameters are those of `compare`, which can resume the same `run`. Members are loaded one after another.
     Raises `ConfigError` if no question has references."""
     check_libraries()
     config, question_list = config_of(members), question_set(questions)
     check(len(config.names) > 1, "a suggestion takes two members or more")
     scored = [question for question in question_list.questions if question.scored]
-    check(bool(scored), "a suggestion takes questions with references: without any, nothing tells who is right")
+    check(bool(scored), "a suggestion needs questions with references: otherwise right answers are unknown")
     with RunFile(run) as file:
         asking = EvalRun(
             [asker for asker in systems_of(config) if asker.is_member],

@@ -1,6 +1,6 @@
-"""What votes count, and whether members should leave: chosen on half of the questions, confirmed on the other half.
+"""Weights of votes, and members that should leave: chosen on half of the questions, confirmed on the other half.
 
-An ensemble written into a configuration file (TOML), beside what is there, with why in a comment.
+An ensemble is written into a configuration file (TOML), added to its contents, with the reason in a comment.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def write_ensemble(file: Path, name: str, config: EnsembleConfig, why: Sequence[
     """
     check_writable_config(config)
     check_config_file(file)
-    if config.first_segment_tokens is None:  # TOML has no None, and this is what it means
+    if config.first_segment_tokens is None:  # TOML has no None; 0 means the same
         config = replace(config, first_segment_tokens=config.segment_tokens)
     toml = library("tomlkit")
     document = toml.parse(file.read_text("utf-8-sig")) if file.exists() else toml.document()
@@ -105,8 +105,8 @@ def _replace(file: Path, text: str) -> None:
 
 
 STEPS = (2.0, 8.0)
-"""Each member's weight is tried at so many times the others', the next where the first changes nothing for the better;
-then twice as much, as long as it helps, up to the last."""
+"""Factors for each member's weight. If the first brings no improvement, the next is tried; after an improvement it
+grows as long as the result improves, up to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def tune(
 ) -> Tuned:
     """Choose weights, and `exit`, on half of the questions with references, and confirm them on the other half.
 
-    The parameters are those of `compare`. Raises `ConfigError`, before any model is loaded, if there are too few
+    The parameters match `compare`. Raises `ConfigError`, before any model is loaded, if there are too few
     questions or the ensemble could not be written to a file.
     """
     check_libraries()
@@ -250,7 +250,7 @@ def _search(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuni
 
 
 def _heavier(config: EnsembleConfig, name: str, step: float) -> EnsembleConfig:
-    """A member with a weight of so many times more."""
+    """A member with its weight multiplied by this factor."""
     members = [replace(m, weight=m.weight * step) if m.label == name else m for m in config.member_configs]
     return replace(config, members=members)
 
@@ -264,7 +264,7 @@ def _mean(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning
     points = tuning.points([EvalSystem(ENSEMBLE, config)], questions)[ENSEMBLE]
     if len(points) < len(questions):
         missing = len(questions) - len(points)
-        raise SpecFuseError(f"{missing} of {len(questions)} questions were not answered: run it again to go on")
+        raise SpecFuseError(f"{missing} of {len(questions)} questions were not answered: run it again to continue")
     return statistics.mean(points.values())
 
 
@@ -276,7 +276,7 @@ def _confirmed(
     confirming: Sequence[Question],
     tuning: _Tuning,
 ) -> Tuned:
-    """The best settings beside those as they were, on both halves; and beside the best member of the choosing half."""
+    """The best settings against the original ones, on both halves; and against the best member of the choosing half."""
     members = [asker for asker in systems_of(config) if asker.is_member]
     askers = [EvalSystem("before", config), EvalSystem("after", best), *members]
     ours, theirs = tuning.points(askers, choosing), tuning.points(askers, confirming)
@@ -298,7 +298,7 @@ def _gap(points: Mapping[str, Mapping[str, float]], ours: str, theirs: str) -> I
 
 
 def _told(before: EnsembleConfig, after: EnsembleConfig) -> str:
-    """What changed, in words; empty where nothing did."""
+    """The change in words; empty if there is none."""
     parts = []
     if before.first_weights != after.first_weights:
         parts.append("equal votes")

@@ -1,4 +1,4 @@
-"""What a reader can act on, each claim with its interval, and what the rows cannot show."""
+"""Conclusions with their intervals, and the limits of the rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANY = 10
 """Intervals of which some exclude zero by chance."""
 EVEN = 50.0
 LOOPS = 5.0
-"""Per cent of answers in circles that are worth a word."""
+"""Per cent of repetitive answers that are worth a sentence."""
 Outcome = Literal["better", "worse", "not seen", "too few rows", "no references"]
 
 
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict: `outcome` in a word, `headline` in a sentence, then `points`, and `limits`: what cannot be shown."""
+    """The verdict: `outcome` in a word, `headline` in a sentence, then `points`, and `limits` of the comparison."""
 
     outcome: Outcome
     headline: str
@@ -83,7 +83,7 @@ def _headline_of_votes(votes: Votes | None) -> tuple[Outcome, str]:
     """Where no question has a reference, people may have said what is better."""
     if votes is None or votes.share.rows < FEWEST_ROWS:
         return "no references", (
-            "Whether the ensemble is better cannot be told: no question has a reference. Vote on its answers "
+            "It is unknown whether the ensemble is better: no question has a reference. Vote on its answers "
             f"({FEWEST_ROWS} votes or more), or add references."
         )
     share = f"{votes.share.mean:.0f} % [{votes.share.low:.0f}, {votes.share.high:.0f}] of {votes.share.rows} votes"
@@ -104,14 +104,14 @@ def _votes(votes: Votes | None) -> Iterator[Point]:
 
 
 def _equals(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
-    """The ensemble beside as many samples of the best member as its compute or its seconds pay for."""
+    """The ensemble against the number of samples of the best member that equals its compute or its seconds."""
     equal = comparison.equal
     if equal is None:
         return
     for what, of in (("compute", _compute_details), ("seconds", _seconds_beside)):
         title = f"Equal {what}"
         if whole is None or what in equal.untold:
-            yield Point(title, f"not told: {equal.untold[what]}.")
+            yield Point(title, f"unknown: {equal.untold[what]}.")
             continue
         name = equal.columns[what]
         parts = [_told(whole, name), *of(comparison, equal, name), *_told_by_group(comparison, name)]
@@ -140,7 +140,7 @@ def _told_by_group(comparison: Comparison, name: str) -> Iterator[str]:
 
 
 def _compute_details(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
-    """What both take, and how many samples that pays for."""
+    """The compute of both, and the equivalent number of samples."""
     samples = {group: "any number" if isinf(paid) else f"{paid:.1f}" for group, paid in equal.paid.items()}
     each = set(samples.values())
     paid = next(iter(each)) if len(each) == 1 else ", ".join(f"{group} {count}" for group, count in samples.items())
@@ -150,7 +150,7 @@ def _compute_details(comparison: Comparison, equal: EqualCompute, name: str) -> 
 
 
 def _seconds_beside(comparison: Comparison, equal: EqualCompute, name: str) -> Iterator[str]:
-    """How long both take, as far as that was timed."""
+    """The seconds of both, if timed."""
     ours, theirs = comparison.costs[ENSEMBLE], comparison.costs[name]
     if ours.seconds and theirs.seconds:
         yield (
@@ -175,7 +175,7 @@ def _points(comparison: Comparison, whole: Column | None) -> Iterator[Point]:
     circles = {name: habits.circles for name, habits in comparison.habits.items() if name not in sampled}
     if max(circles.values()) >= LOOPS:
         sentence = ", ".join(f"{name} {share:.0f} %" for name, share in circles.items())
-        yield Point("In circles", f"answers that say the same again and again: {sentence}.")
+        yield Point("Repetition", f"answers that repeat themselves: {sentence}.")
 
 
 def _by_group(comparison: Comparison) -> Iterator[Point]:
@@ -198,12 +198,12 @@ def _best_alone(comparison: Comparison, whole: Column) -> Point:
     if not rest:
         return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points.")
     gap = whole.between(whole.best, rest[0])
-    sure = "" if gap.above else f", not told apart from {rest[0]} ({means[rest[0]]:.1f})"
+    sure = "" if gap.above else f", not distinguishable from {rest[0]} ({means[rest[0]]:.1f})"
     return Point("Best alone", f"{whole.best}, {means[whole.best]:.1f} points{sure}; to {rest[0]} {gap}.")
 
 
 def _drop(comparison: Comparison, whole: Column) -> Iterator[Point]:
-    """Which member the ensemble is better without, which it needs, and what cannot be told."""
+    """Members that the ensemble is better without, members that it needs, and members without a clear effect."""
     gaps = {m: whole.between(smaller, ENSEMBLE) for m in comparison.members if (smaller := comparison.without(m))}
     if not gaps:
         if len(comparison.members) > 2:
@@ -239,14 +239,14 @@ def _apart(comparison: Comparison, whole: Column) -> Iterator[Point]:
 
 
 def _costs(comparison: Comparison) -> Iterator[Point]:
-    """What the ensemble costs beside the best member (or, unscored, beside the fastest)."""
+    """The cost of the ensemble relative to the best member (or, unscored, to the fastest)."""
     ours, theirs = comparison.costs.get(ENSEMBLE), {n: comparison.costs[n] for n in comparison.members}
     rival = comparison.columns[ALL].best if comparison.columns else min(theirs, key=lambda n: theirs[n].seconds or 0.0)
     if ours is None:
         return
     parts = [*_timed(ours, theirs[rival], rival), *_work(ours, theirs[rival], rival)]
     if parts:
-        yield Point("What it costs", "; ".join(parts) + ".")
+        yield Point("Cost", "; ".join(parts) + ".")
 
 
 def _timed(ours: Cost, theirs: Cost, rival: str) -> Iterator[str]:
@@ -262,26 +262,26 @@ def _work(ours: Cost, theirs: Cost, rival: str) -> Iterator[str]:
     if ours.weight_bytes and theirs.weight_bytes:
         yield f"weights {ours.weight_bytes / 2**20:,.0f} MiB to {theirs.weight_bytes / 2**20:,.0f}"
     if ours.forwards_per_token and theirs.forwards_per_token:
-        yield f"{ours.forwards_per_token:.2f} forwards a token to {theirs.forwards_per_token:.2f}"
+        yield f"{ours.forwards_per_token:.2f} forward passes a token to {theirs.forwards_per_token:.2f}"
 
 
 def _limits(comparison: Comparison, whole: Column | None) -> Iterator[str]:
-    """What these rows cannot show: how each claim above could be false."""
+    """Limits of these rows: how each claim above could be false."""
     if comparison.own:
         yield "how it is on your questions: these came with the package, few, short and in English (--questions FILE)."
     if whole is not None:
         yield from _limits_of_points(comparison, whole)
     if _shared_passages(comparison):
-        yield "as much as so many separate questions would: several are about the same passage."
+        yield "as much as the same number of separate questions: several are about the same passage."
     if comparison.votes is not None:
-        yield "what other people would vote: an interval counts votes as if each were of somebody else."
+        yield "the votes of other people: an interval treats each vote as a different person's."
     if comparison.in_half:
         yield "what another run would give: in half precision a question may get another answer in other company."
     if comparison.equal is not None and comparison.equal.columns:
         sentence = (
             f"what other samples would do: {comparison.equal.temperature:g} is the only temperature that was tried"
         )
-        yield f"{sentence}, and the most frequent answer, or the likeliest text, the only choice."
+        yield f"{sentence}, and the most frequent answer, or the most probable text, the only choice."
     yield "how answers vary: each is a single greedy one."
     if any(cost.timed for cost in comparison.costs.values()):
         yield "seconds elsewhere: these are of this machine, and of few answers."

@@ -74,7 +74,7 @@ def _gemma3(cache_dir: str | None) -> Path:
         with FileLock(f"{target}.lock"):
             try:
                 return Path(package.assemble(target))
-            except FileExistsError:  # left behind by an interrupted run
+            except FileExistsError:  # from an interrupted run
                 return Path(package.assemble(target, overwrite=True))
     except (ImportError, FileNotFoundError) as error:
         raise MemberLoadError(f"the demo model Gemma-3-270M is not installed: {INSTALL}") from error

@@ -1,12 +1,11 @@
-"""GGUF files: where they are, and their weights and tokenizers as transformers reads them, converted once.
+"""GGUF files: their location, and weights and tokenizers in the form that transformers reads, converted once.
 
-What a GGUF file says of itself, read from its head without the tables behind it.
-
+The head of a GGUF file is read without the tables that follow it.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-Models in Ollama's store on this machine: names, files, adapters. Nothing is asked of its server, nothing fetched.
-
-A manifest, `manifests/<registry>/<namespace>/<name>/<tag>`, is JSON that lists layers; a layer's file is in `blobs`.
+Models in Ollama's store on this machine have names, files and adapters. Its server is not contacted, and nothing is
+downloaded. A manifest, `manifests/<registry>/<namespace>/<name>/<tag>`, is JSON that lists layers; a layer's file is
+in `blobs`.
 """
 
 from __future__ import annotations
@@ -111,12 +110,12 @@ class GgufHead:
 
     @property
     def whole_numbers(self) -> str | None:
-        """The number format of weights that are not quantised; None where they are, or where nobody knows."""
+        """The number format of weights that are not quantised; None if they are, or if it is unknown."""
         return _WHOLE.get(int(self.values.get("general.file_type", -1)))
 
     @property
     def quantization(self) -> str | None:
-        """The name of the quantisation of most weights; None for whole numbers, or where nobody tells."""
+        """The quantisation type of most weights; None for plain numbers, or if it is unknown."""
         kind = self.values.get("general.file_type")
         return None if kind is None or kind in _WHOLE else _QUANTISED.get(kind, "an unknown format")
 
@@ -165,7 +164,7 @@ def gguf_parts(file: Path) -> tuple[Path, ...]:
     if missing := [part.name for part in parts if not part.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MemberLoadError(
-            f"{file} is one of {len(parts)} parts of a model, and {missing[0]}{more} is not beside it: put all parts "
+            f"{file} is one of {len(parts)} parts of a model, and {missing[0]}{more} is missing: put all parts "
             "into one folder"
         )
     count = gguf_head(file, whole=False).values.get("split.count", 0)
@@ -192,7 +191,7 @@ def gguf_head(file: Path, whole: bool = True) -> GgufHead:
 
 @lru_cache(maxsize=64)
 def _head(path: Path, size: int, changed: int) -> GgufHead:
-    """Of the file in this state: `size` and time of change only tell when it has to be read again."""
+    """Metadata of the file in this state: size and modification time only show when it has to be read again."""
     values: dict[str, Any] = {}
     with path.open("rb") as file:
         magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
@@ -209,7 +208,7 @@ def _head(path: Path, size: int, changed: int) -> GgufHead:
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """A value of metadata; of long arrays and those of texts only their length."""
+    """A value of metadata; for long arrays and arrays of text only the length."""
     if kind == _STRING:
         return _string(file)
     if kind != _ARRAY:
@@ -327,7 +326,7 @@ def _read(name: str, manifest: Path) -> OllamaModel | None:
 
 
 def _layers(data: Any) -> Iterator[tuple[str, Path]]:
-    """Kinds of layers and their files; whatever a manifest says, a digest is no way out of the store."""
+    """Kinds of layers and their files. A digest from a manifest cannot leave the store's folder."""
     layers = data.get("layers") if isinstance(data, Mapping) else None
     for layer in layers if isinstance(layers, list) else ():
         match = _DIGEST.fullmatch(str(layer.get("digest"))) if isinstance(layer, Mapping) else None
@@ -401,7 +400,7 @@ def _conversion(gguf: Path, cache_dir: str | None) -> Path:
 
 @cache
 def _digest(gguf: Path, size: int, changed: int) -> str:
-    """Of the file in this state: `size` and time of change only tell when it has to be read again."""
+    """The result for the file in this state: size and modification time only show when it has to be read again."""
     with gguf.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
@@ -433,9 +432,9 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def check_complete(source: str, model: Any, read: Mapping[str, Any]) -> None:
-    """Raises `MemberLoadError` where the files lack weights, which transformers fills with random numbers.
+    """Raises `MemberLoadError` if the files lack weights, which transformers fills with random numbers.
 
-    `read`: what `from_pretrained(…, output_loading_info=True)` says of the loaded files.
+    `read`: the loading information of `from_pretrained(…, output_loading_info=True)`.
     """
     missing = sorted(read["missing_keys"])
     if not missing:
@@ -487,7 +486,7 @@ def _convert_tokenizer(gguf: Path, folder: Path) -> None:
 
 
 _SAMPLE, _WORD = 200, 4
-"""So many words of so many letters or more are looked at."""
+"""Number of words, and letters of each, that are checked."""
 
 
 def spells_out(tokenizer: PreTrainedTokenizerBase) -> bool:

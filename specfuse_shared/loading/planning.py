@@ -1,8 +1,7 @@
-"""From an ensemble's configuration to its plan: who is placed where, before any weight is read.
+"""From an ensemble's configuration to its plan: the device of each member, before any weight is read.
 
-Which engine runs a member of this process, and why.
-
-What a member on llama.cpp needs of a device, from the head of its GGUF file.
+Also the choice of the backend of a local member with its reason, and the memory of a member on llama.cpp, from the
+head of its GGUF file.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def has_llama_cpp() -> bool:
 
 
 def backend_of(config: MemberConfig, fetch: bool = True) -> Backend:
-    """What runs a member. Raises `MemberLoadError` where what it names does not go together, `MissingExtraError`.
+    """The backend of a member. Raises `MemberLoadError` if its settings conflict, `MissingExtraError`.
 
     `fetch`: a GGUF file on the hub may be fetched to find out.
     """
@@ -112,7 +111,7 @@ def is_ollama(config: MemberConfig) -> bool:
 
 
 def _against(config: MemberConfig, file: Path | None, requested: bool) -> str | None:
-    """What speaks against llama.cpp; None if nothing does."""
+    """The reason against llama.cpp; None if there is none."""
     if file is None:
         return f"{config.model!r} is no GGUF file"
     if config.adapter is not None and not config.adapter.endswith(".gguf"):
@@ -141,7 +140,7 @@ def _what_it_would_save(file: Path) -> str:
 LOGIT_ROWS = 256
 """Rows of logits that the library and a round keep."""
 _ANSWERS = 4
-"""Answers of `CONTEXT` tokens that a cache has room for, where there is memory for as many."""
+"""Number of answers of `CONTEXT` tokens that a cache should hold, if memory allows."""
 _VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
 
 
@@ -179,14 +178,14 @@ class LlamaSizes:
         return None
 
     def tokens(self, free: int) -> int:
-        """Tokens of the cache: as configured, else room for some answers, less where that many bytes are not `free`."""
+        """Tokens of the cache: as configured, else enough for some answers, fewer if that many bytes are not `free`."""
         if self.cache_tokens is not None:
             return self.cache_tokens
         one = min(self.context or CONTEXT, CONTEXT)
         return max(one, min(_ANSWERS * one, free // max(1, self.bytes_per_token)))
 
     def at_first(self) -> int | None:
-        """Those of them that are there from the start: room for one answer; None for all that are configured."""
+        """The tokens that are allocated from the start: one answer; None for all configured tokens."""
         return min(self.context or CONTEXT, CONTEXT) if self.cache_tokens is None else None
 
 
@@ -251,13 +250,13 @@ def plan_ensemble(
     convert: bool = False,
     on_stage: Mapping[str, OnStage] | None = None,
 ) -> Plan:
-    """A place for every member on `devices` (this machine's, if unset), from configurations alone.
+    """A device for every member on `devices` (this machine's, if unset), from configurations alone.
 
-    Makes room for `answers` at once with `context` tokens each, besides the weights. `convert`: GGUF files are fetched
-    and converted on the way, as loading would. `on_stage`: called with what is done for a member, by its name.
+    Reserves memory for `answers` at once with `context` tokens each, in addition to the weights. `convert`: fetch and
+    convert GGUF files, as loading would. `on_stage`: called with the step and the member's name.
 
-    Raises `MemberLoadError` for a configuration that cannot be read, `PlacementError` for a device that is not there; a
-    plan that does not fit raises when a place is asked of it (`Plan.of`). Members behind servers take no place.
+    Raises `MemberLoadError` for an unreadable configuration, `PlacementError` for a missing device. A plan that does
+    not fit raises when a member's device is requested (`Plan.of`). Members on servers need no device.
     """
     if answers < 1 or context < 1:
         raise ConfigError(f"a plan is for at least 1 answer and 1 token of context, not {answers} and {context}")
@@ -317,7 +316,7 @@ def _settings(
 
 
 def needed_memory(config: MemberConfig, cache_dir: str | None) -> int | None:
-    """Bytes of main memory that a member takes on a machine like this one, with room for an answer.
+    """Bytes of main memory of a member on a machine like this one, including one answer.
 
     None where its configuration cannot be read from here.
     """

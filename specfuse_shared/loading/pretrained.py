@@ -76,7 +76,7 @@ def load_pretrained(
 
 
 def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStage = lambda stage: None) -> Any:
-    """The tokenizer alone, for whoever has the member's text but not its model. Raises `MemberLoadError`."""
+    """The tokenizer alone, for code with the member's text but not its model. Raises `MemberLoadError`."""
     from transformers import AutoTokenizer
 
     with explained(config):
@@ -84,7 +84,7 @@ def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStag
         on_stage("reading the tokenizer")
         if config.tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        else:  # a repository of its own, without the model's revisions
+        else:  # a separate repository, without the model's revisions
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **{**common, "revision": None})
         if not tokenizer.encode("a word", add_special_tokens=False):
             raise MemberLoadError(
@@ -116,7 +116,7 @@ def load_gguf_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: O
 
 
 def load_settings(config: MemberConfig, cache_dir: str | None) -> tuple[Any, Any]:
-    """The model's own configuration and its generation configuration, as far as they are found; no weights."""
+    """The model's configuration and its generation configuration, if found; no weights."""
     from transformers import AutoConfig, GenerationConfig
 
     with explained(config):
@@ -130,7 +130,7 @@ def load_settings(config: MemberConfig, cache_dir: str | None) -> tuple[Any, Any
 
 
 def _source(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> tuple[str, dict[str, Any]]:
-    """Where a member's files are, converted if need be, and how transformers is told to read them."""
+    """The location of a member's files, converted if necessary, and the arguments for transformers to read them."""
     source, revision = config.model, config.revision
     if file := gguf_file(config):
         source, revision = str(converted(file, cache_dir, on_stage)), None
@@ -156,7 +156,7 @@ def _one_thread_on_mps(place: Assignment) -> Iterator[None]:
 
 
 def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:
-    """How transformers is told where the weights go, and in how many bits."""
+    """The arguments for transformers about the devices and precision of the weights."""
     kwargs: dict[str, Any] = {}
     if place.place != "cpu" or place.quantization:
         kwargs["device_map"] = dict(place.modules)
@@ -233,7 +233,7 @@ def _with_adapter(model: Any, config: MemberConfig, adapter: str) -> Any:
 
 @contextmanager
 def explained(config: MemberConfig) -> Iterator[None]:
-    """Whatever goes wrong with a member's files becomes a `MemberLoadError` that says what to do."""
+    """Any failure with a member's files becomes a `MemberLoadError` with advice."""
     try:
         with _quiet():
             yield
@@ -283,7 +283,7 @@ def _quiet() -> Iterator[None]:
 
     progress_shown, bar = library_logging.is_progress_bar_enabled(), getattr(gguf_loader, "tqdm", None)
     library_logging.disable_progress_bar()
-    if bar is not None:  # the GGUF loader has a bar of its own, which that switch does not reach
+    if bar is not None:  # the GGUF loader has a separate bar, which that switch does not reach
         vars(gguf_loader)["tqdm"] = library_logging.tqdm
     try:
         yield
@@ -296,7 +296,7 @@ def _quiet() -> Iterator[None]:
 
 TABLES = ("server", "sampling", "ensembles", "clients")
 _OF_BACKSLASHES = ("Unescaped '", "Invalid hex value", "not a Unicode scalar")
-"""What the library says of "C:\\models" and "C:\\Users" in double quotes."""
+"""The library's error for "C:\\models" and "C:\\Users" in double quotes."""
 
 
 def read_ensemble(source: str | Path) -> EnsembleConfig:
@@ -332,7 +332,7 @@ def tables_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The tables of a file, of which one at least is an ensemble. Raises `ConfigError`."""
     for name in data:
         if name in plain_types(EnsembleConfig):
-            raise ConfigError(f"{name} stands outside every table: write [ensembles.demo] on a line above it")
+            raise ConfigError(f"{name} is outside every table: write [ensembles.demo] on a line above it")
         if name not in TABLES:
             raise unknown_setting("the file", name, TABLES)
     tables = {name: table_of(name, data.get(name, {})) for name in TABLES}
@@ -345,7 +345,7 @@ def ensembles_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, EnsembleC
 
 
 def ensemble_of_table(name: str, table: Any) -> EnsembleConfig:
-    """The configuration in `[ensembles.NAME]`. Raises `ConfigError` that names the table and what was expected."""
+    """The configuration in `[ensembles.NAME]`. Raises `ConfigError` that names the table and the expected value."""
     where = f"[ensembles.{name}]"
     settings = dict(checked(EnsembleConfig, table_of(f"ensembles.{name}", table), where, also=("preset",)))
     members, preset = settings.pop("members", None), settings.pop("preset", "default")
@@ -406,9 +406,9 @@ def plain(value: Any, changed: bool = True) -> Any:
 
 
 def stated_context(config: EnsembleConfig) -> int | None:
-    """Tokens that the smallest member's context holds, as far as its configuration is on this machine.
+    """Tokens of the smallest member's context, from configurations on this machine.
 
-    Reads no weights and asks no hub; None where no member says it.
+    Reads no weights and contacts no hub; None if no member states it.
     """
     stated = [limit for member in config.member_configs if (limit := _stated_context(member))]
     return min(stated, default=None)

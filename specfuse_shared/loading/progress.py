@@ -63,4 +63,4 @@ class LoadingBar:
 
 
 loading_bar = LoadingBar()
-"""The bar of this process; engines load in turn."""
+"""The process's progress bar; engines load one at a time."""

@@ -44,7 +44,7 @@ def _check_source(member: MemberConfig) -> None:
 
 
 def _problem_of_folder(folder: Path) -> str:
-    """What keeps a folder from being one of a model; nothing if it may be one."""
+    """The reason why a folder contains no model; empty if it may contain one."""
     if (folder / "config.json").is_file():
         return ""
     if files := sorted(path.name for path in folder.glob("*.gguf")):
@@ -54,7 +54,7 @@ def _problem_of_folder(folder: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """The name beside a missing file or folder that is most like it."""
+    """The existing name that is most similar to a missing file or folder."""
     try:
         names: Sequence[str] = [entry.name for entry in path.parent.iterdir()]
     except OSError:
@@ -70,7 +70,7 @@ _WATCHED = ("torch", "transformers", "accelerate")
 
 @cache
 def untested_versions() -> str:
-    """A sentence that names installed versions outside the bounds of this package, and what to install; or ""."""
+    """A sentence with installed versions outside this package's bounds, and the command to install others; or ""."""
     from packaging.requirements import Requirement
 
     try:

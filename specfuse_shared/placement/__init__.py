@@ -1,1 +1,1 @@
-"""What fits where: devices, sizes, and the plan that puts members onto them."""
+"""Devices, sizes, and the plan that assigns members to devices."""

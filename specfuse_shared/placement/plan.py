@@ -1,6 +1,6 @@
-"""What members need and devices have, and the plan of who goes where. Knows no model and no torch.
+"""The plan that assigns members to devices, by their needs and the devices' memory. Uses no model and no torch.
 
-What a member needs on a device, in bytes:
+A member's need on a device, in bytes:
 
     need = 1.1 · (W + B·C·K + T·V·4)
 
@@ -10,14 +10,13 @@ What a member needs on a device, in bytes:
     K  keys and values of one token, over all layers; windows count as whole layers, as in the engine's caches
     T  tokens whose logits a round keeps (`Workload.draft_tokens` · B: every candidate of every member)
     V  vocabulary; logits are compared in 4 bytes each
-    1.1  for activations, the allocator's gaps and what nobody counts
+    1.1  for activations, gaps of the allocator and other use
 
-Which member goes onto which device, by the arithmetic of `specfuse_shared.placement.plan`.
-
-Members are placed whole, the largest first, each where it has a device to itself or the most room, so that as many as
-possible run at the same time; if that leaves somebody out, as tightly as they fit. A member that may be quantised is
-so only where nothing wider fits. Only then a member is split over devices of one kind, and main memory or the disk
-take a part of it only if that was asked for. The same sizes always give the same plan.
+A member is placed whole if possible, the largest first, on an empty device or the one with the most free memory, so
+that as many members as possible run at the same time. If that leaves a member out, members are packed tightly. A
+member that may be quantised is quantised only if no wider format fits. The last resort is to split a member over
+devices of one kind, or to offload parts to main memory or the disk if the settings allow it. The same sizes always
+give the same plan.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from specfuse_shared.errors import PlacementError
 RESERVE = 1.1
 LOGIT_BYTES = 4
 ANSWERS, CONTEXT = 1, 4096
-"""What a plan makes room for unless told otherwise; more answers share what is left."""
+"""Default workload of a plan; more answers share the remaining memory."""
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device of torch: `name` ("cuda:0"), `kind` ("cuda"), its memory and what is free of it, in bytes."""
+    """A torch device: `name` ("cuda:0"), `kind` ("cuda"), its total and free memory in bytes."""
 
     name: str
     kind: str
@@ -50,7 +49,7 @@ class Device:
 
     @property
     def pool(self) -> str:
-        """The memory that it lies in: an Apple GPU has none of its own."""
+        """The memory pool of the device: an Apple GPU uses main memory."""
         return pool_of(self.name)
 
 
@@ -61,7 +60,7 @@ def pool_of(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a plan makes room for: `answers` at once, `context` tokens each, `draft_tokens` in a round of one."""
+    """Planned load: `answers` at once, `context` tokens each, `draft_tokens` in a round of one."""
 
     answers: int = ANSWERS
     context: int = CONTEXT
@@ -112,7 +111,7 @@ class Sizes(Protocol):
         ...
 
     def split(self, room: Mapping[str, int], number_format: str, quantization: str | None) -> Split | None:
-        """Layers dealt out to devices with so many bytes for weights, in their order; None if there is not enough."""
+        """Layers assigned to devices in order, within each device's bytes for weights; None if they do not fit."""
         ...
 
 
@@ -135,11 +134,11 @@ class MemberSpec:
     fixed: bool = False
 
     def is_default(self, device: Device) -> bool:
-        """Whether it may be put on an accelerator that nobody named: not on MPS, where nobody has run the engine."""
+        """Whether the planner may choose an accelerator itself: not MPS, where the engine has never run."""
         return device.kind not in ("cpu", "mps")
 
     def need(self, device: Device, quantization: str | None, workload: Workload) -> MemoryNeed:
-        """What this member needs on a device."""
+        """This member's need on a device."""
         number_format, sizes = self.number_format(device), self.sizes
         limits = [n for n in (self.max_context or workload.context, sizes.context) if n]
         cached = workload.answers * min(limits) * sizes.kv_values
@@ -154,7 +153,7 @@ class MemberSpec:
         )
 
     def number_format(self, device: Device) -> str:
-        """The format of weights and caches: as chosen, else as stored, as far as the device calculates in it.
+        """The format of weights and caches: as chosen, else as stored, if the device computes in it.
 
         Half precision without bfloat16 is float16 on an accelerator and float32 on a processor; accelerators never
         get float32 unless it was chosen.
@@ -171,7 +170,7 @@ class MemberSpec:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A member's place; without one, `memory` is empty and the rest is what it would need.
+    """A member's device. For a member without one, `memory` is empty and the rest is its need.
 
     `modules`: module → device, as transformers takes it ("" is the whole model). `memory`: device → bytes with the
     reserve. `caches`: device → share of keys, values and logits.
@@ -205,14 +204,15 @@ class Plan:
 
     @property
     def problem(self) -> str | None:
-        """Why there is no place, and what would help."""
+        """Why no device fits, and possible remedies."""
         if self.fits:
             return None
         lacking = [f"{a.member} ({format_bytes(a.need.total)})" for a in self.assignments if not a.memory]
         free = ", ".join(f"{d.name} {format_bytes(d.free)}" for d in self.devices)
         total = format_bytes(sum(a.need.total for a in self.assignments))
         return (
-            f"no device has room for {', '.join(lacking)}: the members need {total} in all, with caches and a reserve "
+            f"no device has enough memory for {', '.join(lacking)}: "
+            f"the members need {total} in all, with caches and a reserve "
             f"of 10 %, and there is {free}. What would help: {'; '.join(self.advice)}"
         )
 
@@ -309,7 +309,7 @@ class _Planner:
         return next(filter(None, map(self._packed, self._ladder())), None)
 
     def in_parts(self) -> _Attempt | None:
-        """Members that fit nowhere split over devices of one kind, at last offloaded where they allow it."""
+        """Split members that fit nowhere over devices of one kind, then offload them if they allow it."""
         for ways in ([self._split], [self._split, self._offloaded]):
             for level in range(self._depth):
                 attempt = self._pack(self._at(level), roomiest=False)
@@ -471,7 +471,7 @@ def candidates(spec: MemberSpec, devices: Sequence[Device]) -> tuple[Device, ...
 
 
 def _advice(planner: _Planner) -> Iterator[str]:
-    """What would let every member be placed; each was tried."""
+    """Changes that would let every member be placed; each was tried."""
     specs, workload = planner.specs, planner.workload
 
     def fits(chosen: Sequence[MemberSpec], workload: Workload = workload) -> bool:

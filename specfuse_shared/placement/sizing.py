@@ -1,6 +1,6 @@
 """The sizes of a model from its configuration alone: an empty model is built, and no weight is read.
 
-The devices of this machine and their free memory, or those of a machine that is only planned.
+Also the devices of this machine and their free memory, or those of a described machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WeightFormat:
 
 
 WEIGHT_FORMATS = {"8bit": WeightFormat(8, 32), "4bit": WeightFormat(4, 32, _BNB_GROUP)}
-"""What `MemberConfig.quantization` means: int8 with a scale a row, NF4 with a float32 scale for 64 weights."""
+"""Formats of `MemberConfig.quantization`: int8 with a scale a row, NF4 with a float32 scale for 64 weights."""
 
 
 def checkpoint_format(config: Any) -> WeightFormat | None:
@@ -243,7 +243,7 @@ def only_cpu() -> bool:
 def planned_devices(text: str) -> tuple[Device, ...]:
     """Devices from a description: "80GB", "4x24GB", "2x24GB,48GB", "xpu:16GB,cpu:64GiB". Raises `ConfigError`.
 
-    GB is 10⁹ bytes. A card that is sold with 24 GB has 24 GiB, of which its driver takes some: GB leaves room for that.
+    GB is 10⁹ bytes. A card sold with 24 GB has 24 GiB, of which its driver takes some: GB leaves a margin for that.
     """
     chosen: list[Device] = []
     for part in text.split(","):
@@ -258,9 +258,9 @@ def planned_devices(text: str) -> tuple[Device, ...]:
 
 
 def free_memory(name: str) -> int:
-    """Bytes that are free on a device now; what torch holds but does not use counts as free.
+    """Free bytes on a device; memory that torch holds but does not use counts as free.
 
-    An Apple GPU has as much as is recommended for it, and not more than other programs leave of main memory.
+    An Apple GPU has its recommended maximum, and no more than the free main memory.
     """
     device = torch.device(name)
     if device.type in ("cpu", "meta"):
@@ -275,7 +275,7 @@ def free_memory(name: str) -> int:
 
 
 def shared_out(free: Mapping[str, int]) -> dict[str, int]:
-    """Of devices that lie in one pool, each gets an equal part of what the roomiest has there, if it has as much."""
+    """Each device of one pool gets an equal part of the pool's largest free memory, if it has that much."""
     limits: dict[str, int] = {}
     for name, size in free.items():
         limits[pool_of(name)] = max(size, limits.get(pool_of(name), 0))

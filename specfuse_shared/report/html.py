@@ -1,9 +1,9 @@
-"""An answer explained in HTML: who wrote what against which rivals, weights, retention, exits and time.
+"""An answer explained in HTML: authors and rivals of each segment, weights, retention, exits and time.
 
-`document` is a file of its own, `fragment` the same inside another page, its style held under one class. Neither needs
-a network or JavaScript. Knows results, no engine; what is drawn is computed here, how it looks is in `templates/`.
+`document` is a complete file, `fragment` the same inside another page, with its style under one class. Neither needs
+a network or JavaScript. Uses results, no engine. The drawing is computed here; its look is in `templates/`.
 
-How scores, shares, differences and what is not known are written, in the terminal and in reports.
+Also the formats of scores, shares, differences and unknown values, in the terminal and in reports.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _AROUND, _LONGEST = 32, 120
 
 
 def number(value: float | None) -> str:
-    """Three digits behind the point; a score that would vanish there keeps one digit (probabilities of whole texts)."""
+    """Three decimals; a score that would round to zero keeps one digit (probabilities of whole texts)."""
     if value is None:
         return UNKNOWN
     return f"{value:.0e}" if 0 < value < 0.0005 else f"{value:.3f}"
 
 
 def work_of(usage: MemberUsage) -> str:
-    """How many forwards a token of the answer took a member, and how many guesses were right; empty if unknown."""
+    """Forward passes of a member per token of the answer, and the share of right guesses; empty if unknown."""
     if not usage.forwards or not usage.answer:
         return ""
     guesses = f", {usage.accepted} of {usage.guessed} guesses right" if usage.guessed else ""
-    return f"{usage.forwards / usage.answer:.2f} forwards a token{guesses}"
+    return f"{usage.forwards / usage.answer:.2f} forward passes a token{guesses}"
 
 
 def leader_of(record: RoundRecord) -> str:
-    """Who drafted first in a round; empty if nobody did."""
+    """The member that drafted first in a round; empty if there was none."""
     return "" if record.leader is None else f" · {record.leader} drafted first"
 
 
@@ -72,7 +72,7 @@ _LATE_WITH = {"draft": "draft", "verify": "verdicts"}
 
 
 def in_context(text: str, start: int, end: int) -> tuple[str, str, str]:
-    """Characters `start` to `end` of a text on one line, with some words before and behind them."""
+    """Characters `start` to `end` of a text on one line, with some words before and after them."""
     before, after = text[max(0, start - _AROUND) : start], text[end : end + _AROUND]
     if start > _AROUND:
         before = "…" + before.partition(" ")[2]
@@ -82,7 +82,7 @@ def in_context(text: str, start: int, end: int) -> tuple[str, str, str]:
 
 
 def instead(member_words: MemberWords) -> str:
-    """What a member would have written."""
+    """The words that a member would have written."""
     if not member_words.words:
         return "the end" if member_words.ends else "nothing"
     words = _on_one_line(_shortened(member_words.words) + "…" * member_words.is_cut)
@@ -102,7 +102,7 @@ COLOURS, LINES = 6, 5
 STAGES = ("draft", "verify")
 TICKS = 10
 SHOWN, MOST = 6, 200
-"""Differences that are seen at once, and the most that can be seen; so many fields, too."""
+"""Number of differences shown at once, and in total; the same for fields."""
 ENDS = {
     FinishReason.STOP: "the answer was complete",
     FinishReason.LENGTH: "max_tokens or context reached",
@@ -124,7 +124,7 @@ def fragment(result: AnswerRecord, *, running: bool = False) -> str:
 
 @cache
 def environment(*more: str) -> Environment:
-    """Templates that escape what they are given: the report's, and those of `more` packages."""
+    """Templates that escape their values: the report's, and those in `more` packages."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package) for package in ("specfuse_shared.report", *more)]),
         autoescape=True,
@@ -209,7 +209,7 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A column of bars for each round. `ticks`: rounds that are named under it; `top`: what its height means."""
+    """A column of bars for each round. `ticks`: rounds with a label; `top`: meaning of the height."""
 
     title: str
     note: str
@@ -257,7 +257,7 @@ def pieces_of(text: str, rounds: Sequence[RoundRecord]) -> Iterator[TextSpan]:
 
 
 def _placed(text: str, difference: MemberDifference) -> tuple[MemberDifference, tuple[str, str, str]]:
-    """A difference with its words in the answer, and those before and behind them."""
+    """A difference with its words in the answer, and the words before and after them."""
     return difference, in_context(text, difference.start, difference.end)
 
 
@@ -306,7 +306,7 @@ def _card(piece: TextSpan, record: RoundRecord) -> Card:
 
 
 def _verdict(record: RoundRecord) -> str:
-    """Who judged the candidates, or why nobody had to."""
+    """The judges of the candidates, or the reason why there was no vote."""
     if record.verified:
         return f"{len(record.candidates)} candidates, judged by {len(record.present)} members"
     if len(record.active) == 1:
@@ -316,7 +316,7 @@ def _verdict(record: RoundRecord) -> str:
     drafters = {name for c in record.candidates for name in c.drafters}
     if len(record.candidates) == 1 and drafters == set(record.present):
         dictated = record.candidates[0].tokens == 0
-        return "dictated by the grammar" if dictated else f"all {len(record.present)} members agreed, nothing to judge"
+        return "forced by the grammar" if dictated else f"all {len(record.present)} members agreed, no vote was needed"
     return "the only candidate, nothing to judge"
 
 
@@ -333,7 +333,7 @@ def _charts(result: AnswerRecord, members: Mapping[str, MemberStyle]) -> Iterato
         note = "how much each member’s judgement counts"
         yield Chart("Weights", note, shares(lambda r: r.weights), ticks, "1", "½")
     if any(r.retention for r in result.rounds):
-        note = "who earns the right to go on; set after a verified round"
+        note = "retention probability of each member; set after a verified round"
         yield Chart("Retention", note, shares(lambda r: r.retention), ticks, "1", "½")
     top = max((r.timing.total for r in result.rounds), default=0.0)
     if top > 0:
@@ -345,7 +345,7 @@ def _charts(result: AnswerRecord, members: Mapping[str, MemberStyle]) -> Iterato
 def _column(
     index: int, parts: Mapping[str, float], css: Mapping[str, str], top: float, formatted: Callable[[float], str]
 ) -> tuple[str, Sequence[ColumnPart]]:
-    """What a round's column says, and its bars from the bottom up."""
+    """The label of a round's column, and its bars from the bottom up."""
     title = ", ".join(f"{name} {formatted(part)}" for name, part in parts.items())
     return f"Round {index}: {title or UNKNOWN}", _bars(parts, css, top)
 

@@ -32,13 +32,13 @@ FILTERS = {
     "worse": "it is worse",
     "same": "no difference",
     "apart": "members disagree",
-    "circles": "somebody goes in circles",
+    "circles": "a repetitive answer",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How somebody is marked everywhere: the number in the badge, and the colour and line."""
+    """The mark of a system: the number in the badge, and the colour and line."""
 
     name: str
     number: str
@@ -69,7 +69,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A question with everybody's answers. `css`: what filters look at; `points`: by asker, of what counts first."""
+    """A question with all answers. `css`: classes for filters; `points`: by system, of the main metric."""
 
     question: Question
     number: int
@@ -105,7 +105,7 @@ def view(comparison: Comparison) -> dict[str, Any]:
 
 
 def marks_of(askers: Sequence[EvalSystem]) -> dict[str, Mark]:
-    """Members in the colours that they have in every report; ensembles in that of the text."""
+    """Members in the same colours as in every report; ensembles in the text's colour."""
     marks: dict[str, Mark] = {}
     for i, asker in enumerate(asker for asker in askers if asker.is_member):
         marks[asker.name] = Mark(asker.name, str(i + 1), f"m{i % COLOURS} l{i % LINES}")
@@ -137,7 +137,7 @@ def _limit(columns: Sequence[Column]) -> int:
 
 
 def _ends(gap: Interval) -> tuple[float, float]:
-    """Its ends, as far as points go."""
+    """Its ends, within the range of points."""
     return max(gap.low, -100.0), min(gap.high, 100.0)
 
 

@@ -1,7 +1,7 @@
-"""A blind vote: a page with two hidden answers at a time, and what people voted on it.
+"""A blind vote: a page with two anonymous answers at a time, and people's votes on it.
 
 The page is one file and keeps its votes: a saved copy holds them, and so does a new page over the same file. Which side
-an answer stands on hangs on the texts alone, so that nobody can know it and everybody can find it again.
+an answer appears on depends on the texts alone: hidden from voters, and reproducible.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Pair:
 
 
 def side_of(key: str) -> str:
-    """On which side the ensemble's answer stands."""
+    """The side of the ensemble's answer."""
     return CHOICES[int(key[0], 16) % 2]
 
 
 def pairs_of(comparison: Comparison, against: str | None = None) -> list[Pair]:
-    """The ensemble's answers beside those of a member, where they differ; in an order that tells nothing."""
+    """Pairs of the ensemble's and a member's answers where they differ, in an order that reveals nothing."""
     rival, pairs = rival_of(comparison, against), []
     for question in comparison.questions:
         ours, theirs = (comparison.answers[name][question.id].text for name in (ENSEMBLE, rival))

@@ -1,9 +1,9 @@
-"""Everybody's answers: each member alone, the ensemble, and the ensemble without each, through the engine's batches.
+"""The answers of all systems: each member alone, the ensemble, and the ensemble without each, in batches.
 
-A few questions are asked one at a time first, of engines that hold none but those who are asked, so that seconds
-compare; their answers count like the others. What the run's file has already is not asked.
+A few questions are asked one at a time first, with only the asked members loaded, so that seconds are comparable.
+Their answers count like all others. Answers in the run's file are not asked again.
 
-Many requests at once of one engine, at most so many in flight: neither memory nor the queue grows with the rest.
+Requests to one engine have a maximum in flight, so neither memory nor the queue grows with the number of questions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_THREADS = 64
 
 
 def asked_together(engine: EnsembleEngine, todo: Iterator[T], ask: Callable[[T], R]) -> Iterator[tuple[T, Future[R]]]:
-    """Each item with its outcome, as they come. The engine is closed in the end, whatever happens."""
+    """Each item with its outcome, in order of completion. The engine is closed at the end in every case."""
     threads = min(engine.config.max_concurrent, _MOST_THREADS)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="specfuse-comparing")
     running: dict[Future[R], T] = {}
@@ -71,7 +71,7 @@ class EvalSystem:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a comparison: `done` answers of `total`, earlier runs included. `stage`: what runs now."""
+    """Progress of a comparison: `done` answers of `total`, earlier runs included. `stage`: the current step."""
 
     stage: str
     done: int
@@ -100,7 +100,7 @@ def new_engine(config: EnsembleConfig) -> EnsembleEngine:
 
 
 def size_of(run: RunFile, member: EnsembleConfig, what: str) -> int:
-    """A member's "memory_bytes" or "parameters", as its engine told; 0 where they are unknown."""
+    """A member's "memory_bytes" or "parameters", from its engine; 0 if unknown."""
     return int((run.get(key_of(member, "member")) or {}).get(what, 0))
 
 
@@ -110,9 +110,9 @@ def _is_part(config: EnsembleConfig, whole: EnsembleConfig) -> bool:
 
 
 class EvalRun:
-    """One run: who is asked what, what is known already, and what failed.
+    """One run: systems and questions, stored answers, and failures.
 
-    `timed`: so many questions are asked one at a time. `failures`: (asker, question id) → why there is no answer.
+    `timed`: the number of questions that are asked one at a time. `failures`: (system, question id) → reason.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class EvalRun:
         self.failures: dict[tuple[str, str], str] = {}
 
     def ask_all(self) -> None:
-        """Ask what is not known yet. Raises `EngineClosedError` where an engine broke; what came before is kept."""
+        """Ask all missing answers. Raises `EngineClosedError` if an engine broke; earlier answers are kept."""
         self._tell("answers that are there")
         for asker in self.askers:
             if asker.is_member and any(self._is_open(asker, question) for question in self._timed):
@@ -161,7 +161,7 @@ class EvalRun:
         return by_asker
 
     def in_half(self) -> tuple[str, ...]:
-        """Members that compute in half precision, in which an answer may hang on what else runs."""
+        """Members that compute in half precision: their answers may depend on concurrent work."""
         records = {a.name: self.run.get(key_of(a.config, "member")) or {} for a in self.askers if a.is_member}
         return tuple(name for name, record in records.items() if record.get("dtype") in HALF)
 
@@ -175,7 +175,7 @@ class EvalRun:
     def _ask_alone(self, engine: EnsembleEngine, asker: EvalSystem) -> None:
         todo = [question for question in self._timed if self._is_open(asker, question)]
         if todo:
-            with suppress(SpecFuseError):  # a first call pays for what later ones find
+            with suppress(SpecFuseError):  # the first call includes one-time costs
                 engine.generate("Hello", SamplingParams(max_tokens=1))
         for question in todo:
             self._keep(asker, question, partial(self._generate, engine, asker, question), alone=True)
@@ -184,7 +184,7 @@ class EvalRun:
     # ── many at once ─────────────────────────────────────────────────────────────────────────────
 
     def _engines(self) -> Iterator[tuple[EnsembleConfig, list[EvalSystem]]]:
-        """Whose answers one engine can give: those of members of the same ensemble."""
+        """The systems that one engine can answer for: members of the same ensemble."""
         pending = [a for a in self.askers if any(self._is_open(a, q) for q in self.questions)]
         for whole in sorted(self.askers, key=lambda a: -len(a.config.names)):
             served = [a for a in pending if _is_part(a.config, whole.config)]
@@ -233,7 +233,7 @@ class EvalRun:
 
     @contextmanager
     def _loaded(self, config: EnsembleConfig) -> Iterator[EnsembleEngine]:
-        """An engine; what its members weigh is kept, so that a run that only reads answers can tell."""
+        """An engine. The sizes of its members are stored, so that a run that only reads answers knows them."""
         self._tell(f"loading {', '.join(config.names)}")
         with (self._make_engine or new_engine)(config) as engine:
             for report in engine.load().describe():

@@ -1,7 +1,7 @@
-"""The file of a run: JSON lines, an answer each. Nothing in it is asked again, and a run that was killed loses nothing.
+"""The file of a run: JSON lines, one answer each. Stored answers are not asked again; a killed run loses nothing.
 
-A line is written in one piece behind the last whole one; a line that a killed run left half is cut off. An answer is
-known by who was asked, with which settings, and what: other members, settings or questions are other answers.
+A line is appended in one write; a partial line of a killed run is cut off. The key of an answer contains the system,
+its settings and the question, so changed members, settings or questions give other answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specfuse_shared.events import EnsembleResult
 from specfuse_shared.loading.pretrained import plain_config
 
 _BINARY = getattr(os, "O_BINARY", 0)
-"""Windows would write line ends of its own."""
+"""Windows would write other line ends."""
 MARK = {"specfuse": "compare", "version": 1}
 _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "reuse_prefixes", "cache_dir")
 """Settings that change when an answer comes, not what it is."""
@@ -35,9 +35,9 @@ _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "r
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer in a comparison. `pieces`: (author, text) of each segment. `forwards`: forward passes of all members.
-    `alone`: nothing else ran at the same time, so its seconds can be compared. `work`: (member, tokens of its prompt,
-    tokens that went through it after the prompt). `logprob`: mean log p of a token, of samples only."""
+    """An answer in a comparison. `pieces`: (author, text) of each segment. `forwards`: number of forward passes of all
+    members. `alone`: no concurrent work, so its seconds are comparable. `work`: (member, tokens of its prompt,
+    tokens that went through it after the prompt). `logprob`: mean log p of a token, for samples only."""
 
     text: str
     finish: str
@@ -80,7 +80,7 @@ class Answer:
 
 
 def key_of(config: EnsembleConfig, question: Any) -> str:
-    """What an answer is known by: who is asked, and what (plain JSON)."""
+    """The key of an answer: the system and the question (plain JSON)."""
     settings = {k: v for k, v in plain_config(config, changed=False).items() if k not in _WITHOUT_EFFECT}
     if len(config.names) == 1:  # how a round is decided has no effect on a member by itself
         settings = {"members": [{k: v for k, v in settings["members"][0].items() if k != "weight"}]}
@@ -103,7 +103,7 @@ def sample_key(
 def together_key(
     config: EnsembleConfig, question: Question, max_tokens: int | None, temperature: float, count: int
 ) -> str:
-    """Of the seconds that so many samples of a member take, asked together."""
+    """Key of the seconds for this number of samples of a member, asked together."""
     return key_of(config, ["together", temperature, count, *_asked(question, max_tokens)])
 
 
@@ -116,7 +116,7 @@ class RunFile:
     """The records of a run, in a file or (path None) in memory alone. Use as a context manager.
 
     One process writes it at a time; any thread may `add`. Raises `ConfigError` for a file that is none of a run.
-    Meanwhile FILE.lock stands beside it: on Windows nothing else could read a file that is itself locked.
+    While it is open, FILE.lock exists as well: on Windows a locked file could not be read by other programs.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -165,7 +165,7 @@ class RunFile:
         return self._found.get(key)
 
     def by_question(self) -> dict[str, Answer]:
-        """Question id → the last answer to it, whoever gave it: of a file that holds those of one."""
+        """Question id → the last answer to it, from any system: for a file with the answers of one."""
         answers = (record for record in self._found.values() if "question" in record)
         return {str(record["question"]): Answer.from_dict(record) for record in answers}
 
@@ -220,13 +220,17 @@ class RunFile:
     def _write(self, file: int, line: bytes) -> None:
         try:
             if os.write(file, line) != len(line):
-                raise SpecFuseError(f"{self.path} cannot be written any more: is the disk full? Run it again to go on")
+                raise SpecFuseError(
+                    f"{self.path} cannot be written any more: is the disk full? Run it again to continue"
+                )
         except OSError as error:
-            raise SpecFuseError(f"{self.path} cannot be written ({error.strerror}): run it again to go on") from error
+            raise SpecFuseError(
+                f"{self.path} cannot be written ({error.strerror}): run it again to continue"
+            ) from error
 
 
 def _is_mark(line: bytes, torn: bool) -> bool:
-    """Whether a file begins as one of a run; `torn`: as far as its first line was written."""
+    """Whether a file begins as one of a run; `torn`: its first line may be incomplete."""
     line = line.removeprefix(codecs.BOM_UTF8).removesuffix(b"\r")  # as editors of Windows write them
     whole = json.dumps(MARK).encode()
     return whole.startswith(line) if torn else line == whole

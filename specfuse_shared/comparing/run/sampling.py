@@ -1,7 +1,7 @@
-"""Samples of members alone: several answers to a question, each with a seed of its own, kept in the run's file.
+"""Samples of members alone: several answers to a question, each with its own seed, kept in the run's file.
 
-So a run that goes on asks only the samples that are missing, and finds the same ones in each. Besides, it measures how
-long so many samples take that are asked together, which is the fastest way to have them.
+A resumed run asks only for missing samples and reproduces them. The module also measures the seconds for a number of
+samples asked together, which is the fastest way to get them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Sampler:
         return [answer for answer in stored if answer is not None]
 
     def ask(self, everything: Sequence[Wanted]) -> None:
-        """Ask for what is missing, one member after another, the samples of a question at the same time."""
+        """Ask for missing samples, one member after another, all samples of a question at the same time."""
         self._total = sum(job.count for job in everything)
         self._done = self._total - sum(1 for _ in self._missing(everything))
         self._tell("samples of the best member")
@@ -114,7 +114,7 @@ class Sampler:
                         pass
 
     def times(self, row: Timed) -> dict[int, float]:
-        """How many samples of the row → their seconds, as far as it was measured."""
+        """Number of samples of the row → their seconds, if measured."""
         counts = sorted({row.count, *self._doublings()})
         measured = {count: self.seconds(Wanted(row.member, row.question, count)) for count in counts}
         return {count: seconds for count, seconds in measured.items() if seconds is not None}
@@ -153,7 +153,7 @@ class Sampler:
                 return time.monotonic() - started
 
             try:
-                with suppress(SpecFuseError):  # a first batch of a size pays for what later ones find
+                with suppress(SpecFuseError):  # the first batch of a size includes one-time costs
                     ask_all(lambda seed: engine.generate("Hello", SamplingParams(max_tokens=2)))
                 seconds = ask_all(lambda seed: self._generate(engine, job, seed))
             except EngineClosedError:
