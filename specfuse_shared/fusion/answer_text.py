@@ -1,4 +1,4 @@
-"""The text of one answer: what fits within `max_tokens`, what may be shown, where it ends."""
+"""The text of one answer: its limit of `max_tokens`, its visible part, and its end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TrimmedSegment:
 
 
 class AnswerText:
-    """Grows by segments; `codec` is that of the reference member, which counts `tokens`.
+    """Grows by segments. `codec`: the reference member's, which counts `tokens`.
 
-    `may_end`: whether a stop string may leave a text as the whole answer, always if unset; else it is text like other.
+    `may_end`: whether a stop string may end the answer after a given text; always if unset. Otherwise it is plain text.
     """
 
     def __init__(self, params: SamplingParams, codec: Codec, may_end: Callable[[str], bool] | None = None) -> None:
@@ -41,10 +41,10 @@ class AnswerText:
         self._began = time.monotonic()
 
     def fit(self, segment: str, reason: FinishReason | None, own_count: int | None = None) -> TrimmedSegment:
-        """The segment within `max_tokens`, and what of it stands before a stop string.
+        """The segment within `max_tokens`, cut at a stop string.
 
-        `reason`: why the answer ends with it in any case. `own_count`: tokens of the reference member where it decodes
-        alone, which need no encoding of the text.
+        `reason`: an end of the answer that is already certain. `own_count`: number of tokens if the reference member
+        decodes alone; the text then needs no encoding.
         """
         segment, reason = self._within_limit(segment, reason, own_count)
         for stop in find_stops(self.text, segment, self._stops):

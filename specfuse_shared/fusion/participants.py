@@ -1,19 +1,16 @@
-"""Who takes part in one answer: every member's side of it, who is still active, what each is worth, who left and why.
+"""The participants of one answer: each member's state, weight and exit, the leader of a round, and late members.
 
-Members without room refuse a prompt before any model runs, and leave once their context is full.
+Members without space refuse a prompt before any model runs, and leave once their context is full.
 
-Who drafts first in a round, and whether anybody does.
+In some rounds one member, the leader, drafts first. If members run one after another, the leader's draft saves the
+others time, except on an accelerator with as many answers as members. Members that run in parallel draft at the same
+time unless a leader pays for them too. That depends on the cost of their forward passes and on how often one draft
+settled a round recently: a single answer must get its drafts earlier, and many answers that keep all lanes busy must
+cost clearly less. Seconds are measured and rounded, so that a seed rarely leads to another leader.
 
-Where members take turns, one leads: what its draft saves the others is time, unless they are on an accelerator with as
-many answers as members. Members that run beside each other draft at the same time, unless a leader pays there too, by
-what forwards of each take and by how often one draft settled a round lately: a lone answer must have its drafts
-earlier, and many answers that keep all lanes at work must cost clearly less. Seconds are measured and rounded, so that
-a seed seldom meets another leader.
-
-Who is late in a round, and what members that were late missed.
-
-A round has a deadline (`EnsembleConfig.round_seconds`). A member that has not answered by then, while others wait, sits
-the round out. Its stage goes on: once that is over it is back, and commits what it missed before it drafts again.
+A round may have a deadline (`EnsembleConfig.round_seconds`). A member that has not answered by then, while others
+wait, misses the round. Its stage continues. Once that is done the member is back, and commits the missed text before
+it drafts again.
 """
 
 from __future__ import annotations
@@ -33,12 +30,12 @@ from specfuse_shared.types import ExitReason, MemberExit, MemberUsage, Usage
 _BYTES_PER_TOKEN = 8
 """A token of one member may take this many of another's (Chinese, emoji); kept free in every context."""
 _REENCODED = 16
-"""A text takes at most a token a byte, and what stood before it at most so many more than it did."""
+"""A text takes at most one token per byte. Text before it takes at most this many more tokens than before."""
 
 
 @dataclass(slots=True)
 class Participant:
-    """A member's part in an answer. `first`: its weight at the start; `counts`: what its lane last said of it."""
+    """A member's part in an answer. `first`: its weight at the start; `counts`: its lane's last report."""
 
     member: Member
     prompt: tuple[int, ...]
@@ -99,9 +96,9 @@ class Participants:
         return dict(zip(present, weights if len(present) == len(self.active) else normalised(weights), strict=True))
 
     def weigh(self, weights: Sequence[float], limit: float | None) -> None:
-        """New weights of the present members; the ratio of two is at most `limit` times that of their first ones.
+        """New weights of the present members; the ratio of two grows at most by `limit` over its first value.
 
-        Those of the absent ones stay, but for that limit.
+        Absent members keep theirs, within that limit.
         """
         if len(present := self.present) < len(self.active):
             mass = sum(self.sides[name].weight for name in present)
@@ -137,36 +134,36 @@ class Participants:
                 self.sides[name].weight = weight
 
     def drop_full(self, round_index: int) -> None:
-        """Present members without room for another round leave, so that the others can go on."""
+        """Present members whose context cannot hold another round leave, so that the others can continue."""
         self.drop([name for name in self.present if self._is_full(self.sides[name])], round_index, "context")
 
     def may_be_full(self, owed: Mapping[str, str]) -> bool:
-        """Whether a present member may lack room for another round once it has committed the text that it owes."""
+        """Whether a present member's context may be full once it has committed the text that it owes."""
         max_tokens = {name: len(owed.get(name, "").encode()) + _REENCODED for name in self.present}
         return any(self._is_full(self.sides[name], more) for name, more in max_tokens.items())
 
     def holds(self, name: str, text: str) -> bool:
-        """Whether a member that committed only a part of the answer `text` has room for all of it."""
+        """Whether a member that has committed a part of the answer `text` can hold all of it."""
         side = self.sides[name]
         return not self._is_full(side, len(side.member.codec.encode(text)) - side.counts.answer)
 
     @property
     def exits(self) -> tuple[MemberExit, ...]:
-        """Exits that no round has told of yet."""
+        """Exits that no round has reported yet."""
         return tuple(self._exits)
 
     def take_exits(self) -> list[MemberExit]:
-        """`exits`, which the caller will tell of."""
+        """Return and clear `exits`; the caller reports them."""
         exits, self._exits = self._exits, []
         return exits
 
     def take_closes(self) -> dict[str, Close]:
-        """What those who left still hold, which the caller will let go."""
+        """Pending `Close` ops of members that left; the caller sends them."""
         closes, self._leaving = self._leaving, {}
         return closes
 
     def usage(self, text: str) -> Usage:
-        """What each member read, drafted and computed for the answer `text`."""
+        """The tokens that each member read, drafted and computed for the answer `text`."""
 
         def usage(side: Participant) -> MemberUsage:
             answer = side.alone if side.alone is not None else len(side.member.codec.encode(text))
@@ -178,7 +175,7 @@ class Participants:
         return Usage(len(self.reference.prompt), members[reference].answer, reference, members)
 
     def thinking_limit(self, name: str, max_tokens: int) -> int:
-        """Tokens that a member's thoughts may have, `most` where its context holds them."""
+        """Maximum tokens of a member's reasoning: `max_tokens`, or less if its context is small."""
         side = self.sides[name]
         limit = side.member.context_limit
         if limit is None:
@@ -186,7 +183,7 @@ class Participants:
         return max(1, min(max_tokens, limit - len(side.prompt) - 2 * self._room(len(self.active))))
 
     def scoring_prompt(self, name: str, texts: Iterable[str], thoughts: str = "") -> tuple[int, ...]:
-        """What a member reads before texts that it shall judge: its prompt and its thoughts, or none where it has none.
+        """The ids that a member reads before texts that it scores: its prompt and an empty reasoning, if it reasons.
 
         Raises `RequestError` if its context does not hold one of them.
         """
@@ -194,9 +191,7 @@ class Participants:
         prompt = (*side.prompt, *side.member.text.encode_thoughts(thoughts))
         needs = len(prompt) + max(len(side.member.codec.encode(text)) for text in texts)
         if (limit := side.member.context_limit) is not None and needs > limit:
-            raise RequestError(
-                f"a text ends behind the context of member {name!r}: it holds {limit} tokens, not {needs}"
-            )
+            raise RequestError(f"a text exceeds the context of member {name!r}: it holds {limit} tokens, not {needs}")
         return prompt
 
     def _is_full(self, side: Participant, more: int = 0) -> bool:
@@ -226,9 +221,9 @@ def _first_weights(members: Sequence[Member], by_size: bool) -> list[float]:
 
 
 _ANSWERS_A_LANE = 2
-"""With so many answers for each lane, none is idle while an answer waits for its leader."""
+"""With this many answers per lane, no lane is idle while an answer waits for its leader."""
 _CLEARLY = 0.8
-"""Lanes wait for each other's answers, which meet in fewer forwards then: so much less the work has to be."""
+"""Lanes wait for each other's stages, which then share fewer forward passes: required saving by a leader."""
 _MEMORY = 0.8
 
 
@@ -244,13 +239,13 @@ class LaneStats:
     elsewhere: frozenset[str] = frozenset()
 
     def clock_of(self, name: str) -> object:
-        """What a member shares its time with: its lane, or nothing behind a server."""
+        """The resource that a member shares: its lane; a server's member shares none."""
         return name if name in self.elsewhere else self.lane_of[name]
 
 
 @dataclass(slots=True)
 class LeaderPolicy:
-    """The leaders of one answer. `traffic`: of the engine; without one, all members take turns."""
+    """The leaders of one answer. `traffic`: the engine's; without it, members run one after another."""
 
     traffic: LaneStats | None = None
     _won: dict[str, float] = field(default_factory=dict)
@@ -258,8 +253,8 @@ class LeaderPolicy:
     """Share of the last rounds for which one draft was enough."""
 
     def leader(self, participants: Participants, drafters: Sequence[str], tokens: int) -> str | None:
-        """Who of these should draft so many tokens first; None: nobody, as it does not pay, or not all active members
-        can make use of them."""
+        """The member that should draft this number of tokens first. None: a leader would not pay, or not all active
+        members can use its draft."""
         active = participants.present
         if len(active) < 2 or not all(participants[name].member.info.may_guess for name in active):
             return None
@@ -276,18 +271,19 @@ class LeaderPolicy:
         return leader if led < (_CLEARLY if is_busy else 1) * at_once else None
 
     def _reads_all(self, lanes: set[int], members: int) -> bool:
-        """Whether every member's weights are read for some answer at any time: on an accelerator that is what a forward
-        costs, however many answers share it, so a leader spares nothing and only adds stages that wait."""
+        """Whether each member's weights are read for some answer at any time. On an accelerator a forward pass costs
+        that much for any number of answers, so a leader saves nothing and only adds stages that wait."""
         assert self.traffic is not None
         return lanes <= self.traffic.accelerated and self.traffic.answers() >= members
 
     def _round(
         self, together: Callable[[Iterable[float]], float], steps: Mapping[str, float], leader: str, tokens: int
     ) -> tuple[float, float]:
-        """What a round costs with a leader, and what without, members' costs taken `together`.
+        """Cost of a round with a leader and without one; `together` combines the members' costs.
 
-        Without: all drafts, and a verification unless all are equal. With: the leader's draft, one forward of the
-        others that judges it, and where that does not settle the round, their drafts and a verification as well.
+        Without: all drafts, and a verification unless all are equal. With: the leader's draft and one forward pass of
+        each other member that judges it. If that does not settle the round, also the others' drafts and a
+        verification.
         """
         again, everybody = 1 - self._settled, together(steps.values())
         followers = together(seconds for name, seconds in steps.items() if name != leader)
@@ -295,14 +291,14 @@ class LeaderPolicy:
         return led, (tokens + again) * everybody
 
     def _steps(self, participants: Participants, names: Sequence[str]) -> dict[str, float]:
-        """What a forward of each of these members costs: measured seconds, or bytes of weights before all have run."""
+        """Cost of a forward pass of each member: measured seconds, or bytes of weights before all have run."""
         measured = self.traffic.step_seconds() if self.traffic is not None else {}
         if all(measured.get(name) for name in names):
             return {name: 2 ** (round(2 * math.log2(measured[name])) / 2) for name in names}
         return {name: participants[name].member.info.report.memory_bytes or 1 for name in names}
 
     def _choose(self, participants: Participants, drafters: Sequence[str]) -> str:
-        """Who of them won most of the last rounds for what its forwards cost."""
+        """The member that won most of the last rounds in relation to the cost of its forward passes."""
         steps = self._steps(participants, drafters)
         mean = sum(steps.values()) / len(steps)
 
@@ -320,12 +316,11 @@ class LeaderPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When members that were asked are late.
+    """Decides which pending members are late.
 
-    `at`: when the round's time is over, in seconds of `time.monotonic`. `grace`: seconds that the others have, in any
-    case, behind the first answer. `clocks`: member → what it shares its time with; members of one lane are late
-    together or not at all. `waiting`: members that were asked for nothing, and could go on. `never_late`: members that
-    are waited for in any case.
+    `at`: the end of the round's time, in seconds of `time.monotonic`. `grace`: seconds after the first response in
+    which no member is late. `clocks`: member → the resource that it shares; members of one lane are late together.
+    `waiting`: members without a pending stage, which could continue. `never_late`: members without a deadline.
     """
 
     at: float
@@ -335,9 +330,9 @@ class Deadline:
     never_late: frozenset[str] = frozenset()
 
     def late(self, pending: Collection[str], answered: Mapping[str, float]) -> tuple[frozenset[str], float]:
-        """Who of `asked`, without an answer so far, will be late, and when. `answered`: when others have answered.
+        """The late members of `asked` and the time of the decision. `answered`: the times of other responses.
 
-        Without another member that can go on, none is late.
+        If no other member could continue, none is late.
         """
         on_time = {self.clocks[name] for name in answered}
         late = frozenset(n for n in pending if n not in self.never_late and self.clocks[n] not in on_time)
@@ -350,10 +345,10 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an answer wants next: stages to run, by member. It waits for all of them, but for two kinds.
+    """The stages that an answer requests next, by member. It waits for all results, with two exceptions.
 
-    Members that are late by the `deadline` sit out: their results come with later ones. Those in `unwaited` let go of
-    the answer in their own time.
+    Members that miss the `deadline` sit out, and their results come later. Members in `unwaited` release
+    the answer at any time.
     """
 
     ops: Mapping[str, Op]
@@ -383,6 +378,6 @@ class Late:
                 self.since.pop(name, None)
 
     def lost(self, rounds: int, seconds: float) -> list[str]:
-        """Who still runs a stage, and has missed so many rounds in a row, for so many seconds."""
+        """Members that still run a stage and have missed this number of rounds in a row, for this number of seconds."""
         now = time.monotonic()
         return [n for n in self.running if self.missed.get(n, 0) >= rounds and now - self.since[n] >= seconds]

@@ -1,8 +1,7 @@
-"""Does a candidate go in circles? Repetition is probable to every model, so no verifier ever objects to it.
+"""Repetition loops. Repetition is probable to every model, so no verifier objects to it.
 
-Where a JSON value that is being written goes in a loop, and how it would be closed after what it said once.
-
-Equal entries are usual in values: flags, zeros, rows of a table, a class for each sentence. A loop is what no list or
+Also loops in a JSON value that is being written, and the text that closes it after the first occurrence. Equal entries
+are common in values: flags, zeros, rows of a table, a class for each sentence. A loop is a repetition that no list or
 text needs: the same words four times in a row, or the same numbers some dozens of times.
 """
 
@@ -15,20 +14,20 @@ from dataclasses import dataclass
 from specfuse_shared.text.tool_calls import CALL_OPEN
 
 TIMES = 3
-"""So many times in a row, or so many equal lines, are a circle."""
+"""This number of repetitions in a row, or of equal lines, is a loop."""
 _SHORTEST_STRETCH, _LONGEST_STRETCH = 3, 60
 _LONG_STRETCH = 6
-"""Words of a stretch that is a circle already when it comes twice in a row."""
+"""A stretch of this number of words is a loop if it occurs twice in a row."""
 _REFRAIN = 12
-"""So many times in a row the same word is a circle: refrains and laughter are shorter."""
+"""This number of equal words in a row is a loop; refrains and laughter are shorter."""
 _OPENING = 2
 _NEAR, _LETTERS = 6, 10
-"""Lines among which one of so many letters comes at most twice: farther apart or shorter they may belong there."""
+"""Among this number of lines, a line of this number of letters occurs at most twice."""
 _FENCE = "```"
 
 
 def repeats(answer: str, segment: str) -> bool:
-    """Whether the answer with `segment` ends in a circle, or `segment` goes on with a line that stands there twice.
+    """Whether the answer with `segment` ends in a loop, or `segment` continues a line that occurs twice.
 
     Such a candidate loses against one that does neither.
     """
@@ -39,11 +38,12 @@ def repeats(answer: str, segment: str) -> bool:
 
 
 def is_stuck(answer: str, segment: str) -> bool:
-    """Whether with `segment` the answer says again what it said: if this is the best that members find, it is over.
+    """Whether the answer with `segment` repeats itself: if members find nothing better, the answer ends.
 
-    That is one stretch of running text three times in a row; outside of code also a long one twice and begun again, or
-    a line for the third time among the last few. Running text has three different words with letters, unlike rows of
-    numbers, rules and refrains of one word; a word is a circle when it comes a dozen times in a row.
+    A loop is one stretch of running text three times in a row. Outside of code it is also a long stretch twice and
+    begun again, or a line for the third time among the last few. Running text has three different words with letters,
+    unlike rows of numbers, rules and refrains of one word. A single word is a loop if it occurs a dozen times in a
+    row.
     """
     text = answer + segment
     words = text.split()
@@ -80,7 +80,7 @@ def _is_one_word(words: list[str]) -> bool:
 
 
 def _begins_again(words: list[str], fresh: int) -> bool:
-    """Whether a long stretch of running text stands there twice in a row and its first words once more."""
+    """Whether a long stretch of running text occurs twice in a row, followed by its first words."""
     for count in range(_SHORTEST_STRETCH, min(_SHORTEST_STRETCH + fresh, _LONGEST_STRETCH + 1)):
         length = circle(words[:-count], 2, _LONG_STRETCH)
         begun = words[-count:] == words[-count - length :][:count]
@@ -100,7 +100,7 @@ def _has_line_again(text: str, segment: str) -> bool:
 
 
 def _repeats_line(answer: str, segment: str) -> bool:
-    """The line that the segment touches last goes, as far as it is written, like two equal earlier ones."""
+    """The segment's last, possibly incomplete line repeats two equal earlier ones."""
     if not segment.strip():
         return False
     *earlier, line = (line.strip() for line in (answer + segment).rstrip().splitlines())
@@ -116,7 +116,7 @@ _OF_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ESCAPE_CUT = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u[0-9a-fA-F]{0,3})?)$")
 
 ITEM_TIMES, CYCLE_TIMES = 4, 3
-"""So many equal items in a row are a loop, and so many equal stretches of several."""
+"""Number of equal items in a row, and of equal stretches of several items, that is a loop."""
 SHORT_ITEM_TIMES, PLAIN_ITEM_TIMES = 12, 48
 """The same for items of one or two letters, and for numbers, flags and nulls."""
 _VALUE_LETTERS = 3
@@ -124,9 +124,9 @@ _LONGEST_CYCLE = 4
 """Items of a stretch that is looked for."""
 
 WORD_TIMES, PAIR_TIMES, STRETCH_TIMES = 8, 4, 3
-"""So many times in a row one word, two, or more are a loop within a string."""
+"""Number of repetitions of one word, of two, and of more that is a loop within a string."""
 LONG_STRETCH, _BEGUN_AGAIN = 6, 12
-"""Words of a stretch that is a loop when it comes twice and once more begins, with so many characters."""
+"""A stretch of this number of words and characters is a loop if it occurs twice and begins again."""
 _LONGEST_VALUE_STRETCH, _SHORTEST_WORD = 240, 3
 """Characters of a stretch that is looked for, and of one that counts as a word."""
 PLAIN_CHARACTERS = 256
@@ -137,8 +137,8 @@ _STOPS, _SEPARATORS = ".!?", ",;:|/ \t-"
 
 @dataclass(frozen=True, slots=True)
 class ValueLoop:
-    """`said`: what repeats. `kept`: the part of the segment up to where it is said again. `closer`: what ends the list,
-    object or string there; empty where the next item will show whether it is a loop."""
+    """`said`: the repeated text. `kept`: the part of the segment before its repetition. `closer`: the end of the list,
+    object or string; empty if only the next item will show whether it is a loop."""
 
     said: str
     kept: str
@@ -269,7 +269,7 @@ def _needed(stretch: str) -> int:
 
 
 def _end_of_repeat(text: str, at: int, length: int) -> int:
-    """Where what is said once is over: in front of a comma or behind a full stop, else between two words."""
+    """The end of the first occurrence: before a comma or after a full stop, else between two words."""
     window = range(at, min(at + length + 1, len(text)))
     for place in window:
         if text[place] in _STOPS:

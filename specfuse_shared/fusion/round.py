@@ -1,13 +1,10 @@
-"""One round: the active members draft and verify, the best candidate is the segment, and they learn from the scores.
+"""One round: active members draft and verify, the best candidate is the segment, and weights learn from the scores.
 
-What the members of a round say: all at once, or one first, whose draft the others take as a guess.
+Members draft all at once, or the leader drafts first and the others take its draft as a guess. A guess changes no
+draft: a member still drafts its own text, but if that equals the leader's, one forward pass finds it.
 
-A guess changes no draft: a member says what it would have said, and where that is what the leader said, one forward
-finds it.
-
-How probable given texts are to each member as the beginning of its answer; nothing is written.
-
-What a member thinks of an answer's tokens, with their texts.
+Also scoring (the probability of given texts as the answer's beginning, without drafting) and the log-probabilities of
+an answer's tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ from specfuse_shared.types import (
 Ops = Mapping[str, Op]
 """Stages to run, by member."""
 Results = Mapping[str, StageResult]
-"""What came of them, by member."""
+"""Results by member."""
 Ask = Callable[[Ops], Generator[Wanted, Results, dict[str, Value]]]
 """Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then, and
 those that were late are absent."""
@@ -68,9 +65,9 @@ those that were late are absent."""
 
 @dataclass(slots=True)
 class DistinctCandidate:
-    """A distinct candidate: the text that would be added, whether the turn ends behind it, and who drafted it.
+    """A distinct candidate: its text, whether the turn ends after it, and its authors.
 
-    Stop strings are unknown to it: they cut the answer that would have been given.
+    Stop strings do not affect it. They cut the final answer.
     """
 
     text: str
@@ -78,7 +75,7 @@ class DistinctCandidate:
     drafters: list[str]
     tokens: int
     overrun: str = ""
-    """What its first drafter began to say behind it."""
+    """The first author's text after the candidate."""
     over: FinishReason | None = None
     """Why the answer is over with this text under its grammar."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -101,7 +98,7 @@ class DistinctCandidate:
 
 
 class AnswerPolicies:
-    """What stays the same in all rounds of an answer: its settings and policies, and how many rounds were verified."""
+    """Constants of all rounds of an answer: settings and policies; and the number of verified rounds."""
 
     def __init__(
         self,
@@ -123,17 +120,17 @@ class AnswerPolicies:
         self.verified_rounds = 0
         self.lead = LeaderPolicy(traffic)
         self.opened = False
-        """Whether the first segment is over: behind what was clear before its end, it goes on."""
+        """Whether the first segment is complete: text that was clear before its end is followed by more."""
 
     def segment_limit(self, tokens: int) -> int:
-        """The most tokens of the next drafts, behind an answer of so many."""
+        """Maximum tokens of the next drafts, after this number of answer tokens."""
         first = 0 if self.opened else (self.config.first_segment_tokens or 0) - tokens
         return max(first, self.config.segment_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """What takes part in round `index` of an answer; members are asked for stages by `ask`."""
+    """The state of round `index` of an answer; `ask` requests stages from members."""
 
     policies: AnswerPolicies
     participants: Participants
@@ -174,7 +171,7 @@ class Drafting:
     def run(self, limit: int) -> Generator[Wanted, Results, list[DistinctCandidate]]:
         """Every present member's candidate of at most `limit` tokens; equal ones count once.
 
-        What the grammar dictates is every member's draft, and no model has to run for it.
+        Text that the grammar forces is every member's draft, without a forward pass.
         """
         self._limit = limit
         if self._constraint is not None and (forced := self._constraint.forced()):
@@ -228,7 +225,7 @@ class Drafting:
 
     @property
     def _drafters(self) -> list[str]:
-        """Who drafts: under a grammar those that shall, or everybody where nobody shall."""
+        """The drafting members: under a grammar the selected ones, or all if none is selected."""
         if self._constraint is None:
             return self._state.present
         willing = [n for n in self._state.present if self._state.participants[n].member.info.drafts_under_grammar]
@@ -255,7 +252,7 @@ class Drafting:
 
     @property
     def min_tokens_left(self) -> int:
-        """So many tokens have to come before a member may end its turn."""
+        """Tokens that are still required before a member may end its turn."""
         params = self._state.policies.params
         return sys.maxsize if params.ignore_eos else max(0, params.min_tokens - self._state.answer.tokens)
 
@@ -267,7 +264,7 @@ class Drafting:
             side.alone = (side.alone or 0) + draft.tokens
 
     def _choice(self, name: str, draft: Drafted) -> DistinctCandidate:
-        """A draft as far as the grammar admits it."""
+        """The part of a draft that the grammar admits."""
         if self._constraint is None:
             ends = draft.ends and self._may_end(draft.text)
             return DistinctCandidate(draft.text, ends, [name], draft.tokens, draft.overrun)
@@ -292,11 +289,11 @@ Judged = Mapping[str, Sequence[CandidateVerdict]]
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """What a round came to: its record (None: nobody had anything to say), and its segment.
+    """The result of a round: its record (None: no member had a draft), and its segment.
 
-    `uncommitted`: text that members have to commit before they draft again. `closing`: the end of the segment that no
-    member wrote, if it ends the answer. `loop`: what a value said again and again, where it was closed. `judged`: the
-    draft of a member that is alone, with its log-probabilities, where they are asked for.
+    `uncommitted`: text that members have to commit before they draft again. `closing`: the end of the segment without
+    an author, if it ends the answer. `loop`: the text that a value repeated, if the value was closed. `judged`: the
+    draft of a single member, with its log-probabilities if requested.
     """
 
     record: RoundRecord | None
@@ -330,9 +327,9 @@ class Round:
         self._seconds = {"draft": 0.0, "verify": 0.0}
 
     def run(self) -> Generator[Wanted, Results, RoundEnd]:
-        """Draft, verify, select, learn. The last member alone decodes plainly: there is nothing to verify.
+        """Draft, verify, select, learn. The last member decodes plainly, without verification.
 
-        Members commit the segment with their next drafts, so that nobody who reads it waits for that.
+        Members commit the segment with their next drafts, so its readers do not wait for that.
         """
         choices, winner = yield from self._decide()
         if winner is None:
@@ -360,7 +357,7 @@ class Round:
         return RoundEnd(None, TrimmedSegment("", FinishReason.STOP))
 
     def _decide(self) -> Generator[Wanted, Results, tuple[list[DistinctCandidate], DistinctCandidate | None]]:
-        """Candidates and the one that wins, as soon as that is clear; None: nobody had anything to say."""
+        """Candidates and the winner, as soon as it is clear; None: no member had a draft."""
         policies = self._state.policies
         config, limit = policies.config, policies.segment_limit(self._state.answer.tokens)
         for tokens in config.looks(limit):
@@ -479,10 +476,11 @@ class Round:
         return loop is not None and loop.closer != ""
 
     def _settled(self, winner: DistinctCandidate) -> _Settled:
-        """The winner's text and why it ends the answer; where all that is left is a circle, what closes the answer.
+        """The winner's text and the reason if it ends the answer; if every candidate loops, the text that closes the
+        answer.
 
-        That is nothing, or the rest of a value under a grammar. A list or string in a loop is closed by itself, and
-        the value goes on. A single member is never cut short: alone, it answers as it always does.
+        The closing text is empty, or the rest of a value under a grammar. A list or string in a loop is closed by
+        itself, and the value continues. A single member is never cut: it answers as without this package.
         """
         plain = _Settled(winner.text, winner.reason)
         guarded = (
@@ -504,9 +502,9 @@ class Round:
         return _Settled(closing, FinishReason.REPETITION, closing)
 
     def _closed(self, loop: ValueLoop, constraint: AnswerConstraint) -> _Settled | None:
-        """What a loop said once, and what closes it; None where the grammar demands more.
+        """The first occurrence of a loop and its closing text; None if the grammar requires more.
 
-        A call is closed as a whole: nobody shall carry out what goes on behind a loop.
+        A call is closed as a whole: text after a loop should not be executed.
         """
         text = loop.kept + loop.closer
         if not loop.closer:
@@ -531,7 +529,7 @@ class Round:
     # ── learn ────────────────────────────────────────────────────────────────────────────────────
 
     def _learn(self, choices: list[DistinctCandidate]) -> dict[str, float]:
-        """Update the verifiers' weights, then let members go; everyone's retention."""
+        """Update the verifiers' weights, then let members go. Returns every member's retention."""
         policies, participants = self._state.policies, self._state.participants
         policies.verified_rounds += 1
         present = self._state.present
@@ -621,11 +619,11 @@ def token_logprobs(codec: Codec, text: str, verdict: CandidateVerdict) -> tuple[
 
 
 class SegmentLogprobs:
-    """Log-probabilities that come with the text that they are of: those of each segment behind the ones before it.
+    """Log-probabilities for the text of each segment, in order.
 
-    `codec`: that of the member that judges. `told` counts the bytes of the tokens given out. A token that reaches from
-    one text into the next comes with the next. Where a token of a segment takes the place of one that was told already,
-    only what it adds is told. `is_over`: a segment was not judged, so that no later one can be placed.
+    `codec`: the judging member's. `told` counts the bytes of the reported tokens. A token that reaches into the next
+    text is reported with that text. If a later encoding replaces a reported token, only its additional bytes are
+    reported. `is_over`: a segment was not judged, so later ones have no position.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -639,7 +637,7 @@ class SegmentLogprobs:
         self._drafted: tuple[int, ...] = ()
 
     def judged(self, text: str, verdict: CandidateVerdict) -> None:
-        """The verdict on a segment that goes on behind those before it."""
+        """The verdict on a segment that follows the previous ones."""
         before, after = self._encoding, self._codec.extend(self._encoding, text)
         pairs = enumerate(zip(before.ids, after.ids, strict=False))
         base = next((n for n, (one, two) in pairs if one != two), min(len(before.ids), len(after.ids)))
@@ -661,7 +659,7 @@ class SegmentLogprobs:
         self._drafts, self._drafted = [], self._drafted + ids
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
-        """Those of the tokens that end in `text`, which is shown now."""
+        """The tokens that end in `text`, which becomes visible now."""
         self._shown += len(text.encode())
         tokens = []
         while self._waiting and self.told + len(self._waiting[0].bytes) <= self._shown:
@@ -675,7 +673,7 @@ class SegmentLogprobs:
 
 
 def logprobs_after(logprobs: Sequence[TokenLogprob], count: int) -> tuple[TokenLogprob, ...]:
-    """The tokens of a whole answer that end behind its first `count` bytes."""
+    """The tokens of a whole answer that end after its first `count` bytes."""
     tokens, end = [], 0
     for token in logprobs:
         end += len(token.bytes)

@@ -1,8 +1,8 @@
 """One request: rounds of draft, verify, select, learn and commit, until the answer ends.
 
-`AnswerSession` owns the state of one answer: its text, its rounds, and who takes part (`Participants`). It runs no
-model: it yields the stages that members shall run, as plain data, and is sent what came of them. It knows no ids but
-those of prompts, and no tensors.
+`AnswerSession` owns the state of one answer: its text, its rounds, and its `Participants`. It runs no
+model: it yields the stages for members to run, as plain data, and is sent their results. It knows no ids except
+those in prompts, and no tensors.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageN
 Work = Generator[Wanted, Results, None]
 
 _THINKING_PIECE = 16
-"""Tokens of thoughts between two events."""
+"""Tokens of reasoning between two events."""
 _SEED_BITS = 32
 """Of the seed of a sampled request that named none."""
 
 
 class AnswerSession:
-    """One answer of the ensemble; `run` is the whole of it, `events` what it has to tell.
+    """One answer of the ensemble; `run` produces it, and `events` reports it.
 
-    A member whose stage fails leaves the answer, which goes on with the others. Raises `RequestError` on
-    construction, before any model runs, if the request cannot be served. `check` is called between what construction
-    takes, and raises if it is no longer wanted.
+    A member whose stage fails leaves the answer, and the others continue. Raises `RequestError` on construction, before
+    any model runs, if the request cannot be served. `check` is called between the steps of construction, and raises if
+    the answer is no longer needed.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class AnswerSession:
     def run(self) -> Work:
         """Yields stages by member, is sent their results; ends when the answer does. Raises `GenerationError`.
 
-        A result is told of once every member has let the answer go.
+        A result is reported after every member has released the answer.
         """
         self._began = time.monotonic()
         self._round_ends = self._end_of_round()
         yield from self._ask(self._opening())
-        self._round_ends = None  # thoughts take their time
+        self._round_ends = None  # reasoning has no deadline
         self._prefilled = time.monotonic() - self._began
         self.events.append(StartEvent(tuple(self._active), len(self.participants.reference.prompt)))
         yield from self._think()
@@ -262,7 +262,7 @@ class AnswerSession:
         )
 
     def _take_late(self, results: Results) -> None:
-        """What members came to, among them those that were late: these are back, or have failed meanwhile."""
+        """The members' results, including late ones: these members are back, or have failed in the meantime."""
         for name, result in results.items():
             self.participants[name].counts = result.counts
             op = self._late.running.pop(name, None)
@@ -308,7 +308,8 @@ class AnswerSession:
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
     def _judge(self, end: RoundEnd, logprobs: SegmentLogprobs) -> Work:
-        """What the reference member thinks of a segment, while it has the tokens of its drafts and verdicts at hand.
+        """The reference member's log-probabilities of a segment, while the tokens of its drafts and verdicts are
+        available.
 
         Once it has left, the rest is judged with the whole answer.
         """
@@ -318,7 +319,7 @@ class AnswerSession:
         if end.judged is not None:
             logprobs.drafted(end.judged)
         elif text and name in self.participants.present:
-            if name in self._owed:  # what a grammar dictated is committed with the next draft
+            if name in self._owed:  # text that a grammar forces is committed with the next draft
                 yield from self._ask({})
             verify = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
             verdicts = (yield from self._ask({name: verify})).get(name) if name in self.participants.present else None
@@ -342,7 +343,7 @@ class AnswerSession:
         return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.told))
 
     def _publish(self, end: RoundEnd) -> None:
-        """Tell of a round; the last one is told of with the end."""
+        """Emit the round; `_finish` emits the last one."""
         if end.record is None:
             return
         self._rounds.append(end.record)
@@ -354,7 +355,7 @@ class AnswerSession:
             self.events.extend(map(ExitEvent, self.participants.take_exits()))
 
     def _emit_last_exits(self) -> None:
-        """The last round also has those who left behind it, because their contexts were full."""
+        """Add members that left after the last round, because their contexts were full, to its record."""
         if self._rounds:
             recorded = self._rounds[-1].exits
             gone_now = [gone for gone in self.participants.take_exits() if gone not in recorded]
@@ -382,9 +383,9 @@ class AnswerSession:
         self.finished = True
 
     def _score(self) -> Generator[Wanted, Results, tuple[TokenLogprob, ...] | None]:
-        """Log p of the answer's tokens by the reference member, which reads the answer once more, behind its thoughts.
+        """Log p of the answer's tokens by the reference member, which reads the answer again, after its reasoning.
 
-        So they are those of the final text, whoever wrote it, wherever it was cut and whether or not that member
+        They describe the final text, independent of its authors and cuts and whether or not that member
         stayed to the end. None if the member fails.
         """
         side = self.participants.reference
@@ -408,7 +409,7 @@ class AnswerSession:
         return token_logprobs(side.member.codec, self.text, verdicts.each[0])
 
     def _result(self, last: TrimmedSegment, usage: Usage, logprobs: tuple[TokenLogprob, ...] | None) -> EnsembleResult:
-        assert last.reason is not None, "the answer goes on"
+        assert last.reason is not None, "the answer has not ended"
         return EnsembleResult(
             text=self.text,
             finish_reason=FinishReason.REPETITION if self._loops and last.reason is FinishReason.STOP else last.reason,

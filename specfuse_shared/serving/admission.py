@@ -1,6 +1,6 @@
-"""Who may run: a budget of memory and of places.
+"""Admission of answers: a budget of memory and of slots.
 
-Memory that nobody uses any more, back to the system.
+Also returns unused memory to the system.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from specfuse_shared.runtime.mps import empty_cache
 
 _PREFIX_SHARE = 0.125
 _BRANCHES = 5
-"""Of an answer, besides one for each member's candidate: its trunk and what holds it, its own draft, guesses."""
+"""Branches of an answer besides each member's candidate: its prefix, its own draft, guesses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an answer may need: a cache row of each member (its slots, smaller first where it grows), or `tokens` of
-    a cache that is there from the start, and bytes of logits on each device."""
+    """Maximum needs of an answer: a cache row of each member (its slots, smaller first if it grows), or `tokens` of
+    a preallocated cache, and bytes of logits on each device."""
 
     rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
     logits: Mapping[str, int] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class _Blocks:
 
 
 class Budget:
-    """Bytes that running answers may take on each device, and how many may run.
+    """Bytes for running answers on each device, and the number of answers.
 
-    What an answer needs on a device: for each member the cache row that holds its prompt and longest answer, and the
-    logits of a round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and those count
-    with what they hold (`next_rows`). A row that grows leaves a block that others may keep, so that smaller ones count,
-    too, but for blocks that stay in place: what is empty there is given back where memory is wanted. `free`: bytes for
-    answers on each device.
+    An answer's need on a device: each member's cache row for its prompt and longest answer, and the logits of a
+    round's candidates and of a guess (tokens · vocabulary · 4 bytes). Rows come in blocks, and a block counts in full
+    (`next_rows`). A row that grows leaves a block that other rows may keep alive, so smaller blocks count as well,
+    except blocks that stay in place, whose empty rows are freed under memory pressure. `free`: bytes for answers on
+    each device.
     """
 
     def __init__(self, config: EnsembleConfig, members: Sequence[MemberInfo], free: Mapping[str, int]) -> None:
@@ -74,12 +74,12 @@ class Budget:
         self.most_answers = max(1, min([config.max_concurrent, *row_limits]))
 
     def prefix_bytes(self, member: MemberInfo) -> int:
-        """Bytes for what a member remembers of past answers."""
+        """Bytes for a member's prefixes of past answers."""
         shares = [self.limits[device] / self._sharing[device] / share for device, share in member.devices.items()]
         return int(self._prefix_share * min(shares, default=0))
 
     def needs(self, session: AnswerSession | ScoringSession) -> Need:
-        """What the answer may need. Raises `RequestError` if it could not even run alone."""
+        """The maximum needs of the answer. Raises `RequestError` if they exceed the budget of an idle engine."""
         rows: dict[str, Sequence[int]] = {}
         tokens: dict[str, int] = {}
         logits: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Budget:
         return Need(rows, dict(logits), tokens)
 
     def take(self, need: Need, running: int) -> bool:
-        """Reserve, if there is room."""
+        """Reserve the needs if they fit."""
         if running >= self.most_answers or not self._has_tokens(need):
             return False
         taken: dict[str, list[int]] = defaultdict(list)
@@ -139,12 +139,12 @@ class Budget:
                 blocks.sizes.pop()
 
     def _has_tokens(self, need: Need) -> bool:
-        """Whether caches that are there from the start have room for one more answer."""
+        """Whether preallocated caches can hold one more answer."""
         rooms = {name: self._of[name].cache_tokens or 0 for name in need.tokens}
         return all(self._tokens[name] + count <= rooms[name] for name, count in need.tokens.items())
 
     def _add_row(self, name: str, capacity: int, alone: bool) -> bool:
-        """One more row in use; whether there is room for the block that it may take, or for as much of it."""
+        """Add one row; whether the block that it may take fits, or the needed part of it."""
         member, blocks = self._of[name], self._blocks[name, capacity]
         blocks.used += 1
         if sum(blocks.sizes) >= blocks.used:
@@ -167,7 +167,7 @@ class Budget:
         return all(amount <= self._room(device) for device, amount in reserved.items())
 
     def _bytes(self, name: str, capacity: int, rows: int) -> dict[str, int]:
-        """Bytes of so many rows on each of a member's devices."""
+        """Bytes of a number of rows on each of a member's devices."""
         member = self._of[name]
         size = rows * capacity * member.bytes_per_token
         return {device: int(share * size) for device, share in member.devices.items()}
@@ -181,7 +181,7 @@ class Budget:
 
 
 def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
-    """Capacities of a row that begins with room for `first` slots and grows to `slots`."""
+    """Capacities of a row that begins with `first` slots and grows to `slots`."""
     last = row_capacity(max(first, slots), member.smallest_row)
     sizes = [last]
     while not member.fixed_blocks and sizes[0] > row_capacity(first, member.smallest_row):
@@ -190,8 +190,8 @@ def _grown(first: int, slots: int, member: MemberInfo) -> list[int]:
 
 
 KERNELS_ENV, KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128
-"""oneDNN compiles a kernel for each shape of a product and keeps 1,024 of them: memory in use grew by some 20 MiB with
-each demo engine that was loaded, answered and was closed. With so many it stays, and answers take as long."""
+"""oneDNN compiles a kernel for each shape of a product and keeps 1,024 of them: memory in use grew by some 20 MiB
+with each demo engine that was loaded, answered and closed. With this limit it stays constant, at the same speed."""
 TRIM_SECONDS = 5.0
 """Without an answer; then the memory that answers gave back is returned to the system."""
 
@@ -214,7 +214,7 @@ def release() -> None:
 def settle() -> None:
     """Have the garbage collector skip what lives now: the libraries and models of a process that loads no more.
 
-    It would search some 400,000 objects every few rounds of many answers, and no answer goes on in those 0.35 s.
+    It would search some 400,000 objects every few rounds of many answers, and each search stops all answers for 0.35 s.
     """
     gc.collect()
     gc.freeze()

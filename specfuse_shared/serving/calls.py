@@ -1,4 +1,4 @@
-"""What a call of the engine takes: a conversation, its settings, and tools, as `Message`s or as OpenAI has them."""
+"""Arguments of an engine call: a conversation, its settings, and tools, as `Message`s or in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CallOptions(TypedDict, total=False):
 
 
 def params_of(params: object) -> SamplingParams:
-    """Raises `ConfigError` for what are no `SamplingParams`."""
+    """Raises `ConfigError` for anything but `SamplingParams`."""
     if not isinstance(params, SamplingParams | None):
         raise ConfigError(f"params must be SamplingParams, not {type(params).__name__}: SamplingParams(**settings)")
     return params or SamplingParams()

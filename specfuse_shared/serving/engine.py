@@ -1,6 +1,6 @@
 """The engine: members loaded once, many answers at a time, streamed segment by segment.
 
-What processes that are forked from one with an engine must know.
+Forked processes get special handling.
 
 One engine per configuration and process, shared by all callers and freed with its last lease.
 
@@ -102,7 +102,7 @@ class EnsembleEngine:
 
     @property
     def lost_members(self) -> tuple[str, ...]:
-        """Members that cannot be reached now. Answers go on without them; those that come back join the next answer."""
+        """Members that are unreachable now. Answers continue without them. Recovered members join the next answer."""
         return self._scheduler.lost_members if self._scheduler is not None else ()
 
     @property
@@ -228,9 +228,9 @@ class EnsembleEngine:
     def generate_each(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> SideBySide:
-        """The joint answer, and what each member says alone, all at the same time.
+        """The joint answer and each member's own answer, computed concurrently.
 
-        Raises what `generate` raises for the joint answer; a member that fails alone is named in `SideBySide.failed`.
+        Raises the errors of `generate` for the joint answer; a member that fails alone is named in `SideBySide.failed`.
         """
         names = list(self.config.only(options.get("members")).names)
         calls: list[CallOptions] = [{**options, "members": each} for each in (names, *([name] for name in names))]
@@ -456,7 +456,7 @@ def lease_engine(config: EnsembleConfig) -> EngineLease:
 
 
 def close_idle_engines() -> int:
-    """Close the engines of this process that have no lease, such as those of models that were dropped without `close`.
+    """Close the engines of this process without a lease, such as those of models that were dropped without `close`.
 
     Returns how many were closed.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def prometheus_collector(engine: EnsembleEngine | Mapping[str, EnsembleEngine], prefix: str = "specfuse") -> Any:
     """A collector to register: `prometheus_client.REGISTRY.register(prometheus_collector(engine))`.
 
-    Several engines are told apart by the label "ensemble", which is their name.
+    The label "ensemble" separates several engines by their name.
     """
     try:
         from prometheus_client import metrics_core

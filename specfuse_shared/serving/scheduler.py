@@ -1,19 +1,12 @@
-"""Many answers at once: who may run, what each one's members shall do next, and who listens.
+"""Many answers at once: admission, the members' next stages, and listeners.
 
-The worker gives the answers what came of their stages, and the lanes (`specfuse_shared.members.stages.Lane`) what the
-answers want next, all of it in one submission to each lane, so that stages of many answers share forwards. Lanes run
-stages by themselves; only the one without a thread of its own is stepped here, a forward at a time, so that answers
-join, leave and are cancelled between two forwards.
+The worker passes stage results to answers, and the answers' next stages to the lanes
+(`specfuse_shared.members.stages.Lane`), all in one submission per lane, so that stages of many answers share forward
+passes. Lanes run by themselves. Only the lane without a thread is stepped here, one forward pass at a time, so that
+answers join, leave and are cancelled between two passes.
 
-From a call to a request in the queue: a place first, then everything that costs: conversation, grammar, prompts.
-
-Places for requests. One is taken before a request is read, so that refusing one costs nothing.
-
-One answer in the scheduler: what its members do for it now, and who listens.
-
-The events of one answer, as whoever asked for it takes them.
-
-What answers may know of an engine's lanes and load.
+A call first reserves a queue slot, then encodes its conversation, grammar and prompts. The slot is reserved before the
+request is read, so that refusing one costs nothing.
 """
 
 from __future__ import annotations
@@ -80,9 +73,9 @@ class QueueSlots:
         self._closed: Exception | None = None
 
     def take(self, seconds: float | None = None) -> None:
-        """Take a place; `leave` gives it back. If all are taken, wait for one, or raise `EngineBusyError`.
+        """Take a slot; `leave` returns it. If all are taken, wait for one, or raise `EngineBusyError`.
 
-        Raises `RequestTimeoutError` after so many seconds.
+        Raises `RequestTimeoutError` after this number of seconds.
         """
         place = self._ask()
         try:
@@ -118,7 +111,7 @@ class QueueSlots:
             self._free += 1
 
     def close(self, error: Exception) -> None:
-        """Refuse everybody, also those who wait."""
+        """Refuse all requests, including waiting ones."""
         with self._lock:
             self._closed = error
             asking, self._asking = list(self._asking), deque()
@@ -188,7 +181,7 @@ class Request:
     cancelled: bool = False
     begun: bool = False
     over: bool = False
-    """Nothing is told of it any more; it goes once no member holds a cache for it."""
+    """No more events; the request is removed once no member holds a cache for it."""
 
     def next_late(self) -> tuple[frozenset[str], float]:
         """Which of its members will be late next, and when."""
@@ -273,7 +266,7 @@ def results_of(starts: Sequence[Callable[[], Iterator[Event]]], return_exception
 
 
 def lane_stats_of(assembly: Assembly, metrics: Metrics, answers: Callable[[], int]) -> LaneStats:
-    """What answers may know of the engine's lanes when they choose who leads."""
+    """Statistics about the engine's lanes, for answers that choose a leader."""
     lane_of = {info.name: n for n, lane in enumerate(assembly.lanes) for info in lane.members}
     devices = [[d for info in lane.members for d in info.devices] for lane in assembly.lanes]
     # a device elsewhere is named with its lane: "name/cuda:0"
@@ -291,7 +284,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaneDiedError(RuntimeError):
-    """A lane of this process broke; nothing can be said of what it ran."""
+    """A lane of this process broke; the state of its work is unknown."""
 
 
 class Scheduler:
@@ -346,12 +339,12 @@ class Scheduler:
         if threading.current_thread() is not self._worker:
             self._worker.join()
             self._trim.busy()
-            # whoever holds a request, a stream or a metric of it holds no weights
+            # a reference to a request, a stream or a metric does not keep weights alive
             self._assembly, self._own = Assembly(()), None
 
     @property
     def failure(self) -> EngineClosedError | None:
-        """Why nothing is answered any more although nobody closed it: the worker or a lane broke."""
+        """The reason why the engine stopped without being closed: the worker or a lane broke."""
         if self._failure is None:
             faults = [fault for lane in self._assembly.lanes if (fault := lane.fault) and fault.is_fatal]
             return _broken(faults[0].kind, faults[0].message) if faults else None
@@ -359,7 +352,7 @@ class Scheduler:
 
     @property
     def lost_members(self) -> tuple[str, ...]:
-        """Members whose lane is gone; answers go on without them."""
+        """Members whose lane is gone; answers continue without them."""
         lost = [lane for lane in self._assembly.lanes if lane.fault is not None]
         return tuple(info.name for lane in lost for info in lane.members)
 
@@ -417,7 +410,7 @@ class Scheduler:
             self._end(request, None if request.cancelled else RequestTimeoutError.of(request.session.text))
 
     def _admit(self) -> list[Request]:
-        """Let queued requests in, in order, as far as memory and `max_concurrent` allow."""
+        """Admit queued requests, in order, within memory and `max_concurrent`."""
         admitted: list[Request] = []
         while self._queue and self._budget.take(self._queue[0].needs, len(self._running)):
             request = self._queue.popleft()
@@ -441,7 +434,7 @@ class Scheduler:
     # ── between answers and lanes ────────────────────────────────────────────────────────────────
 
     def _take(self, results: Sequence[StageResult]) -> None:
-        """What a lane found, from any thread."""
+        """Enqueue stage results (thread-safe)."""
         with self._changed:
             self._arrived.extend(results)
             self._changed.notify_all()
@@ -486,7 +479,7 @@ class Scheduler:
             self._advance(request)
 
     def _go_on_without_late(self) -> None:
-        """Answers whose members are late go on with what the others came to."""
+        """Answers with late members continue with the other members' results."""
         for request in list(self._running.values()):
             late, at = request.next_late()
             if at > time.monotonic():
@@ -543,7 +536,7 @@ class Scheduler:
         self._end(request, error)
 
     def _end(self, request: Request, error: Exception | None) -> None:
-        """End a request early and have its caches freed; `error` None: it was cancelled, nobody listens."""
+        """End a request early and free its caches; `error` None: it was cancelled, without listeners."""
         request.over = True
         if request.work is not None:
             request.work.close()
@@ -580,7 +573,7 @@ class Scheduler:
         try:
             request.deliver(item)
         except Exception as error:  # a listener whose event loop is gone must not harm the others
-            logger.debug("nobody listens to a request any more: %s", error)
+            logger.debug("an abandoned request ended: %s", error)
             request.cancelled = True
 
     def _check_open(self) -> None:
@@ -598,9 +591,10 @@ OPENING_THREADS = 4
 
 
 class PendingCall:
-    """A call on its way into the queue. Raises what is wrong with it at the first look: `RequestError`, `ConfigError`.
+    """A call before it enters the queue. Raises `RequestError` or `ConfigError` for errors found at once.
 
-    `deadline`: when its timeout passes, by the monotonic clock. `texts`: what members shall judge instead of answering.
+    `deadline`: the end of its timeout, by the monotonic clock. `texts`: texts for members to score instead of
+    answering.
     """
 
     def __init__(
@@ -634,7 +628,7 @@ class PendingCall:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def check(self) -> None:
-        """Raises where nobody waits for the answer any more; asked between the steps that cost."""
+        """Raises if the answer is no longer needed. Called between costly steps."""
         if self.cancelled:
             raise EngineClosedError("the request was cancelled")
         if self.seconds_left == 0.0:
@@ -655,7 +649,8 @@ class Submitter:
         return self._submit(opening, deliver)
 
     async def aopen(self, opening: PendingCall, deliver: Deliver) -> Request:
-        """`open` without blocking the event loop. A thread cannot be stopped: what a cancelled call opens is closed."""
+        """`open` without blocking the event loop. A thread cannot be stopped: a cancelled call's request is closed
+        later."""
         await self._scheduler.places.atake(opening.seconds_left)
         submit = partial(copy_context().run, self._submit, opening, deliver)
         try:

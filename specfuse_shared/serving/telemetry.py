@@ -2,7 +2,7 @@
 
 Attributes follow the semantic conventions for generative AI. No text of prompts or answers is recorded.
 
-What an engine counts: requests, waiting, first segments, tokens, rounds, wins, exits, forwards, cache use.
+An engine's counters: requests, waiting, first segments, tokens, rounds, wins, exits, forward passes, cache use.
 
 `EnsembleEngine.metrics()` returns a `MetricsSnapshot`.
 """
@@ -117,12 +117,12 @@ class Metrics:
             self._now.batch_size.add(answers)
 
     def step_seconds(self) -> dict[str, float]:
-        """Mean seconds of a step of each member that has run: a forward here, a token of a draft at a server."""
+        """Mean seconds of a step of each member that has run: a forward pass here, a token of a draft at a server."""
         with self._lock:
             return {name: self._forward_seconds[name] / count for name, count in self._steps.items()}
 
     def observe(self, event: Event) -> None:
-        """Count what an event tells."""
+        """Count an event."""
         with self._lock:
             if isinstance(event, SegmentEvent) and event.record is not None:
                 self._now.rounds += 1

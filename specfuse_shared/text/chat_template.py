@@ -8,15 +8,13 @@ A member's side of text: its chat template, its encoding, its tokens as a gramma
 
 Roles that a chat template does not know, normalised: each step works on top of the ones before it.
 
-Keeps messages text: a control string of a member that stands in a message is encoded as plain text.
+Text in messages is safe: a control string of a member inside a message is encoded as plain text.
 
-Thoughts: what a member writes for itself before it answers, between two markers of its chat template.
+Reasoning is text that a member writes before it answers, between two markers of its chat template.
 
-Marks of turns that a chat template writes as plain text ("### Assistant:", "[/INST]"), which any text can hold.
-
-Templates with control tokens need none of this: text never becomes a control token. Where all that stands between two
-messages is text, a message could go on as the next turn. So every such mark inside a message is broken by a backslash
-behind its first character.
+Some templates mark turns by plain text ("### Assistant:", "[/INST]"), which any text can contain. Templates with
+control tokens are safe, because text never becomes a control token. With plain marks, text in a message could start the
+next turn. So a backslash after its first character breaks every such mark inside a message.
 """
 
 from __future__ import annotations
@@ -119,10 +117,10 @@ STEPS = (as_given, merge_system, tools_as_text, alternate, fold_system)
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The strings around a member's thoughts, and what stands between them and the answer.
+    """The strings around a member's reasoning, and the text between it and the answer.
 
-    `before` and `begin`: written around `start` where the template does not begin the thoughts itself. `empty`: what
-    ends them at once, where it does. `wanted`: the member shall think.
+    `before` and `begin`: written around `start` if the template does not begin the reasoning itself. `empty`: the text
+    that ends it at once, if the template begins it. `wanted`: the member should reason.
     """
 
     start: str
@@ -134,14 +132,14 @@ class Markers:
     wanted: bool = False
 
     def opened(self, prompt: str) -> str:
-        """The prompt with thoughts begun or, where the template begins them unasked, ended at once."""
+        """The prompt with begun reasoning or, if the template begins it unasked, with reasoning that ended at once."""
         begun = prompt.rstrip().endswith(self.start)
         if self.wanted:
             return prompt if begun else f"{prompt}{self.before}{self.start}{self.begin}"
         return f"{prompt.rstrip()}{self.empty or f'{chr(10) * 2}{self.closing}'}" if begun else prompt
 
     def in_border(self, mark: str) -> Markers:
-        """The same where the template writes `mark` in front of answers: it has empty thoughts, or follows thoughts."""
+        """The same if the template writes `mark` before answers, with empty reasoning or after it."""
         if self.start in mark:
             before, _, rest = mark.partition(self.start)
             return replace(self, before=before, closing=f"{self.end}{rest.rpartition(self.end)[2]}")
@@ -162,9 +160,9 @@ KNOWN = (
     Markers("<|channel>thought", "<channel|>", closing="<channel|>", empty="\n<channel|>"),
     Markers("<|channel|>analysis<|message|>", "<|end|>", closing="<|end|><|start|>assistant", begin=""),
 )
-"""What templates put around thoughts: Gemma 4 and gpt-oss name a channel."""
+"""Texts that templates put around reasoning: Gemma 4 and gpt-oss name a channel."""
 _SHARED_ENDS = ("<|end|>",)
-"""Ends of thoughts that also end turns, and so say nothing of a template."""
+"""Ends of reasoning that also end turns, and so do not identify a template."""
 
 
 def find_markers(template: str, thinking: bool | Sequence[str]) -> Markers | None:
@@ -197,7 +195,7 @@ _WORDS_ONLY = re.compile(r"[\w\s]*")
 
 
 class TurnMarks:
-    """The marks of one template. `borders`: what it writes in front of the texts of a conversation, and at the end.
+    """The marks of one template. `borders`: its text before the messages of a conversation, and at the end.
 
     `has_control`: whether a text holds control tokens; `without_control`: the text around them.
     """
@@ -206,7 +204,7 @@ class TurnMarks:
         self, borders: Sequence[str], has_control: Callable[[str], bool], without_control: Callable[[str], list[str]]
     ) -> None:
         plain = [text for text in borders[1:] if text.strip() and not has_control(text)]
-        # where one border is text, marks that stand beside control tokens elsewhere look like turns, too
+        # if one border is text, marks next to control tokens elsewhere look like turns, too
         plain_parts = [part for text in borders if has_control(text) for part in without_control(text)] if plain else []
         patterns = {pattern for text in plain for pattern in _patterns(text)}
         patterns |= {pattern for text in plain_parts for pattern in _patterns(text) if not _WORDS_ONLY.fullmatch(text)}
@@ -246,7 +244,7 @@ _SENTINEL = re.compile("\ue000([0-9a-f]{8}):(\\d+)\ue001")
 class TextGuard:
     """Replaces control strings inside message text by sentinels before rendering, and restores them as text.
 
-    `marks`: what turns look like, which is broken in every text. `clean`: no text holds a control string.
+    `marks`: texts that look like turns, which are broken in every message. `clean`: no text holds a control string.
     """
 
     def __init__(
@@ -352,7 +350,7 @@ PLAIN_TURN_ENDS = ("\n\n### User:", "\n\n### Assistant:", "\n### User:", "\n### 
 
 
 _MARK = re.compile(r"specfuse-\d+-(?:text|call-\d+-)")
-"""What `roles.marked` writes."""
+"""The output of `roles.marked`."""
 
 
 _PROBE, _ANSWER = "specfuse-probe", "Hello there"
@@ -363,10 +361,10 @@ _LAST_ANSWER = 4
 
 @dataclass(frozen=True, slots=True)
 class AnswerBorder:
-    """What stands between a prompt as the template ends it and the text of an answer.
+    """The text between a prompt, as the template ends it, and an answer.
 
-    `mark`: what earlier answers stand behind and prompts lack, such as a channel. `lead`: blanks at the end of that;
-    prompts end with so many (`written`) of them. `ends`: how prompts end that need it.
+    `mark`: text before earlier answers that prompts lack, such as a channel. `lead`: blanks at the end of the mark;
+    prompts end with `written` of them. `ends`: prompt endings that need it.
     """
 
     mark: str = ""
@@ -376,7 +374,7 @@ class AnswerBorder:
 
     @classmethod
     def between(cls, answer: str, prompt: str, ends: str) -> Self:
-        """`answer`: what stands between a question and an earlier answer; `prompt`: what stands behind the last one."""
+        """`answer`: text between a question and an earlier answer; `prompt`: text after the last question."""
         if not answer.startswith(prompt):
             return cls()
         missing, blanks = answer.removeprefix(prompt), len(answer) - len(answer.rstrip(" "))
@@ -394,7 +392,7 @@ class PromptEncoder:
     """Renders conversations for one member and encodes them safely.
 
     `template`: Jinja source given by the user, else the tokenizer's own, else `PLAIN_TEMPLATE`. `thinking`: prompts
-    end where its thoughts begin, which need markers that the template knows or that are given.
+    end where the reasoning begins. That needs markers that the template knows or the user gives.
     """
 
     def __init__(
@@ -416,7 +414,7 @@ class PromptEncoder:
         self.markers = find_markers(self.template, thinking)
         if thinking and self.markers is None:
             raise MemberLoadError(
-                f"member {member!r} shall think, but its chat template knows no thoughts: leave thinking off, or give "
+                f"member {member!r} shall think, but its chat template has no reasoning: leave thinking off, or give "
                 'the two markers around them, MemberConfig(thinking=("<think>", "</think>"))'
             )
         self.control_ids = control_ids(tokenizer, self.template)
@@ -452,11 +450,11 @@ class PromptEncoder:
 
     @property
     def thinks(self) -> bool:
-        """Prompts end where thoughts begin."""
+        """Prompts end where reasoning begins."""
         return self.markers is not None and self.markers.wanted
 
     def _codec_of_answers(self) -> Codec:
-        """The codec that gives an answer behind its prompt the ids that it has as an earlier answer.
+        """A codec that encodes an answer after its prompt with the same ids as an earlier answer in a conversation.
 
         Most tokenizers that put a blank before every text write the template's first one with it, and some do not.
         """
@@ -478,14 +476,14 @@ class PromptEncoder:
         return later[: len(ids) - 1] == ids[:-1]
 
     def thoughts(self, ids: Sequence[int]) -> tuple[str, int | None]:
-        """Text of thoughts so far, and how many of `ids` they are if the closing marker has come."""
+        """Text of the reasoning so far, and the number of its `ids` if the closing marker has come."""
         assert self.markers is not None, "this member does not think"
         end = end_of_thoughts(ids, self._parse(self.markers.end), self.markers.end, self.tokenizer.decode)
         text = whole_characters(self.codec.decode(ids if end is None else ids[:end]))
         return text[: len(text) - partial_stop(text, (self.markers.end,))] if end is None else text.rstrip(), end
 
     def thoughts_closing(self) -> list[int]:
-        """Ids between thoughts and the answer."""
+        """Ids between the reasoning and the answer."""
         return self._parse(self.markers.closing) if self.markers else []
 
     def render(
@@ -503,7 +501,7 @@ class PromptEncoder:
         return str(rendered)
 
     def turn_end(self) -> int | None:
-        """The control token that the template writes behind a finished assistant turn, if it writes one."""
+        """The control token that the template writes after a finished assistant turn, if it writes one."""
         probe = "specfuse-turn-end"
         turns = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": probe}]
         try:
@@ -516,12 +514,12 @@ class PromptEncoder:
         return after[0] if after and after[0] in self.control_ids else None
 
     def _with_tools(self, turns: list[Turn], tools: list[dict[str, Any]]) -> str:
-        """Render; tools stand where the template puts them, or else in the system text."""
+        """Render; tools go where the template puts them, or else into the system text."""
         if not tools:
             return self._normalised(turns)
         if "tools" in self.template and self._shows(turns, tools):
             native = self._normalised(turns, tools)
-            # all members write one answer: one whose template teaches another syntax is told the common one
+            # all members write one answer, so a member whose template teaches another syntax is given the common one
             return native if CALL_OPEN in native else self._normalised(told(turns, CALL_SYNTAX), tools)
         return self._normalised(told(turns, plain_description([tool["function"] for tool in tools])))
 
@@ -539,7 +537,7 @@ class PromptEncoder:
             turns = step(turns)
             try:
                 rendered, lost = self.render(turns, tools), self._lost(turns, tools)
-            except Exception as error:  # Jinja raises whatever a template's author chose
+            except Exception as error:  # a Jinja template can raise anything
                 problem = str(error)
                 continue
             if lost is None:
@@ -559,7 +557,7 @@ class PromptEncoder:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _borders(self) -> list[str]:
-        """What the template writes in front of the texts of a conversation, and in front of the answer."""
+        """The template's text before each message of a conversation, and before the answer."""
         for roles in (_CONVERSATION, ("user", "assistant"), ("user",)):
             try:
                 return self._normalised([{"role": role, "content": _PROBE} for role in roles]).split(_PROBE)
@@ -568,7 +566,7 @@ class PromptEncoder:
         return []
 
     def _answer_border(self, borders: Sequence[str]) -> AnswerBorder:
-        """What earlier answers stand behind, compared with the end of a prompt."""
+        """The text before earlier answers, compared with the end of a prompt."""
         if len(borders) < len(_CONVERSATION) + 1:
             return AnswerBorder()
         turns = [{"role": "user", "content": _PROBE}]
@@ -580,7 +578,7 @@ class PromptEncoder:
         return AnswerBorder.between(borders[_LAST_ANSWER], borders[-1], opening or borders[-1])
 
     def _up_to_the_answer(self, rendered: str) -> str:
-        """The rendered conversation with all that comes before the text of an answer, or before thoughts."""
+        """The rendered conversation up to the text of an answer, or up to reasoning."""
         if self.thinks:
             assert self.markers is not None
             return self.markers.opened(rendered)
@@ -616,9 +614,9 @@ def _alternation(strings: Sequence[str]) -> re.Pattern[str] | None:
 
 
 class MemberText:
-    """What a member's tokenizer and template say, wherever its model runs.
+    """Facts from a member's tokenizer and template, independent of its model's location.
 
-    `codec`: that of its answers. `vocabulary_size`: rows of the model's logits. `turn_ends`: texts by which
+    `codec`: for its answers. `vocabulary_size`: rows of the model's logits. `turn_ends`: texts by which
     a base model ends its turn.
     """
 
@@ -634,7 +632,7 @@ class MemberText:
         return self.prompts.encode(messages, tools)
 
     def encode_thoughts(self, thoughts: str = "") -> list[int]:
-        """Ids between the prompt and the answer: `thoughts`, and what ends them. None for a member that has none."""
+        """Ids between the prompt and the answer: reasoning and its end. None for a member without reasoning."""
         return (
             [*self.prompts.codec.encode(f"{thoughts}\n"), *self.prompts.thoughts_closing()]
             if self.prompts.thinks

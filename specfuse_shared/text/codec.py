@@ -1,10 +1,10 @@
 """One member's view of text: canonical ids of the answer, the text of drafted ids, token sizes, candidate cuts.
 
-The answer is one text; every member keeps its own encoding of it. The *canonical* encoding of a text is what the
-member's tokenizer makes of the whole of it, with control strings kept as plain text. It is extended without
+The answer is one text; every member keeps its own encoding of it. The *canonical* encoding of a text is the
+tokenizer's encoding of the complete text, with control strings kept as plain text. It is extended without
 encoding the whole text again: text is settled up to an *anchor* (a single space between a non-space and a
-letter or digit), where no token of a well-behaved vocabulary reaches across. `Codec` proves this for its
-tokenizer on the tokens that could reach across, and encodes the whole text each time where it does not hold.
+letter or digit), which no token of a well-behaved vocabulary spans. `Codec` proves this for its
+tokenizer on the tokens that could span it, and otherwise encodes the whole text each time.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ class Codec:
         self._text_encoder = _text_encoder(tokenizer, control_ids)
         self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
         self._guard_length = len(self.encode(_GUARD))
-        self._encode_window = lru_cache(maxsize=4096)(self._window_ids)  # candidates go on from the same last words
+        self._encode_window = lru_cache(maxsize=4096)(self._window_ids)  # candidates continue the same last words
         self._token_size = lru_cache(maxsize=65536)(self._count_bytes)
         self.windowed = all(self._windows_agree(text) for text in self._probe_texts())
 
     def behind(self, lead: str) -> Self:
-        """The codec of answers behind these blanks."""
+        """The codec of answers that follow these blanks."""
         answers = copy.copy(self)
         answers.lead = lead
         return answers
 
     @property
     def adds_blank(self) -> bool:
-        """Whether the tokenizer puts a blank before every text, as those of the Llama 2 family do."""
+        """Whether the tokenizer puts a blank before every text, like the Llama 2 family."""
         return b"".join(map(self.bytes_of, self._plain_ids(_GUARD))) == f" {_GUARD}".encode()
 
     def encode(self, text: str) -> list[int]:
@@ -120,7 +120,7 @@ class Codec:
         return str(decoded)
 
     def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Text that `ids` add behind the ids `before` (which end with a whole character)."""
+        """Text that `ids` add after the ids `before` (which end with a whole character)."""
         tail = list(before[-_TAIL_IDS:])
         before_text, whole = self.decode(tail), self.decode([*tail, *ids])
         if not whole.startswith(before_text):
@@ -135,7 +135,7 @@ class Codec:
         return decoded[min(len(self.lead), len(decoded)) if same is None else same :]
 
     def token_bytes(self, ids: Sequence[int]) -> list[int]:
-        """UTF-8 bytes that each token stands for, at least 1."""
+        """UTF-8 bytes of each token, at least 1."""
         return [self._token_size(i) for i in ids]
 
     def pieces(self, text: str) -> list[bytes]:
@@ -144,10 +144,10 @@ class Codec:
         return self.pieces_after((), ids, text)
 
     def pieces_after(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
-        """The UTF-8 bytes of each of the `ids` that end in `text`, behind the ids `before`; joined, they are the text.
+        """The UTF-8 bytes of each of the `ids` that end in `text`, after the ids `before`; joined, they are the text.
 
-        Those that stand in front of it have none: a blank that tokenizers put before every text, or what a token that
-        reaches into the text took from the one before it.
+        Bytes before the text do not count: a blank that tokenizers put before every text, or the share of a token that
+        begins in the previous text.
         """
         pieces, encoded = [self.bytes_of(token_id) for token_id in ids], text.encode()
         over = sum(map(len, pieces)) - len(encoded)
@@ -158,7 +158,7 @@ class Codec:
         return pieces
 
     def _pieces_as_read(self, before: Sequence[int], ids: Sequence[int], text: str) -> list[bytes]:
-        """What each token adds to the text, where bytes that are no characters are read as U+FFFD."""
+        """The text that each token adds; bytes that are no characters become U+FFFD."""
         heads = [""]
         for count in range(1, len(ids)):
             head = whole_characters(self.text_after(before, ids[:count]))
@@ -166,11 +166,11 @@ class Codec:
         return [head[len(one) :].encode() for one, head in itertools.pairwise([*heads, text])]
 
     def spelled(self, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
-        """The UTF-8 bytes of tokens that might stand in each of these places."""
+        """The UTF-8 bytes of alternative tokens in each of these positions."""
         return [[self.bytes_of(token_id) for token_id in ids] for ids in places]
 
     def alternatives(self, text: str, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
-        """The UTF-8 bytes of tokens that might stand in the place of each of a text's; a control token is its name."""
+        """The UTF-8 bytes of alternative tokens in each position of a text; a control token is its name."""
         spelled = self.spelled(places)
         ids, pieces = self.encode(text), self.pieces(text)
         if ids and self.bytes_of(ids[0]) == b" " + pieces[0]:  # the space that the tokenizer puts before every text
@@ -203,7 +203,7 @@ class Codec:
         return [*_PROBES, *(f"a b{token}c d e f" for token in readable)]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token stands for; a control token is its name."""
+        """The UTF-8 bytes of a token; a control token is its name."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
@@ -218,7 +218,7 @@ class Codec:
 
 
 def _last_but_one_anchor(text: str) -> int:
-    """Where it is, behind the text's beginning; 0 if there is none. Looked for from the end, where it is near."""
+    """Its index after the text's beginning; 0 if there is none. The search starts at the end, where it is near."""
     anchors, at = 0, text.rfind(" ")
     while at > 0:
         anchors += not text[at - 1].isspace() and text[at + 1 : at + 2].isalnum()
@@ -269,10 +269,10 @@ def whole_characters(text: str) -> str:
 def cut_candidate(text: str) -> str:
     """Cut an unfinished draft where every member can follow: before the last run of white space.
 
-    The last word may be half written, and encodings join cleanly before white space but rarely behind it. Where it
-    begins with a line break, marks before it go, too: for many vocabularies ".\\n" is one token, and behind "." alone
-    they hardly ever break a line. A draft with no such place, or that ends in a script without spaces (Chinese,
-    Japanese, Thai) or in an emoji, is kept.
+    The last word may be incomplete, and encodings join cleanly before white space but rarely after it. If the white
+    space begins with a line break, marks before it are cut, too: for many vocabularies ".\\n" is one token, and after
+    "." alone they hardly ever break a line. A draft with no such position, or that ends in a script without spaces
+    (Chinese, Japanese, Thai) or in an emoji, is kept.
     """
     text = whole_characters(text)
     if not text or _unspaced(text[-1]):

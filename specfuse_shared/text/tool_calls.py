@@ -1,7 +1,7 @@
-"""Tool calls as text: how a call is written, which grammar holds it, and how it is read back while it streams.
+"""Tool calls as text: their syntax, their grammar, and a reader for streams.
 
-A call is `<tool_call>{"name": "…", "arguments": {…}}</tool_call>`; several stand on lines of their own, text may come
-before the first. One form for all members, since they write one shared answer.
+A call is `<tool_call>{"name": "…", "arguments": {…}}</tool_call>`. Each call has its own line, and text may come
+before the first. All members use this syntax, since they write one shared answer.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def plain_description(functions: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one call, and what the answer may do with them. Raises `ConfigError` for what cannot be done.
+    """The tools of one call, and the allowed answers. Raises `ConfigError` for invalid combinations.
 
     `choice`: "auto" (the ensemble decides), "any", "none" or a tool's name. `parallel`: one answer may hold several
-    calls. `otherwise`: what an answer that calls no tool must be; None: any text, also before a call.
+    calls. `otherwise`: the form of an answer without calls; None: any text, also before a call.
     """
 
     tools: Sequence[Tool] = ()
@@ -84,7 +84,7 @@ class ToolUse:
         return bool(self.offered) and self.choice == "auto"
 
     def grammar(self) -> Grammar | None:
-        """What the whole answer must be: `otherwise`, or the calls that it may make instead of it.
+        """The grammar of the whole answer: `otherwise`, or the calls that it may contain instead.
 
         Raises `GrammarError` for the schema of a tool that cannot be enforced.
         """
@@ -93,13 +93,13 @@ class ToolUse:
         return call_grammar(self.offered, self.choice, self.parallel, self.otherwise)
 
     def reader(self) -> CallReader | None:
-        """What reads the answer; None if it can hold no calls."""
+        """The reader of the answer; None if it cannot contain calls."""
         return CallReader(anywhere=self.otherwise is None) if self.offered else None
 
     def opened_by(self, text: str, after: str) -> int:
         """Bytes of the tag, or of its beginning, with which `text` opens the answer's first call; 0: it opens none.
 
-        `behind`: the answer so far.
+        `after`: the answer so far.
         """
         opens = text.startswith(CALL_OPEN) or (text and CALL_OPEN.startswith(text))
         first = CALL_OPEN not in after if self.otherwise is None else not after
@@ -112,7 +112,7 @@ class ToolUse:
 
 
 def call_grammar(offered: Sequence[Tool], choice: str, parallel: bool, otherwise: Grammar | None) -> Grammar:
-    """Answers that call tools. With the choice "auto" they may also be text, or what `otherwise` describes.
+    """Answers that call tools. With the choice "auto" they may also be text, or a value of `otherwise`.
 
     `parallel`: several calls may follow one another. Raises `GrammarError` for a schema that cannot be enforced.
     """
@@ -185,9 +185,9 @@ class CallReader:
     def finish(self, *, cut: bool = False, closing: str = "") -> list[TextDelta | CallDelta]:
         """The answer is over: give out what was held back. Raises `UnfinishedValueError` inside a call, unless `cut`.
 
-        `cut`: `max_tokens` ended the answer. Then the last call, if it is not complete, or only the `closing` of the
-        answer made it so, is none of the `calls`: the last piece of its arguments makes them no JSON, whoever mends
-        it. Half a tag of an answer that is cut is left out.
+        `cut`: `max_tokens` ended the answer. Then the last call is not among the `calls` if it is incomplete or only
+        the `closing` of the answer completed it: the last piece of its arguments makes them invalid JSON for every
+        parser. Half a tag of a cut answer is left out.
         """
         if not cut and self._state in ("head", "arguments"):
             raise UnfinishedValueError("the answer ended inside a tool call", member="", text=self._buffer)
@@ -266,7 +266,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*("|\\?$)', re.DOTALL)
 
 
 def _broken(arguments: str) -> str:
-    """What makes arguments no JSON, also to those who would close it: they would carry out half a call."""
+    """Makes arguments invalid JSON even for lenient parsers, which would otherwise execute half a call."""
     ends = [string[1] for string in _STRING.finditer(arguments)]
     unclosed = "" if not ends or ends[-1] == '"' else f'{ends[-1]}"'
     opened: list[str] = []

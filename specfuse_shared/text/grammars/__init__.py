@@ -1,1 +1,1 @@
-"""Answers held to a grammar: what it may be, how it is compiled, and how a value ends in time."""
+"""Grammars of answers: their kinds, their compilation, and the end of a value within `max_tokens`."""

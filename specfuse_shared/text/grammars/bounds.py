@@ -22,7 +22,7 @@ from specfuse_shared.validation import is_whole_text
 DEEPEST_GROUP = 100
 """Of brackets in a rule."""
 _TEXT = "\0"
-"""Stands for what is text for sure: strings, expressions, schemas, tokens of a model."""
+"""Replaces parts that are certainly text: strings, expressions, schemas, tokens of a model."""
 _LITERAL = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>|->\s*\w+|%\w+\s*')
 _LARK_RULE = re.compile(r"^[ \t]*[?!]*(\w+)[ \t]*(?:\[[^\]\n]*\])?[ \t]*(?:\.[ \t]*-?\d+)?[ \t]*:", re.MULTILINE)
 _MARKS = ("*", "+", "?", "~")
@@ -60,7 +60,7 @@ def _without_literals(source: str) -> str:
 
 
 def _rules(source: str) -> Iterator[tuple[str, list[str]]]:
-    """Each rule and the tokens behind its colon; terminals are text."""
+    """Each rule and the tokens after its colon; terminals are text."""
     matches = list(_LARK_RULE.finditer(source))
     for rule, after in itertools.zip_longest(matches, matches[1:]):
         end = after.start() if after else len(source)
@@ -124,7 +124,7 @@ class _Ways:
 
 
 def _may_be_none(mark: str) -> bool:
-    """Whether what stands in front of this mark may be left out."""
+    """Whether the item before this mark is optional."""
     return mark in ("*", "?") or re.match(r"~\s*0+\b", mark) is not None
 
 
@@ -169,13 +169,11 @@ def check_source(kind: str, source: str) -> None:
 
 
 def _embedded(source: str, start: int) -> Any:
-    """The schema behind a `%json` of a Lark grammar."""
+    """The schema after a `%json` of a Lark grammar."""
     try:
         return json.JSONDecoder().raw_decode(source, start)[0]
     except (ValueError, RecursionError):
-        raise GrammarError(
-            "behind %json of this Lark grammar stands no JSON: write the schema right behind it"
-        ) from None
+        raise GrammarError("no JSON follows %json in this Lark grammar: write the schema directly after it") from None
 
 
 def check_schema(schema: Any) -> None:
@@ -189,7 +187,7 @@ def check_schema(schema: Any) -> None:
             multiple = math.lcm(multiple, _without_zeros(value["multipleOf"]))
             if multiple > LARGEST_MULTIPLE:
                 raise GrammarError(
-                    f"the numbers behind multipleOf in this schema have a common multiple above {LARGEST_MULTIPLE}: "
+                    f"the numbers after multipleOf in this schema have a common multiple above {LARGEST_MULTIPLE}: "
                     "give smaller ones, or leave them out"
                 )
         if depth > DEEPEST_NESTING:
@@ -199,7 +197,7 @@ def check_schema(schema: Any) -> None:
 
 
 def target_of(reference: str, schema: Mapping[str, Any]) -> Any:
-    """What a reference within the schema names ("#/$defs/Person"); None if it names nothing."""
+    """The target of a reference within the schema ("#/$defs/Person"); None if there is none."""
     node: Any = schema
     for key in reference.removeprefix("#").split("/")[1:]:
         node = node.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
@@ -207,7 +205,7 @@ def target_of(reference: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _without_zeros(number: Any) -> int:
-    """The digits of a number, without the zeros at its end; 1 for what is no finite number."""
+    """The digits of a number, without zeros at its end; 1 if it is no finite number."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return 1
     if isinstance(number, float) and not math.isfinite(number):

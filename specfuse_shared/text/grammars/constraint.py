@@ -1,8 +1,8 @@
 """Holds the answers of one request to a grammar.
 
-`AnswerConstraint` knows the answer as text: what the grammar dictates next, which part of a candidate is valid and
-leaves room to finish within `max_tokens`, and how to finish. `MemberConstraint` knows one member's tokens: it masks
-what the member may draft. Both advance by the committed text, whoever wrote it.
+`AnswerConstraint` follows the answer as text: the text that the grammar forces next, the part of a candidate that is
+valid and can be finished within `max_tokens`, and the finish. `MemberConstraint` works on one member's tokens: it
+masks invalid drafts. Both advance by the committed text of any author.
 
 Grammars come from clients, and one step of some takes long. So every answer has an `Allowance` of seconds for them.
 
@@ -39,7 +39,7 @@ _STRING_MARKS = b'"\\'
 _DIGITS = b"0123456789"
 _CLOSERS = b'}])>"'
 _OF_TEXT = b"xqQ"
-"""Letters that stand in text alone: where one of them is allowed, a bracket may be text, too."""
+"""Letters that occur in text only: if one of them is allowed, a bracket may be text, too."""
 _DETOURS = b"\\,.eE{[(<"
 
 
@@ -94,9 +94,9 @@ class Closings:
         return None
 
     def _step(self, matcher: Any, turn: int) -> bytes:
-        """The allowed bytes that most likely lead to the end: what closes or is short, else what gets on.
+        """The allowed bytes that most probably lead to the end: closing bytes, short ones, then progress.
 
-        Where that leads nowhere for long, the allowed bytes take turns. Places that allow the same are alike.
+        If that does not end for long, the allowed bytes alternate. States that allow the same bytes are equal.
         """
         self._trials -= 1
         mask: bytes = matcher.compute_bitmask()
@@ -133,7 +133,7 @@ class Closings:
         return bytes([byte])
 
     def _ahead(self, matcher: Any, byte: int, mask: bytes) -> bytes:
-        """The byte, and as few letters behind it as change what is allowed, as in the end of a mail address."""
+        """The byte, and the fewest letters after it that change the allowed bytes, as in the end of a mail address."""
         if byte > 127 or byte in _STRING_MARKS:
             return b""
         after, way = matcher.deep_copy(), bytes([byte])
@@ -147,9 +147,9 @@ class Closings:
 
 
 def _detour(matcher: Any, byte: int, mask: bytes) -> tuple[bool | int, ...]:
-    """Orders bytes: those that end the value, then those behind which something else is allowed, the shortest first.
+    """Orders bytes: bytes that end the value, then bytes that change the allowed ones, the shortest first.
 
-    Within text, a quote that changes what is allowed ends a string, and one that does not is a character like others.
+    Within text, a quote that changes the allowed bytes ends a string; any other quote is a normal character.
     """
     after = matcher.deep_copy()
     after.consume_token(byte)
@@ -160,7 +160,7 @@ def _detour(matcher: Any, byte: int, mask: bytes) -> tuple[bool | int, ...]:
 
 
 def completes(matcher: Any, closing: str) -> bool:
-    """Whether the value is complete behind `closing`."""
+    """Whether the value is complete after `closing`."""
     data = list(closing.encode())
     if matcher.validate_tokens(data) < len(data):
         return False
@@ -174,7 +174,7 @@ def _bytes_of(mask: bytes) -> list[int]:
 
 _LARGE_SIZE = MOST_BYTES + 32
 _MOST_FORCED = 4096
-"""Characters of dictated text a round: a schema that requires itself dictates without end."""
+"""Maximum characters of forced text a round: a schema that requires itself forces text without end."""
 
 
 @dataclass(slots=True)
@@ -218,10 +218,10 @@ class Admitted:
 class AnswerConstraint:
     """The grammar along one answer. Raises `ValueTooLongError` if no value fits into `max_tokens`.
 
-    `codec` and `max_tokens` are those of the reference member. Between calls at least one complete value that
-    begins with the committed text fits into `max_tokens`, unless none was found: while there is room for any that could
-    be, none is searched. Where a step of the grammar
-    takes more than its library or the `Allowance` allows, every method raises `UnfinishedValueError`.
+    `codec` and `max_tokens`: the reference member's. Between calls at least one complete value that begins with the
+    committed text fits into `max_tokens`, unless none was found. The search is skipped while every possible value
+    fits. If a step of the grammar takes more than its library or the `Allowance` allows, every method raises
+    `UnfinishedValueError`.
     """
 
     def __init__(self, grammar: Grammar, codec: Codec, max_tokens: int) -> None:
@@ -242,13 +242,13 @@ class AnswerConstraint:
             )
 
     def forced(self) -> str:
-        """What the grammar dictates next; white space at its end is left to the next draft, where words begin."""
+        """Text that the grammar forces next, without white space at its end, where words of the next draft begin."""
         with self._allowance.metered():
             dictated = bytes(self._matcher.compute_ff_bytes())
         return dictated.decode(errors="ignore")[:_MOST_FORCED].rstrip()
 
     def admit(self, text: str, ends: bool) -> Admitted:
-        """The longest part of a draft that is valid and leaves room to finish; the finish itself if there is none."""
+        """The longest part of a draft that is valid and can be finished; the finish itself if there is none."""
         after, text = self._follow(self._matcher, text)
         if self._fits(after, text):
             reason = FinishReason.STOP if after.is_stopped() else None
@@ -257,7 +257,7 @@ class AnswerConstraint:
         return Admitted(head, False, None) if head else Admitted(self.finish(), False, FinishReason.LENGTH)
 
     def _shortened(self, text: str) -> str:
-        """A beginning of `text` behind which the value fits, the longest where a longer one never fits again.
+        """The longest beginning of `text` after which the value still fits.
 
         Empty if there is none.
         """
@@ -277,7 +277,7 @@ class AnswerConstraint:
         return self._closing or ""
 
     def finish_after(self, text: str) -> str | None:
-        """A short text that completes the value behind `text` within `max_tokens`; None if none was found."""
+        """A short text that completes the value after `text` within `max_tokens`; None if none was found."""
         after, valid = self._follow(self._matcher, text)
         closing = self._closing_after(after, text) if valid == text else None
         return closing if closing is not None and self._leaves_room(text, closing) else None
@@ -305,7 +305,7 @@ class AnswerConstraint:
         return valid == text and bool(after.is_accepting())
 
     def _fits(self, after: Any, text: str) -> bool:
-        """Whether the value can be finished behind `text`; one token stays free until it is."""
+        """Whether the value can be finished after `text`; one token stays free for its end."""
         if not self._can_finish:
             return self._counts(text)
         if self._is_roomy(text) or self._leaves_room(text, self._known(after, text)):
@@ -316,7 +316,7 @@ class AnswerConstraint:
         return self._leaves_room(text, closing)
 
     def _is_roomy(self, text: str) -> bool:
-        """Whether there is room for every closing that could be found."""
+        """Whether every closing that the search can find would fit."""
         return self._counts(text, spare=_LARGE_SIZE)
 
     def _leaves_room(self, text: str, closing: str | None) -> bool:
@@ -325,24 +325,24 @@ class AnswerConstraint:
         return self._counts(text, spare=int(bool(closing))) and (not closing or self._counts(text + closing))
 
     def _closing_after(self, after: Any, text: str) -> str | None:
-        """How the value may be completed behind a text of this round; searched for once."""
+        """The completion of the value after a text of this round; searched for once."""
         if text not in self._behind:
             cached = self._known(after, text)
             self._behind[text] = self._closings.shortest(after) if cached is None else cached
         return self._behind[text]
 
     def _known(self, after: Any, text: str) -> str | None:
-        """The closing of the answer so far, or what `text` left of it, where it completes the value still."""
+        """The closing of the answer so far, or its rest after `text`, if it still completes the value."""
         closing = self._closing or ""
         with self._allowance.metered():
             return next((each for each in (closing[len(text) :], closing) if completes(after, each)), None)
 
     def _counts(self, text: str, spare: int = 0) -> bool:
-        """Whether `max_tokens` hold the answer with `text`, and so many tokens more."""
+        """Whether `max_tokens` allow the answer with `text` and this number of further tokens."""
         return len(self._codec.extend(self._counted, text).ids) <= self._limit - spare
 
     def _follow(self, matcher: Any, text: str) -> tuple[Any, str]:
-        """The matcher behind the longest valid part of `text`, and that part, in whole characters."""
+        """The matcher after the longest valid part of `text`, and that part, in whole characters."""
         with self._allowance.metered():
             after, data = matcher.deep_copy(), text.encode()
             valid = after.validate_tokens(list(data))
@@ -358,8 +358,8 @@ class AnswerConstraint:
 class MemberConstraint:
     """Keeps one member's drafts of one answer inside the grammar, over the member's own tokens.
 
-    Where a step takes more than the library or the `Allowance` allows, drafts end at once; how the answer goes on is
-    the `AnswerConstraint`'s affair.
+    If a step takes more than the library or the `Allowance` allows, drafts end at once; the `AnswerConstraint` decides
+    about the answer.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary, stop_ids: Sequence[int]) -> None:
@@ -370,7 +370,7 @@ class MemberConstraint:
         self._draft = self._committed
 
     def start(self) -> None:
-        """Begin a draft behind the committed answer."""
+        """Begin a draft after the committed answer."""
         self._draft = self._committed.deep_copy()
 
     @property
@@ -390,7 +390,7 @@ class MemberConstraint:
         return bytes(ends)
 
     def dictated(self) -> str:
-        """What the grammar dictates behind the draft, as far as it is whole characters."""
+        """Text that the grammar forces after the draft, in whole characters."""
         with self._allowance.metered():
             return bytes(self._draft.compute_ff_bytes()).decode(errors="ignore")[:_MOST_FORCED]
 
@@ -400,7 +400,7 @@ class MemberConstraint:
             return int(self._draft.validate_tokens(list(ids)))
 
     def advance(self, token: int) -> None:
-        """The draft goes on with `token`, which the mask allowed."""
+        """Extend the draft by `token`, which the mask allowed."""
         with self._allowance.metered():
             self._draft.consume_token(token)
 
@@ -410,6 +410,6 @@ class MemberConstraint:
         with self._allowance.metered():
             followed = self._committed.consume_tokens(ids)
         if not followed and not gave_up(self._committed):
-            # of the text only its length: what members say stays out of logs
+            # only the length of the text: logs contain no output of members
             raise GenerationError(f"a text of {len(text)} characters does not follow the grammar", member="", text="")
         self._draft = self._committed

@@ -1,9 +1,9 @@
-"""What an answer may look like: a JSON schema, a regular expression, a choice of strings, or a Lark grammar.
+"""Grammars: a JSON schema, a regular expression, a choice of strings, or a Lark grammar.
 
 A `Grammar` is plain data, checked when it is made. `specfuse_shared.text.grammars.constraint` holds answers to it; the
 grammars themselves are llguidance's, which the "grammar" extra brings (`specfuse_shared.text.grammars.guidance`).
 
-What the members are told about a JSON schema: names, descriptions and formats.
+Instructions for members about a JSON schema: names, descriptions and formats.
 
 Types and choices are left to the grammar, which offers nothing else when it comes to them: small models that read a
 list of choices beforehand copy its first (docs/experiments.md).
@@ -104,9 +104,9 @@ class Grammar:
         return _checked_options(options if isinstance(options, list) else (), "a choice needs {}, as JSON")
 
     def behind(self, text: str) -> str | None:
-        """A Lark grammar of what may follow `text`, where that can be written down as one; None else.
+        """A Lark grammar of the text that may follow `text`, if it can be written as one; else None.
 
-        JSON cannot: other libraries write its values in another style.
+        JSON has none: other libraries format its values differently.
         """
         if self.kind == "choice":
             rest = [o.removeprefix(text) for o in self._options() if o.startswith(text)]
@@ -142,7 +142,7 @@ def _dumps(value: Any) -> str:
 
 
 MOST_FIELDS = 500
-"""Fields that the members are told of; the grammar knows all of them."""
+"""Maximum number of fields in the instruction; the grammar enforces all of them."""
 _TOLD = ("description", "format")
 _BRANCHES = ("allOf", "anyOf", "oneOf", "prefixItems")
 _INSIDE = ("items", "additionalProperties")
@@ -198,7 +198,7 @@ class _Reader:
             yield None, part
 
     def about(self, schema: Any) -> str:
-        """Description and format; if it has none, those of what it refers to and of its branches (`date | None`)."""
+        """Description and format; without one, those of its references and branches (`date | None`)."""
         if not isinstance(schema, Mapping):
             return ""
         if id(schema) not in self._abouts:
@@ -215,5 +215,5 @@ class _Reader:
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Any]:
-    """What a value is one or all of."""
+    """The alternatives or parts of a value."""
     return [part for key in _BRANCHES if isinstance(schema.get(key), list) for part in schema[key]]

@@ -2,7 +2,7 @@
 
 Compiling descends as deep as a grammar refers, about 10 KiB of native stack for each reference of a JSON schema and 3
 for each rule of a Lark grammar. An overflow ends the process, so grammars compile in a thread whose stack holds
-whatever `specfuse_shared.text.grammars.bounds` lets through.
+any grammar within `specfuse_shared.text.grammars.bounds`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ROW_ITEMS = 8_000
 """Parser items in one place, which is about 340 objects to choose from: there a first mask takes 40 ms, and 160 ms for
 twice as many. The library's own 2,000 end at 87."""
 BYTE_END = 256
-"""The end of a text, behind the 256 bytes."""
+"""The end of a text, after the 256 bytes."""
 _COMPILED = 16
 """Grammars that a vocabulary keeps compiled."""
 _TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 _TOO_MANY = re.compile(r"row has \d+ items")
-"""What the library says of a place with too many alternatives, for which it has no stop reason."""
+"""The library's message about too many alternatives in one position, for which it has no stop reason."""
 _TRIED_BYTES = 16
 """Of those that may come first."""
 _STACK_LOCK = threading.Lock()
 _BEFORE = "\x02"
-"""Stands before a text whose tokens are looked for; no token holds it and something else."""
+"""A prefix for texts whose tokens are looked up; no token contains it together with other text."""
 _MARK = re.compile(r"<.*>", re.DOTALL)
 """Added tokens that look like marks are control tokens, whether or not their tokenizer says so."""
 
@@ -76,7 +76,7 @@ def validated(source: str) -> str | None:
 def check_beginning(source: str) -> None:
     """Raises `GrammarError` for a grammar with more alternatives at its beginning than the library takes.
 
-    Its first mask is made, and the next one behind every byte that may come first.
+    Its first mask is computed, and the masks after every possible first byte.
     """
     start = _compile(byte_vocabulary().tokens, source)
     mask: bytes = start.compute_bitmask()
@@ -152,7 +152,7 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """What `work` gives, run in a thread of its own with a stack of `STACK_BYTES`."""
+    """The result of `work`, run in a separate thread with a stack of `STACK_BYTES`."""
     outcome: list[T] = []
     failures: list[BaseException] = []
 

@@ -49,7 +49,7 @@ _NEAREST = 9
 _SECONDS_OF_SEARCH = 0.5
 """Of the processor, to find the part of a schema that cannot be used."""
 _WIDE, _MOST_WIDE = 200, 8
-"""So many alternatives and properties in one place are tried beforehand, in at most so many places."""
+"""Maximum number of alternatives and properties that are tried per position, and of positions."""
 
 
 def styled(schema: Mapping[str, Any] | str, strict: bool) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _styled(source: str, strict: bool) -> str:
         if problem := problem_of(_compilable(schema)):
             raise _named(*_culprit(schema, problem))
     _check_width(schema)
-    if reader.dropped:  # a log holds nothing of what clients send, names of fields neither
+    if reader.dropped:  # logs contain no client data, including field names
         keywords = ", ".join(sorted(set(reader.dropped.values())))
         logger.warning("no grammar holds %s of a schema: left out (strict=True is an error that says where)", keywords)
     return json.dumps(schema, ensure_ascii=False)
@@ -350,7 +350,7 @@ def _with_whole_counts(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_numeric_exclusions(node: dict[str, Any]) -> dict[str, Any]:
-    """`exclusiveMinimum: true` beside a `minimum`, as the fourth draft wrote it, as a number."""
+    """`exclusiveMinimum: true` with a `minimum`, as in draft 4, as a number."""
     for exclusive, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(node.get(exclusive), bool):
             bound = node.get(inclusive)
@@ -361,7 +361,7 @@ def _with_numeric_exclusions(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _combines_numbers(schema: Any) -> bool:
-    """Whether bounds of one number may stand in several schemas."""
+    """Whether several schemas may contain bounds of one number."""
     if isinstance(schema, list):
         return any(map(_combines_numbers, schema))
     if not isinstance(schema, Mapping):
@@ -371,9 +371,9 @@ def _combines_numbers(schema: Any) -> bool:
 
 
 def _with_excluded_bounds(node: dict[str, Any], always: bool) -> dict[str, Any]:
-    """An excluded integer as the bound of the first number behind it, where the library would let it through.
+    """An excluded integer as the bound of the next number, if the library would let it through.
 
-    That is where the other bound is less than 1 away; `always`: it may stand elsewhere.
+    That applies if the other bound is less than 1 away; `always`: another schema may contain it.
     """
     for exclusive, inclusive, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
         bound, included = _number_of(node, exclusive), _number_of(node, inclusive)
@@ -391,7 +391,7 @@ def _with_excluded_bounds(node: dict[str, Any], always: bool) -> dict[str, Any]:
 
 
 def _next_to(bound: float, sign: int, room: float) -> float:
-    """A number close to a bound, within `room` of it."""
+    """A number close to a bound, within a distance of `room`."""
     for places in range(_NEAREST, 300):
         neighbour = float(Decimal(bound) + sign * Decimal(10) ** -places)
         if neighbour != bound and Decimal(10) ** -places < room:
@@ -439,7 +439,7 @@ def _named(problem: str, path: Path) -> GrammarError:
 
 
 def plain_problem(problem: str) -> str:
-    """What the library says, in one line of the field's words."""
+    """The library's message in one line and plain words."""
     message = problem.strip()
     if "regex parse error" in message and (reason := re.search(r"(?m)^\s*error: (.+)$", message)):
         return f"the regular expression cannot be read: {reason[1]}"

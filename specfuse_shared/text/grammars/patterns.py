@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 _LOOKS = re.compile(r"\(\?<?[=!]|\\[bB]|\\[1-9]|\\k<")
-"""What the library cannot read: look-around, word boundaries, references to groups."""
+"""Constructs that the library does not support: look-around, word boundaries, references to groups."""
 _CHARACTER = r"(?:\\[.^$*+?()\[\]{}|/\\\-dDwWsS]|\[(?:\\.|[^\]\\])+\]|[^\\.^$*+?()\[\]{}|])"
 """One character of a string: an escape, a class, or the character itself."""
 _WORD = re.compile(rf"{_CHARACTER}+")
@@ -19,7 +19,7 @@ _LONGEST_WORD = 40
 _DECIMAL = re.compile(
     r"\(\?:\\d\{0,(\d+)\}\|\(\?=\[\\d\.\]\{1,(\d+)\}0\*\$\)\\d(?:\{0,\d+\}|\*)\\\.\\d(?:\{0,(\d+)\}|\*)0\*\$\)$"
 )
-"""The digits of a `Decimal` in pydantic 2.12 and 2.13: at most so many before the point (or in all), and in all."""
+"""The digits of a `Decimal` in pydantic 2.12 and 2.13: a maximum before the point (or in all), and in all."""
 _MOST_DIGITS = 60
 
 
@@ -65,7 +65,7 @@ def _end_of_group(text: str) -> int | None:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Whether a bar outside of groups divides it: what stands in front holds for the first part alone."""
+    """Whether a bar outside of groups divides it: the text before the bar applies to the first part alone."""
     depth = 0
     for char in re.sub(r"\[[^\]]*\]", "", re.sub(r"\\.", "", pattern)):
         depth += (char == "(") - (char == ")")
@@ -116,7 +116,7 @@ def _other_than(*characters: str) -> str:
 
 
 def _digits(match: re.Match[str]) -> str:
-    """The digits of a decimal number, of which at most so many stand in front of the point and behind it."""
+    """The digits of a decimal number, with a maximum before the point and after it."""
     before, whole = int(match[1]), int(match[2]) - 1
     if max(before, whole) > _MOST_DIGITS:
         return match[0]
