@@ -1,7 +1,7 @@
-"""A lane at the other end of a pipe, in another process: what crosses it are the messages of `members.stages`.
+"""A lane in another process, behind a pipe: the messages are those in `members.stages`.
 
-`serve_members` is the other end; `PipedLane` is that lane for the coordinator. A lane whose process is gone fails
-every stage, so that its members leave the answers, which go on with the others.
+`serve_members` is the remote end; `PipedLane` is the lane for the coordinator. If its process dies, the lane fails
+every stage, so that its members leave the answers and the others continue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Results, the use of caches, and the forwards since the last message (member, answers, seconds)."""
+    """Results, the use of caches, and the forward passes since the last message (member, answers, seconds)."""
 
     results: tuple[StageResult, ...]
     use: CacheUse
@@ -52,7 +52,7 @@ class Answered:
 
 
 class Wire(Protocol):
-    """One end of what messages cross: of a pipe between processes, or to an actor on another node."""
+    """One end of a connection: a pipe between processes, or an actor on another node."""
 
     def send(self, message: Any, /) -> None: ...
 
@@ -76,10 +76,10 @@ class PolledWire(Wire, Protocol):
 
 
 class PipedLane:
-    """The lane behind `connection`; its devices, which are none of this process's, are called `name`/device.
+    """The lane at the end of `connection`; its devices are not this process's and are called `name`/device.
 
-    Waits for the other end to be ready. Raises `EOFError` where that ends instead. `reopened`: waits until an other
-    end that was lost is ready again, for wires that can be; it raises `EOFError` when nobody waits any more.
+    Waits for the other end to be ready. Raises `EOFError` if that ends instead. `reopened`: waits until a lost end
+    is ready again, for wires that support it; it raises `EOFError` when it should stop waiting.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class PipedLane:
         return None
 
     def _read(self) -> None:
-        """Whatever is met, those who wait get a fault: nobody may wait for a lane that is gone."""
+        """Fail pending requests after any error."""
         while True:
             try:
                 while True:
@@ -203,7 +203,7 @@ class PipedLane:
         self._reply(answered)
 
     def _withdrawn(self, requests: Sequence[StageRequest]) -> list[StageRequest]:
-        """Those of the requests that nobody has answered meanwhile; from now on nobody will."""
+        """The unanswered requests among these; the lane will not answer them any more."""
         with self._lock:
             return [r for r in requests if self._asked.pop((r.answer, r.member), None) is not None]
 
@@ -246,7 +246,7 @@ def serve_members(
 
 
 def _take(connection: PolledWire, lane: LocalLane) -> bool:
-    """Pass on what has come, and wait where there is nothing else to do; False once the lane is closed."""
+    """Pass on received messages, and wait if idle; False once the lane is closed."""
     while (wait_seconds := lane.wait_seconds) != 0 or connection.poll():
         if wait_seconds and not connection.poll(wait_seconds):
             continue

@@ -1,7 +1,7 @@
-"""Lanes on the nodes of a Ray cluster: an actor runs a member, and what crosses to it are the messages of a pipe.
+"""Lanes on the nodes of a Ray cluster: an actor runs a member and exchanges the messages of a pipe.
 
-An actor that dies is a pipe that breaks: its member leaves the running answers. Ray starts it again where there is
-room for it, and then the member is back. No call is repeated, since what an actor knew of its answers died with it.
+An actor that dies is a broken pipe: its member leaves the running answers. Ray starts it again on a node with free
+resources, and then the member is back. No call is repeated, since the actor's state died with it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from specfuse_shared.placement.plan import format_bytes
 ray: Any = untyped_ray
 
 _SECONDS_TO_START = 120.0
-"""How long a node may take to have room for an actor and to start it."""
+"""Maximum time for a node to have free resources for an actor and to start it."""
 _BETWEEN_LOOKS = 0.5
 """Seconds between two looks whether an actor is back."""
 MemoryOf = Callable[[MemberConfig], int | None]
 """Bytes of main memory that a member takes; None where that is not known."""
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""What Ray has options of its own for; other resources are those that nodes were started with."""
+"""Resources that Ray has separate options for; others are custom resources of nodes."""
 
 
 class _ActorEnd:
@@ -57,7 +57,7 @@ class _ActorEnd:
 
 
 class MemberActor:
-    """Loads a member on its node and runs its stages, in a thread that waits for nobody who asks."""
+    """Loads a member on its node and runs its stages in a separate thread, so that calls do not wait."""
 
     def __init__(self, config: MemberConfig, execution: str, cores: int | None) -> None:
         self._end = _ActorEnd()
@@ -99,7 +99,7 @@ class ActorWire:
         self._closed = self._broken = False
 
     def wait_for_place(self, member: MemberConfig) -> None:
-        """Raises `MemberLoadError` where no node has room for long."""
+        """Raises `MemberLoadError` if no node has free resources for long."""
         try:
             ray.get(self._actor.started.options(concurrency_group="in").remote(), timeout=_SECONDS_TO_START)
         except GetTimeoutError as error:
@@ -149,7 +149,7 @@ class ActorWire:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """The error, or what can be told of one that cannot be pickled."""
+    """The error, or a description of one that cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -164,10 +164,10 @@ def ray_lanes(
     execution: str,
     on_forward: OnForward,
 ) -> list[PipedLane]:
-    """A lane for each member, on a node that has what it needs. All load at the same time.
+    """A lane for each member, on a node with the required resources. All load at the same time.
 
-    `memory_of` is asked of members that say nothing of it and get no card. Raises `MemberLoadError` where one
-    cannot be loaded, or no node has room for it.
+    `memory_of` is called for members without a card that do not state their memory. Raises `MemberLoadError` if a
+    member cannot be loaded, or no node has the resources.
     """
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -194,7 +194,7 @@ def ray_lanes(
 
 
 def needs_of(member: MemberConfig, memory_of: MemoryOf, cards: bool) -> dict[str, float]:
-    """What a member asks of a node: its `resources`, and where they are silent a core and a card, if the cluster has
+    """A member's required resources: its `resources`, and by default a core and a card, if the cluster has
     `cards` and its device may be one, else main memory for its model."""
     card = member.resources.get("GPU", float(cards and member.device.split(":")[0] in ("auto", "cuda")))
     defaults = {"CPU": 1.0}
@@ -212,7 +212,7 @@ def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _check_capacity(member: MemberConfig, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
-    """A node has as much as the member needs, whoever uses it now: else its actor would be waited for without end."""
+    """Check that a node has the required total resources, free or not: otherwise its actor would wait forever."""
     if not any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
         raise MemberLoadError(
             f"member {member.label!r} needs {_said(needs)}, and no node of the Ray cluster has that much: start one "

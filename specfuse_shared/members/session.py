@@ -47,7 +47,7 @@ Stage: TypeAlias = Generator[Any, Any, T]
 class SequenceIds(Protocol):
     """The ids of one answer: `prompt` is frozen, `answer` are the committed ids.
 
-    `computed_tokens` went through the model after the prompt, in so many `forwards`.
+    `computed_tokens` went through the model after the prompt, in `forwards` forward passes.
     """
 
     prompt: tuple[int, ...]
@@ -56,7 +56,7 @@ class SequenceIds(Protocol):
     forwards: int
 
     def begin_answer(self) -> None:
-        """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
+        """Move the committed ids into the prompt: reasoning that precedes the answer."""
 
     def release(self, remember: bool = False) -> None:
         """Free what is held for it. Safe to call twice."""
@@ -82,7 +82,7 @@ class Session(ABC, Generic[C]):
         self._text = ""
         self._thinking, grammar = False, params.grammar
         self._grammar = MemberConstraint(grammar, text.vocabulary, stop_ids) if grammar else None
-        # thinking: how much of the thoughts is given out
+        # thinking: the reported part of the reasoning
         # alone: the trailing answer ids whose text is not all given out yet, and how much of it is
         self._ids_held = 0
         self._shown = 0
@@ -99,9 +99,9 @@ class Session(ABC, Generic[C]):
 
     @abstractmethod
     def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
-        """One to `count` tokens behind the committed answer and `ids`, and whether the turn ends behind them.
+        """One to `count` tokens after the committed answer and `ids`, and whether the turn ends after them.
 
-        The turn does not end before `min_tokens_left` tokens behind the answer. `alone`: also tokens without text.
+        The turn does not end before `min_tokens_left` tokens after the answer. `alone`: also tokens without text.
         """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Session(ABC, Generic[C]):
         """The answer may become this one: another member says so."""
 
     def _expect_own(self, branch: Branch) -> None:
-        """The answer may go on with this branch, which this member drafted itself."""
+        """The answer may continue with this branch, which this member drafted itself."""
 
     # ── stages ───────────────────────────────────────────────────────────────────────────────────
 
@@ -133,7 +133,7 @@ class Session(ABC, Generic[C]):
 
     @property
     def _constraint(self) -> MemberConstraint | None:
-        """The grammar is that of the answer alone."""
+        """The grammar applies to the answer alone."""
         return None if self._thinking else self._grammar
 
     def stage(self, op: Op) -> Stage[Drafted | Thought | Verdicts | None]:
@@ -154,7 +154,7 @@ class Session(ABC, Generic[C]):
         raise ValueError(f"a member has no stage for {op!r}")
 
     def think(self, limit: int, max_tokens: int) -> Stage[Thought]:
-        """Plain decoding of thoughts, which then stand in front of the answer as if they were prompt."""
+        """Plain decoding of reasoning, which then becomes part of the prompt before the answer."""
         answer_size, self._thinking = len(self.sequence.answer), True
         self._start(-1 - answer_size)
         more, ended = yield from self._decode([], min(limit, max_tokens - answer_size), alone=True)
@@ -259,7 +259,7 @@ class Session(ABC, Generic[C]):
         return Drafted(fresh, ended or turn_over, len(ids), ids=tuple(ids) if judged else (), judged=judged)
 
     def _judge_own(self, branch: Branch, top: int) -> Stage[CandidateVerdict]:
-        """What the member thinks of its own draft, all of which went through the model."""
+        """The member's probabilities of its own draft, all of which went through the model."""
         [logprobs] = yield from self._judge([branch], [()])
         verdict = CandidateVerdict(tuple(logprobs), tuple(self._codec.token_bytes(branch.tokens)))
         return (yield from self._with_tops([verdict], [branch], top))[0] if top else verdict
@@ -271,7 +271,7 @@ class Session(ABC, Generic[C]):
     def _decode(
         self, ids: Sequence[int], limit: int, min_tokens_left: int = 0, alone: bool = False
     ) -> Stage[tuple[list[int], bool]]:
-        """Sample behind the committed answer and `ids` until there are `limit` of them; True if the turn ended.
+        """Sample after the committed answer and `ids` until there are `limit` ids; True if the turn ended.
 
         The turn does not end before `min_tokens_left` tokens.
         """
@@ -284,7 +284,7 @@ class Session(ABC, Generic[C]):
         return ids, ended
 
     def _encoded(self, text: str) -> Encoding:
-        """The answer and `text` behind it; what is drafted, judged and committed is often the same text."""
+        """The answer followed by `text`; the text to draft, judge and commit is often the same."""
         encoding = self._encodings.get(text)
         if encoding is None:
             encoding = self._encodings[text] = self._codec.extend(self.encoding, text)

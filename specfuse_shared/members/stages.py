@@ -1,13 +1,13 @@
-"""What the method asks of a member and what comes back: plain data, which may cross a wire.
+"""Requests of the method to a member, and the responses: plain data, which may cross a wire.
 
 A `StageRequest` says which member shall do what for which answer; a `StageResult` says what came of it. Text and
 numbers only: ids of the prompt are the one thing that belongs to a member's own vocabulary.
 
 A member as the method sees it, and the lane that runs it.
 
-A `Member` is what the coordinator has of a language model: `MemberInfo`, plain facts, and its side of text (template
-and tokenizer are local wherever the model is). Its model is behind a `Lane`, which takes whole stages of a round as
-plain data (`specfuse_shared.members.stages`) and gives plain data back.
+A `Member` is the coordinator's view of a language model: `MemberInfo`, plain facts, and its text side (template
+and tokenizer are always local). Its model runs in a `Lane`, which takes whole stages of a round as
+plain data and returns plain data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from specfuse_shared.types import MemberReport, StageName
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Begin an answer to `prompt` and read it. `speculates`: the member may guess what comes next, to save forwards."""
+    """Begin an answer to `prompt` and read it. `speculates`: the member may guess next tokens, to save forward
+    passes."""
 
     stage: ClassVar[StageName] = "prefill"
     prompt: tuple[int, ...]
@@ -50,8 +51,8 @@ class Think:
 class Draft:
     """Continue the answer by at most `limit` own tokens, cut where every member can follow → `Drafted`.
 
-    `min_tokens_left`: the turn may end behind so many tokens of the draft. `guess`: what it may turn out to be, which
-    changes only how fast that is found. `commit`: text that is part of the answer by now, to be committed first.
+    `min_tokens_left`: the turn may end after this number of tokens. `guess`: predicted draft, which affects
+    speed, not output. `commit`: text that is already part of the answer, to be committed first.
     """
 
     stage: ClassVar[StageName] = "draft"
@@ -66,7 +67,7 @@ class Draft:
 class DraftAlone:
     """Plain decoding for the last active member: `limit` further tokens, committed as drafted → `Drafted`.
 
-    `top`: the tokens are judged, too, and so many of the most probable ones in the place of each are told.
+    `top`: also judge the tokens, with this number of most probable alternatives for each.
     """
 
     stage: ClassVar[StageName] = "draft"
@@ -78,9 +79,9 @@ class DraftAlone:
 
 @dataclass(frozen=True, slots=True)
 class ScoringQuery:
-    """A candidate put to a verifier: its text, and whether an end of turn follows.
+    """A candidate for a verifier: its text, and whether an end of turn follows.
 
-    `overrun`: what its drafter began to say behind it, which may come next.
+    `overrun`: its author's text after the candidate, which may come next.
     """
 
     text: str
@@ -92,7 +93,7 @@ class ScoringQuery:
 class Verify:
     """Judge candidates for the next segment by the member's own probabilities → `Verdicts`.
 
-    `top`: so many of the most probable tokens in the place of each are told, too.
+    `top`: number of most probable alternatives for each token.
     """
 
     stage: ClassVar[StageName] = "verify"
@@ -102,7 +103,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """`text` is now part of the answer, and the member does not draft behind it yet."""
+    """`text` is now part of the answer, and the member does not draft yet."""
 
     stage: ClassVar[StageName] = "commit"
     text: str
@@ -137,9 +138,9 @@ class StageRequest:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: how many it sampled.
+    """A member's continuation of the answer. `ends`: it ended its turn. `tokens`: number of sampled tokens.
 
-    `overrun`: what it began to say behind the text, and was cut off. `ids`: the tokens that it committed, where they
+    `overrun`: the beginning of its next text, which was cut off. `ids`: the committed tokens, if they
     are `judged`.
     """
 
@@ -153,7 +154,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of a member's thoughts; `ended`: they are over, and the answer may begin."""
+    """A piece of a member's reasoning; `ended`: it is complete, and the answer may begin."""
 
     text: str
     ended: bool
@@ -165,9 +166,9 @@ Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class CandidateVerdict:
-    """A verifier's log p of each of its own tokens of a candidate (and of the end of turn), and their bytes.
+    """A verifier's log p of each token of a candidate (and of the end of turn), in its own encoding, with their bytes.
 
-    `tops`: in the place of each token, ids and log p of the most probable ones, if they were asked for.
+    `tops`: for each token, ids and log p of the most probable alternatives, if requested.
     """
 
     logprobs: tuple[float, ...]
@@ -191,9 +192,9 @@ class Closed:
 class TokenCounts:
     """Tokens of one answer so far, in the member's own encoding.
 
-    `answer`: committed ones. `thinking`: of its own thoughts, which stand between its prompt and the answer.
-    `computed`: those that went through the model after the prompt, in so many `forwards`. `guessed`: those among them
-    that were guesses, of which so many were `accepted`.
+    `answer`: committed ones. `thinking`: of its reasoning, between its prompt and the answer.
+    `computed`: tokens that went through the model after the prompt, in `forwards` forward passes. `guessed`: guesses
+    among them, with `accepted` right ones.
     """
 
     answer: int = 0
@@ -211,7 +212,7 @@ NOTHING_YET = TokenCounts()
 class Fault:
     """Why a stage failed: the error's class and message, and where it came from (`details`, for logs).
 
-    `is_fatal`: the lane itself broke, and whoever runs it with it.
+    `is_fatal`: the lane itself broke, and so did its runner.
     """
 
     kind: str
@@ -229,7 +230,7 @@ Value = Drafted | Thought | Verdicts | Closed | None
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What came of a request: a value, or the fault that kept it from one."""
+    """The result of a request: a value, or a fault."""
 
     answer: int
     member: str
@@ -239,7 +240,7 @@ class StageResult:
 
 
 def unanswered(request: StageRequest, fault: Fault) -> StageResult:
-    """What becomes of a request to a lane that is gone: there is no cache left to close."""
+    """The result of a request to a lane that is gone: there is no cache left to close."""
     if isinstance(request.op, Close):
         return StageResult(request.answer, request.member, Closed())
     return StageResult(request.answer, request.member, error=fault)
@@ -254,29 +255,29 @@ def ignore_results(results: Sequence[StageResult]) -> None:
 
 
 class OnForward(Protocol):
-    """Called after a forward of a member, which so many answers shared and which took so many seconds.
+    """Called after a forward pass of a member, with the number of answers in it and its seconds.
 
-    A request to a server counts as one, and may have had it take several `steps`, one for each token.
+    A request to a server counts as one, and may comprise several `steps`, one for each token.
     """
 
     def __call__(self, member: str, answers: int, seconds: float, steps: int = 1) -> None: ...
 
 
 def ignore_steps(member: str, answers: int, seconds: float, steps: int = 1) -> None:
-    """An `OnForward` of a lane whose forwards nobody counts."""
+    """An `OnForward` for a lane without a listener."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """Facts about a loaded member; what admission and the method need to know of its model.
+    """Facts about a loaded member for admission and the method.
 
-    `devices`: where it computes, with the share of its caches that each holds; none, where memory is nobody's affair
-    here. `thinks`: before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
-    `report`: what it turned out to be. `drafts_under_grammar`: it does not only judge where a grammar binds the answer.
-    `fixed_blocks`: rows come in blocks that stay where they are.
-    `cache_tokens`: its cache is there from the start and holds so many tokens of all answers, and so many branches
-    (`cache_branches`); None where answers take memory as they come.
-    `may_guess`: it makes use of guesses of what comes next (`EnsembleConfig.speculation`).
+    `devices`: its devices, each with the share of the caches on it; empty if its memory is managed elsewhere.
+    `thinks`: it reasons before it answers. `smallest_row`: slots of its smallest cache row; rows are powers of two.
+    `report`: facts for users. `drafts_under_grammar`: whether it drafts under a grammar, or only judges.
+    `fixed_blocks`: rows come in blocks that stay in place.
+    `cache_tokens`: its cache is preallocated and holds this number of tokens of all answers, and `cache_branches`
+    branches; None if answers allocate memory as needed.
+    `may_guess`: it supports guesses of the next tokens (`EnsembleConfig.speculation`).
     """
 
     name: str
@@ -356,11 +357,11 @@ class CacheUse:
 
 
 class Lane(Protocol):
-    """Members that share devices, and whoever runs their stages: in this process, or behind a wire.
+    """Members that share devices, with their runner: in this process, or across a wire.
 
-    A lane runs a stage from its first forward to its last by itself, batches what it has, and recovers from lack of
-    memory. Stages of one member of one answer come one after another; every request has exactly one result, but
-    for those that a `Close` overtakes. Every method may be called from any thread and waits for no forward.
+    A lane runs each stage from its first forward pass to its last, batches stages, and recovers when memory runs
+    out. Stages of one member of one answer come one after another. Every request has exactly one result, except
+    requests that a `Close` overtakes. Every method may be called from any thread and does not block on a forward pass.
     """
 
     @property
@@ -373,7 +374,7 @@ class Lane(Protocol):
         ...
 
     def remember(self, limits: Mapping[str, int]) -> None:
-        """Keep at most so many bytes of each member's past answers, for prompts that begin the same way."""
+        """Keep at most this number of bytes of each member's past answers, for prompts with the same prefix."""
         ...
 
     def reply_to(self, reply: Reply) -> None:
@@ -381,7 +382,7 @@ class Lane(Protocol):
         ...
 
     def submit(self, requests: Sequence[StageRequest]) -> None:
-        """Run stages; those of one call are drafted and verified together where they can be."""
+        """Run stages; the stages of one call are drafted and verified together if possible."""
         ...
 
     def cache_use(self) -> CacheUse:

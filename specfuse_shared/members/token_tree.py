@@ -1,4 +1,4 @@
-"""The tokens of one round that stand behind a member's committed context, as a tree.
+"""The tokens of one round after a member's committed context, as a tree.
 
 Drafted tokens and every candidate's tokens share nodes where they share a prefix, so nothing is fed twice. Pure
 bookkeeping: ids and positions, no tensors.
@@ -41,7 +41,7 @@ class TokenTree:
         return len(self.tokens)
 
     def child(self, parent: int, trunk: int, token: int) -> int:
-        """The node of `token` behind `parent` (or behind the first `trunk` committed tokens), made if new."""
+        """The node of `token` after `parent` (or after the first `trunk` committed tokens), made if new."""
         key = _key(parent, trunk, token)
         node = self._children.get(key)
         if node is None:
@@ -54,7 +54,7 @@ class TokenTree:
         return node
 
     def path(self, trunk: int, tokens: tuple[int, ...]) -> list[int]:
-        """Nodes of `tokens` in a row behind the first `trunk` committed tokens."""
+        """Nodes of `tokens` in a row after the first `trunk` committed tokens."""
         node, path = ROOT, []
         for token in tokens:
             node = self.child(node, trunk, token)
@@ -62,7 +62,7 @@ class TokenTree:
         return path
 
     def find(self, trunk: int, tokens: tuple[int, ...]) -> list[int]:
-        """As `path`, as far as there are nodes; makes none."""
+        """Like `path`, up to the first missing node; makes none."""
         node, path = ROOT, []
         for token in tokens:
             next_node = self._children.get(_key(node, trunk, token))
@@ -73,7 +73,7 @@ class TokenTree:
         return path
 
     def below(self, node: int, trunk: int, numbers: Iterable[int]) -> list[int]:
-        """Those of `numbers`, parents first, that descend from `node` (of those at the root: behind `trunk` tokens)."""
+        """Those among `numbers`, parents first, that descend from `node` (at the root: after `trunk` tokens)."""
         descendants: set[int] = set()
         for number in numbers:
             parent = self.parents[number]
@@ -82,7 +82,7 @@ class TokenTree:
         return sorted(descendants)
 
     def take_over(self, tree: TokenTree, root: int, below: Iterable[int], trunk: int) -> dict[int, int]:
-        """Make nodes for those of `other` `below` its `root`, behind `trunk` tokens; tells new numbers by old ones."""
+        """Make nodes for those in `other` `below` its `root`, after `trunk` tokens; returns old number → new number."""
         numbers = {root: ROOT}
         for old in below:
             numbers[old] = self.child(numbers[tree.parents[old]], trunk, tree.tokens[old])

@@ -1,1 +1,1 @@
-"""Ids in, logits out: the forwards of one model, its caches, kernels and samplers. Knows no text."""
+"""Ids in, logits out: forward passes of one model, its caches, kernels and samplers. Knows no text."""

@@ -1,4 +1,4 @@
-"""Attention of many answers in one forward: which slot a query may see, and a fast kernel call for each block.
+"""Attention of many answers in one forward pass: the visible slots of each query, and a fast kernel call per block.
 
 The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. Symbols: T tokens fed,
 B answers of a group, Q queries of an answer, K slots, position = place in the token sequence (≠ slot once a tree
@@ -102,9 +102,9 @@ def split_attention(
     scaling: float | None,
     pieces: int,
 ) -> torch.Tensor:
-    """Attention (B, H, Q, D) over equal pieces of the slots at once, for few queries behind many slots.
+    """Attention (B, H, Q, D) over equal pieces of the slots in parallel, for few queries over many slots.
 
-    A masked kernel goes through all K slots in turn for each head of each answer, which leaves most of a large card
+    A masked kernel processes all K slots sequentially for each head of each answer, which leaves most of a large card
     idle. Here each piece s gives its output o_s and the logarithm l_s of its sum of exponentials, and the whole is
     Σ_s softmax_s(l) o_s (FlashDecoding, Dao et al. 2023). `query` (B, H, Q, D), `key` and `value` (B, H, K, D) without
     gaps, `mask` (B, 1, 1 or Q, K) additive and finite.
@@ -121,7 +121,7 @@ def split_attention(
 
 
 def _pieces(heads: int, queries: int, key: torch.Tensor) -> int:
-    """Into how many pieces the slots are split for so many heads of all answers, and queries of each; 1: not at all."""
+    """Number of pieces of the slots for a number of heads of all answers, and queries of each; 1: no split."""
     slots, workers = key.shape[2], _WORKERS.get(key.device.type, 0)
     busy, pieces = heads * -(-queries // _QUERIES_OF_A_WORKER), 1
     fits = slots >= _FEWEST_SLOTS and key.shape[-1] % _ALIGNED == 0 and key.is_contiguous()
@@ -208,18 +208,18 @@ class MaskPlan:
         return visible
 
     def is_plain(self, kind: str, slots: int) -> bool:
-        """Whether layers of this kind see everything before a query, among so many slots."""
+        """Whether layers of this kind see everything before a query, with this number of slots."""
         reach = {"sliding_attention": self.window, "chunked_attention": self.chunk}.get(kind)
         return reach is None or slots <= reach
 
     def markers(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What the model is given as masks: empty ones whose last dimension tells the attention which kind it is."""
+        """The masks for the model: empty tensors whose last dimension encodes the kind for the attention function."""
         made = {k: torch.zeros(1, 1, 1, n + 1, device=device, dtype=dtype) for n, k in enumerate(self.kinds)}
         return made if self.as_mapping else made[self.kinds[0]]
 
 
 def plans_for(config: Any) -> list[MaskPlan]:
-    """Mask plans worth probing for a text configuration, likeliest first; empty for recurrent architectures."""
+    """Mask plans to probe for a text configuration, most probable first; empty for recurrent architectures."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     if any(kind not in KINDS for kind in kinds):
@@ -239,7 +239,7 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 GROUPED, EAGER = "specfuse_grouped_sdpa", "specfuse_eager"
 _LONG = {"cpu": 4}
 _DEFAULT_LONG = 64
-"""From this many queries on, an answer gets a kernel call of its own, so that short ones are not padded to it: calls
+"""From this many queries on, an answer gets a separate kernel call, so that short ones are not padded to it: calls
 cost little on a CPU, and padding little on a GPU."""
 _MOST_INDEXED = 16
 """Longer segments are written to their row by themselves."""
@@ -251,10 +251,10 @@ Kernel = Callable[..., tuple[torch.Tensor, Any]]
 
 @dataclass(slots=True)
 class ForwardInput:
-    """What one answer feeds: tokens behind the used slots of its cache row.
+    """One answer's input: tokens after the used slots of its cache row.
 
-    `visible` (Q, K): the slots each query sees, itself among them; None: every slot up to itself. `positions`
-    (K): the place of each slot; None: slots are places. `wanted`: how many of the last tokens' logits are needed.
+    `visible` (Q, K): the slots that each query sees, including its own; None: every slot up to its own. `positions`
+    (K): the position of each slot; None: slots are positions. `wanted`: number of last tokens that need logits.
     """
 
     row: CacheRow
@@ -297,11 +297,11 @@ class _Group:
 
 
 class Batch(Cache):
-    """One forward over the segments of many answers; passes for the model's cache and tells attention where to look.
+    """One forward pass over the segments of many answers; acts as the model's cache and directs the attention.
 
-    There is room in the rows for what the segments feed. Tokens are fed in the order of `segments`, which is such that
-    those of a kernel call lie in a row: slices cost a fraction of what indices do. `order`: which of the given segments
-    each of them is.
+    The rows have free slots for the segments. Tokens are fed in the order of `segments`, so that the tokens
+    of a kernel call are adjacent: slices cost a fraction of index lookups. `order`: the original number of each
+    segment.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class Batch(Cache):
         return masks
 
     def _near(self, tensor: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-        """`tensor` on the device of a layer: those of a split model copy it once a forward."""
+        """`tensor` on the device of a layer: layers of a split model copy it once a forward pass."""
         if tensor.device == layer.device or isinstance(tensor, CausalBias):
             return tensor
         key = id(tensor), layer.device
@@ -423,7 +423,7 @@ class Batch(Cache):
 
 
 def _seen_by(inputs: Sequence[ForwardInput], rows: int, queries: int, slots: int) -> tuple[NDArray[Any], ...]:
-    """Which slots each query of these segments' rows sees (B, Q, K), its position (B, Q), and those of slots (B, K)."""
+    """The slots that each query of these segments' rows sees (B, Q, K), its position (B, Q), and the slots' (B, K)."""
     visible = np.zeros((rows, queries, slots), dtype=bool)
     # rows of other answers, and padding, see one slot: a softmax over nothing is not a number
     visible[:, :, 0] = True
@@ -436,7 +436,7 @@ def _seen_by(inputs: Sequence[ForwardInput], rows: int, queries: int, slots: int
 
 
 class Attending(Protocol):
-    """A forward whose attention looks into cache rows."""
+    """A forward pass whose attention reads cache rows."""
 
     def attend(
         self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any

@@ -1,7 +1,7 @@
-"""A CUDA stream for each model, so that the small kernels of one run beside the matrices of another.
+"""A CUDA stream for each model, so that the small kernels of one run in parallel with the matrices of another.
 
-torch gives 32 streams of a device in turn, and its matrix library keeps one workspace for each: who captures in a
-stream that somebody else works in shares it with them. So streams are made here, and each is given once.
+torch cycles through 32 streams of a device, and its matrix library keeps one workspace for each: a capture in a
+stream that another user works in shares the workspace. So streams are created here, and each is assigned once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 def own_stream(device: torch.device, owner: object) -> Any:
-    """A stream of a CUDA device that is given to nobody else while `owner` lives; None if there is none left."""
+    """A stream of a CUDA device, exclusive while `owner` lives; None if there is none left."""
     with _lock:
         for priority in _PRIORITIES:
             for _ in range(_IN_TURN):
@@ -39,9 +39,9 @@ def own_stream(device: torch.device, owner: object) -> Any:
 
 
 class Stopwatch:
-    """The seconds of what is queued in `stream` between its making and `stop`: those of the device, not of the queuing.
+    """The seconds of the work queued in `stream` between creation and `stop`: device time, not queuing time.
 
-    Without a stream, those of the clock. `on_mps`: of its only stream.
+    Without a stream, wall-clock time. `on_mps`: of its only stream.
     """
 
     def __init__(self, stream: Any, on_mps: bool = False) -> None:
@@ -76,10 +76,10 @@ class Stopwatch:
 
 
 class ModelStream:
-    """Where the work of one model on `device` is queued; on a processor there are no streams.
+    """The queue for the work of one model on `device`; a processor has no streams.
 
-    Whatever a model allocates has to be allocated and used in here: memory that is freed goes back to its stream, whose
-    next user is queued behind the last one.
+    A model has to allocate and use its memory in here: freed memory returns to its stream, whose
+    next user is queued after the last one.
     """
 
     _on_mps = False
@@ -97,7 +97,7 @@ class ModelStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def timed(self) -> Stopwatch:
-        """Takes the time of what is queued from now on."""
+        """Start timing the work queued from now on."""
         return Stopwatch(self._stream, self._on_mps)
 
     def wait(self) -> None:
@@ -107,5 +107,5 @@ class ModelStream:
 
     @property
     def reserve_bytes(self) -> int:
-        """What the library's matrix products may keep for this stream, and for that of captures."""
+        """Workspace of the library's matrix products for this stream, and for the stream of captures."""
         return 0 if self._stream is None else 2 * _WORKSPACE_BYTES

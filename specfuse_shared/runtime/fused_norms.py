@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 _OFFSETS = (0.0, 1.0)
-"""What models add to the weight."""
+"""The offset that models add to the weight."""
 
 
 def fuse_norms(model: torch.nn.Module) -> int:
@@ -67,7 +67,7 @@ def _formula(module: torch.nn.Module) -> tuple[float, float] | None:
 
 
 _known: dict[type, float | None] = {}
-"""The offset of each class, None for those of another formula."""
+"""The offset of each class, None for a class with another formula."""
 
 
 @torch.inference_mode()
@@ -80,7 +80,7 @@ def _tried(module: torch.nn.Module, epsilon: float) -> float | None:
     small.__dict__["_parameters"] = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
     try:
         expected = type(module).forward(small, x)
-    except Exception:  # it wants more than this, whatever it is
+    except Exception:  # it requires other arguments
         return None
     matching = (o for o in _OFFSETS if torch.allclose(rms_norm(x, (8,), weight + o, epsilon), expected, 1e-5, 1e-6))
     return next(matching, None)
@@ -91,11 +91,11 @@ _ROWS = 8
 
 
 def pack_weights(model: torch.nn.Module) -> int:
-    """Pack what linear layers of `model` hold in bfloat16 on a processor; how many bytes it takes more than before.
+    """Pack the bfloat16 linear layers of `model` on a processor; returns the additional bytes.
 
-    The weights are gone from the layers then: in their place stand parameters of that shape without numbers. So layers
-    stay whose weights the model also uses in another way, and those that a few tokens do not meet. What an embedding
-    shares with the output layer is kept for it, which is what is taken more. Products stay as they are.
+    The layers' weights are freed: empty parameters of the same shape replace them. So layers are skipped if the
+    model uses their weights in another way, or if a few tokens do not reach them. An embedding that shares weights with
+    the output layer keeps them, which accounts for the additional bytes. Products stay the same.
     """
     layers = [m for m in model.modules() if type(m) is torch.nn.Linear and _is_plain(m.weight)]
     if not layers or not _can_pack():
@@ -132,8 +132,8 @@ class _Uses(TorchFunctionMode):
 
 @torch.inference_mode()
 def _only_multiplied(model: torch.nn.Module) -> set[int]:
-    """The weights, by their id, that a forward over a few tokens multiplies with and uses in no other way; none of a
-    model that takes no such thing."""
+    """The weights, by their id, that a forward pass over a few tokens multiplies with and uses in no other way; empty
+    for a model without token input."""
     uses = _Uses()
     with uses:
         try:
@@ -144,7 +144,7 @@ def _only_multiplied(model: torch.nn.Module) -> set[int]:
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    """Quantised weights are parameters of other classes, whatever number format they name."""
+    """Quantised weights are parameters of other classes, independent of their stated number format."""
     return type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 

@@ -1,8 +1,8 @@
-"""Prefix reuse: what recent answers left in a model's cache, and what running ones hold, for prompts that begin alike.
+"""KV caches of a model: rows in blocks, and prefix reuse.
 
 The next turn of a conversation, the next step of an agent loop and questions over one passage share most of their
-prompt. Copies of what ended live outside the cache rows, bounded in bytes, least recently used first out. What a
-running answer has read is copied from its row.
+prompt. Copies of ended answers' prefixes live outside the cache rows, bounded in bytes, least recently used first out.
+A prefix of a running answer is copied from its row.
 
 Keys and values of many answers in one model: rows of equal capacity in blocks, so that a batch is a slice.
 
@@ -35,7 +35,7 @@ _DEFAULT_SMALLEST_ROW = 1024
 """Coarser where steps are captured, which happens anew for every capacity."""
 SPARE = 1
 TREE_CAPACITY = 64
-"""Slots of a new row behind the prompt, for the tokens that a round tries."""
+"""Slots of a new row after the prompt, for the tokens that a round tries."""
 _FIRST_ROWS = 8
 """Rows of the first block that stays where it is, at the smallest capacity; blocks of longer rows have fewer."""
 
@@ -51,15 +51,15 @@ def smallest_row(device: torch.device) -> int:
 
 
 def fixed_rows(number: int, capacity: int, smallest: int) -> int:
-    """Rows of block `number` of a capacity, where blocks stay in place: 1, 4, 8, 12 … times those of the first."""
+    """Rows of block `number` of a capacity, if blocks stay in place: 1, 4, 8, 12 … times those in the first."""
     first = max(1, _FIRST_ROWS * smallest // capacity)
     return first * ((1, 3)[number] if number < 2 else 4)
 
 
 def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool) -> list[int]:
-    """How many more rows of a capacity its blocks may come to hold once those of `sizes` are full; the first that fits.
+    """Possible numbers of rows to add to a capacity once the blocks of `sizes` are full; the first that fits is used.
 
-    A block that stays where it is, is made with as many rows as there is memory for; others double.
+    A block that stays in place is created with as many rows as memory allows; other blocks double.
     """
     if not is_fixed:
         return [max(1, sum(sizes))]
@@ -68,7 +68,7 @@ def next_rows(sizes: Sequence[int], capacity: int, smallest: int, is_fixed: bool
 
 
 _LAYERS_A_STACK = 16
-"""So many tensors of keys or values are one: more would save calls, but a block grows by copying stack after stack."""
+"""Number of key or value tensors in one stack: more would save calls, but a block grows by copying its stacks."""
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 """Keys and values (rows, heads, capacity, head size)."""
@@ -89,7 +89,7 @@ class CacheRow:
     reach: int = 0
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots in all."""
+        """Grow to `slots` slots in all."""
         if slots + SPARE > self.block.capacity:
             self.pool.move(self, slots)
 
@@ -115,7 +115,7 @@ class CacheRow:
         }
 
     def load(self, saved: dict[int, Layer], count: int, start: int = 0) -> None:
-        """Fill the slots from `start` to `count` with those of a copy."""
+        """Fill the slots from `start` to `count` from a copy."""
         self.reserve(count)
         for n, (keys, values) in saved.items():
             own_keys, own_values = self.block.layer(n, keys[None], values[None])
@@ -131,10 +131,10 @@ class CacheRow:
 
 @dataclass(slots=True, eq=False)
 class CacheBlock:
-    """Rows of one capacity, with room for `size` of them.
+    """Rows of one capacity, up to `size` of them.
 
-    `layers` are views into `stacks` (tensors of layers, rows, heads, capacity, head size), so that what is done to a
-    row is done to many layers at once. They appear when first written; `version` changes whenever they do.
+    `layers` are views into `stacks` (tensors of layers, rows, heads, capacity, head size), so that an operation on a
+    row covers many layers at once. They are created on first write; `version` changes whenever they are.
     """
 
     pool: CachePool
@@ -161,10 +161,10 @@ class CacheBlock:
         return len(self.rows) >= self.size
 
     def grow(self) -> None:
-        """Room for twice as many rows, so that copies stay rare."""
+        """Capacity for twice as many rows, so that copies stay rare."""
         self.version = next(_versions)  # first: if memory runs out half-way, some buffers are others already
         for n, places in enumerate(self._places):
-            if self.stacks[n].shape[1] > self.size:  # memory ran out behind this one, the last time
+            if self.stacks[n].shape[1] > self.size:  # memory ran out after this one, the last time
                 continue
             bigger = self._zeros(len(places), 2 * self.size, self.stacks[n])
             bigger[:, : self.size] = self.stacks[n][:, : self.size]
@@ -177,7 +177,7 @@ class CacheBlock:
         self.layers, self.stacks, self._places, self.version = {}, [], [], next(_versions)
 
     def _add_what_fits(self, slots: Mapping[int, Layer]) -> None:
-        """Buffers with room for fewer rows where memory for all is not there."""
+        """Buffers for fewer rows if memory for all is insufficient."""
         while True:
             try:
                 return self._add(slots)
@@ -237,7 +237,7 @@ class CachePool:
 
     @torch.inference_mode()
     def row(self, slots: int) -> CacheRow:
-        """A new row with room for at least `slots` slots."""
+        """A new row of at least `slots` slots."""
         block = self._block(row_capacity(slots, self._smallest))
         row = CacheRow(self, block, len(block.rows))
         block.rows.append(row)
@@ -248,7 +248,7 @@ class CachePool:
 
     @torch.inference_mode()
     def move(self, row: CacheRow, slots: int) -> None:
-        """Take `row` to a block with room for `slots` slots."""
+        """Move `row` to a block with at least `slots` slots."""
         target = self.row(slots)
         try:
             for n, (keys, values) in row.block.layers.items():
@@ -279,10 +279,10 @@ class CachePool:
             blocks.remove(source)
 
     def covering(self, rows: Sequence[CacheRow]) -> list[tuple[CacheBlock, int]]:
-        """Blocks and how many of their first rows, so that these rows are among them; few such coverings occur.
+        """Blocks and a number of their first rows that include these rows; few such coverings occur.
 
         A capacity is covered up to its first row, its first block, its second … The capacities that occur are all
-        covered alike, as far as they have blocks.
+        covered alike, if they have blocks.
         """
         fitting: dict[int, int] = {}
         for row in rows:
@@ -297,7 +297,7 @@ class CachePool:
         return covered
 
     def retried(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `work` makes; if memory is short, once more, and again as long as there is something to free."""
+        """The result of `work`; if memory runs out, try again, as long as there is something to free."""
         for tries in itertools.count():
             try:
                 return work()
@@ -340,7 +340,7 @@ class CachePool:
 
 
 def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) -> None:
-    """What `row` holds in `source` goes to row `index` of `block`, and nothing of an earlier answer stays there."""
+    """Copy `row` from `source` to row `index` of `block`, and clear the rest of an earlier answer."""
     pairs = [(stack, stack) for stack in block.stacks] if source is block else []
     if source is not block:
         pairs = [
@@ -403,13 +403,13 @@ class PrefixCache:
             row.load(source.view(size), size, row.used)
             return size
         entry = self._entries[sizes.index(remembered)]
-        self._entries.remove(entry)  # first: what is loaded may have to make room
+        self._entries.remove(entry)  # first: loading may have to free memory
         self._entries.append(entry)
         row.load(entry.layers, remembered, row.used)
         return remembered
 
     def _held(self, row: CacheRow) -> list[tuple[CacheRow, tuple[int, ...]]]:
-        """What running answers hold in other rows."""
+        """Prefixes of running answers in other rows."""
         cached = [holder.cached for holder in self.holders]
         return [entry for entry in cached if entry is not None and entry[0] is not row and len(entry[1]) > row.used]
 

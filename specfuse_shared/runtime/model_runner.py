@@ -45,7 +45,7 @@ class LongRope:
             self._parameters.append(parameters)
 
     def outgrown(self, row: CacheRow, tokens: int) -> bool:
-        """Whether a text of so many tokens needs the long set for the first time: then `row` is marked."""
+        """Whether a text of this length needs the long set for the first time: then `row` is marked."""
         if self.limit is None or row.reach > self.limit or tokens <= self.limit:
             return False
         row.reach = self.limit + 1
@@ -63,7 +63,7 @@ class LongRope:
 
     @contextmanager
     def on(self, long: bool) -> Iterator[None]:
-        """While this lasts, forwards use the long set whatever their positions, if `long`."""
+        """In this context, forward passes use the long set for all positions, if `long`."""
         for parameters in self._parameters if long else ():
             parameters[_LIMIT] = 0
         try:
@@ -80,7 +80,7 @@ class Room(Protocol):
 
 
 class Reclaimable(Protocol):
-    """What runs a model, as far as those who share its memory know it."""
+    """A model's runner as seen by runners that share its memory."""
 
     @property
     def pool(self) -> Room: ...
@@ -122,11 +122,11 @@ class ModelForward:
 
 class ModelRunner:
     """Runs `model` (a causal LM in eval mode); `pool` holds the caches of all its answers, `prefixes` what
-    earlier ones left. Whoever runs it beside other models on a GPU does so within its `stream`.
+    earlier answers left. On a GPU shared with other models, callers use its `stream`.
 
     `plan` None: the model cannot score packed branches. `one_by_one`: its cache takes a single token at a time
-    (Mamba), so `append` feeds them in turn. `slots`: what a slot of its cache is, where that is known. `graphs`: run
-    steps of fixed shape, and capture them as these can. `stream`: where it works; one of its own, if there is none yet.
+    (Mamba), so `append` feeds them one by one. `slots`: the size of a slot of its cache, if known. `graphs`: use
+    fixed-shape steps, captured by these. `stream`: its stream; a new one by default.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ModelRunner:
         self.longrope = LongRope(model)
         self.reports_argmax = self.device.type != "cpu"  # where asking one by one would wait as often
         self.dynamic = 0
-        """Forwards of no fixed shape."""
+        """Number of forward passes without a fixed shape."""
         self.static: StaticRunner | None = None
         if plan is not None and graphs is not None:
             self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
@@ -162,7 +162,8 @@ class ModelRunner:
         return {"logits_to_keep": count} if self._forward.can_skip_logits else {}
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
-        """Feed every segment in one forward; logits (wanted, V) of each. Their rows then hold the new tokens."""
+        """Feed every segment in one forward pass; returns logits (wanted, V) of each. Their rows then hold the new
+        tokens."""
         assert self.plan is not None, "a model without a mask plan runs row by row"
         for segment in segments:
             segment.row.reserve(segment.slots)
@@ -213,7 +214,7 @@ class ModelRunner:
         return [by_segment[n] for n in range(len(segments))]
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:
-        """Feed tokens in a row behind a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
+        """Feed tokens in a row after a cache of `start` tokens, with the model's own masks; logits (Q, V)."""
         at = torch.arange(start, start + len(ids), device=self.device)
         tokens, size = upload(ids, self.device), 1 if self._one_by_one else len(ids)
         pieces = list(zip(torch.split(tokens, size), torch.split(at, size), strict=True))
@@ -233,7 +234,7 @@ class ModelRunner:
         return out.logits[0, -1], out[self._forward.cache_argument]
 
     def piece(self, size: int, used: int) -> int:
-        """How many tokens of a prompt it takes in one forward, behind `used` slots, of so many that are wanted."""
+        """Number of prompt tokens, at most `size`, for one forward pass after `used` slots."""
         if not is_mps(self.device):
             return size
         heads = getattr(self.model.config.get_text_config(decoder=True), "num_attention_heads", 1)
@@ -255,7 +256,7 @@ class ModelRunner:
 
     @property
     def reserve_bytes(self) -> int:
-        """Memory besides caches that its forwards may still come to take."""
+        """Memory besides caches that its forward passes may still allocate."""
         text, static = self.model.config.get_text_config(decoder=True), self.static
         graphs = static.reserve_bytes(text.hidden_size, text.vocab_size) if static is not None else 0
         return graphs + self.stream.reserve_bytes
@@ -268,14 +269,14 @@ class ModelRunner:
     def drop_steps(self) -> bool:
         if self.static is None:
             return False
-        self.stream.wait()  # whoever is short of memory may be another model, in a stream of its own
+        self.stream.wait()  # finish pending work first: the memory may go to a model on another stream
         return self.static.drop()
 
 
 def share_memory(runners: Sequence[Reclaimable]) -> None:
-    """Let each of runners on the same device make room for any other, when memory is short.
+    """Let each runner of a device free memory for any other.
 
-    What is soon there again goes first, then the captured steps of one model, which may be enough.
+    Memory that is quickly rebuilt goes first, then the captured steps of one model, which may suffice.
     """
     references = [weakref.ref(runner) for runner in runners]
 

@@ -1,4 +1,4 @@
-"""What Apple's MPS needs that no other device does. Nobody has run the engine there: see docs/where.md.
+"""Requirements of Apple's MPS alone. The engine has never run there: see docs/where.md.
 
 Two threads that use MPS at once end the process (pytorch #197805), and a copy to the device reads its source after the
 call has returned (pytorch #83015, #139550).
@@ -33,9 +33,9 @@ def mps_turn(devices: Iterable[str | torch.device]) -> AbstractContextManager[ob
 
 @cache
 def warn_untested() -> None:
-    """Say once in a process that nobody has run the engine on MPS."""
+    """Warn once per process that the engine has never run on MPS."""
     logger.warning(
-        "MPS is untested: nobody has run this engine on an Apple GPU, and answers may be wrong. Compare some with "
+        "MPS is untested: this engine has never run on an Apple GPU, and answers may be wrong. Compare some with "
         'device="cpu", or use llama.cpp, which has kernels for Metal'
     )
 
@@ -45,7 +45,7 @@ _MOST_SCORE_BYTES = 1 << 30
 
 
 def piece_on_mps(size: int, used: int, heads: int) -> int:
-    """Tokens of a prompt in one forward behind `used` slots: the scores of all heads are there at once, in float32."""
+    """Prompt tokens of one forward pass after `used` slots: the scores of all heads exist at once, in float32."""
     piece = size
     while piece > 1 and 4 * heads * piece * (used + piece) > _MOST_SCORE_BYTES:
         piece //= 2

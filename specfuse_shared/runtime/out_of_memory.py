@@ -1,4 +1,4 @@
-"""How lack of memory is recognised: devices and systems say it in different words, and raise different errors."""
+"""Recognises out-of-memory errors, which differ between devices and systems."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ B answers, V vocabulary. Choices stay on the device: `Sampler.pick` fetches its 
 
 Log-probabilities of tokens from logits that lie on a device: sent together, however many are asked for.
 
-The likeliest tokens behind all that a forward fed, sent to the host together with what it gave.
+Argmax tokens of all fed tokens are sent to the host together with the results of their forward pass.
 
-Between the host and a device, without waiting for what the device still has to do.
+Transfers between host and device do not wait for the device's pending work.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def upload(values: Sequence[int] | NDArray[Any] | torch.Tensor, device: torch.de
     """A tensor, an array, or numbers as int64, on `device`.
 
     Page-locked memory on the way to a CUDA device: from pageable memory the driver may wait for all that is queued.
-    MPS reads the source after this has returned: what it reads is a copy, which is kept until the next `Download`.
+    MPS reads the source after this has returned: it reads a copy, which is kept until the next `Download`.
     """
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values)
@@ -56,7 +56,7 @@ def upload(values: Sequence[int] | NDArray[Any] | torch.Tensor, device: torch.de
 
 
 class Download:
-    """Numbers that are sent to the host as soon as they are computed; what is queued later does not delay them."""
+    """Numbers that are sent to the host as soon as they are computed; later work does not delay them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -114,7 +114,7 @@ class _Numbers:
 class PendingLogprobs:
     """Log-probabilities of lines, on their way from the device; `logits` (V) of a node.
 
-    `top`: so many of the most probable tokens in the place of each are found, too.
+    `top`: number of most probable alternatives for each token.
     """
 
     def __init__(self, lines: Sequence[TokenRow], logits: Callable[[int], torch.Tensor], top: int = 0) -> None:
@@ -125,7 +125,7 @@ class PendingLogprobs:
         """Of each line's tokens, once it was read."""
         self._nodes = list(dict.fromkeys(chain.from_iterable(line.nodes for line in lines)))
         self._asked = list(chain.from_iterable(line.nodes[: len(line.tokens)] for line in lines))
-        """The nodes that tell of each token, in the order of the lines."""
+        """The nodes that predict each token, in the order of the lines."""
         self._numbers: _Numbers | None = None
         self._places: list[slice] = []
 
@@ -230,7 +230,7 @@ _scratch = _Scratch()
 
 
 def _picked(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """What each of the rows (V) says of its token, in float32."""
+    """The log-probability of each row's (V) token, in float32."""
     if rows[0].device.type in _ROW_BY_ROW:
         return torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)]).float()
     places = torch.split(upload(tokens, rows[0].device)[:, None], _ROWS_A_KERNEL)
@@ -264,8 +264,8 @@ NOT_FINITE = -1
 class Sampler:
     """Picks tokens for one member of one request.
 
-    The noise behind a token comes from (seed, member, round, how many tokens the round drew before): the same seed
-    gives the same answer, whatever else runs and however tokens are batched.
+    The noise of a token comes from (seed, member, round, number of earlier draws in the round): the same seed
+    gives the same answer, independent of concurrent work and batching.
     """
 
     def __init__(self, params: SamplingParams, seed: int, member: str, device: torch.device) -> None:
@@ -318,7 +318,7 @@ class Sampler:
         shares = scores.softmax(-1)
         # who of many exponential clocks with these rates rings first is a draw from these shares; MPS draws -0.0, too
         chosen = torch.div(shares, noise.clamp_(min=_LEAST_NOISE), out=noise).argmax(-1)
-        # whatever the noise was, a token without a share is none that may be taken
+        # a token with zero probability is never taken, independent of the noise
         has_share = shares.gather(-1, chosen[:, None])[:, 0] > 0
         chosen = torch.where(has_share, chosen, shares.argmax(-1))
         # one score that is no number leaves no share that is one
@@ -332,7 +332,7 @@ class Sampler:
 
 
 def number_of_draw(seed: int, member: str, round_index: int, place: int) -> int:
-    """The number (56 bits) that the noise behind a token comes from, wherever it is drawn."""
+    """The number (56 bits) that seeds the noise of a token, on any device."""
     key = f"{seed}/{member}/{round_index}/{place}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
 
@@ -341,7 +341,7 @@ def number_of_draw(seed: int, member: str, round_index: int, place: int) -> int:
 class BatchSampling:
     """The next tokens of many drafts: answers that choose by the same rule share the kernels.
 
-    `samplers`, what each must not say (`blocked`) and what stands before its draft (`histories`), for B answers.
+    `samplers`, the ids that each must not choose (`blocked`) and the ids before its draft (`histories`), for B answers.
     """
 
     samplers: Sequence[Sampler]
@@ -429,7 +429,7 @@ def _processors(params: SamplingParams) -> LogitsProcessorList:
 
 
 _ROWS_AT_ONCE = 256
-"""Logits are copied to stand in one place: no more of them than that."""
+"""Maximum number of logit rows that are copied into one tensor."""
 
 
 class ArgmaxTokens:

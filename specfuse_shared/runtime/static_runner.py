@@ -1,21 +1,21 @@
 """Static execution: verifications and drafts as steps of fixed shape, which CUDA graphs replay.
 
-A verification is one step. A draft is many, and what is chosen after one is copied into the next on the device: the
-host waits once, for all tokens of all answers. Tokens behind an end of turn are computed and dropped there.
+A verification is one step. A draft is many steps, and a token chosen in one is copied into the next on the device: the
+host waits once, for all tokens of all answers. Tokens after EOS are computed, then discarded.
 
 Symbols: B answers, T tokens of a step, V vocabulary.
 
-Steps of fixed shape over the cache rows: what a CUDA graph can replay, and what a CPU runs as it is.
+Fixed-shape steps over the cache rows: CUDA graphs on GPU, eager on CPU.
 
 A step feeds the first rows of each block that it needs, the same number of tokens in each, rounded up generously, so
-that few shapes occur. Everything it reads lies in buffers of its own. Rows that sit the step out, and the padding of
+that few shapes occur. Everything it reads is in its own buffers. Rows that do not take part, and the padding of
 others, are inert tokens: they see slot 0 and are written into their row's spare slot.
 
 Symbols: R rows of a part, Q tokens of each, K slots of each, T tokens of a step, V vocabulary.
 
 CUDA graphs of one model's steps: captured once, then replayed by a single launch.
 
-What cannot be captured runs as it is, and says why. Nothing here knows what a step computes.
+Steps that cannot be captured run eagerly, with a reason. This part does not know what a step computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CAPTURE_AT = 3
 _QUERIES = (8, 32, 64, 128)
 """Tokens of a row in a verification: a few more cost less than another shape to capture."""
 WARMED_QUERIES = _QUERIES[:3]
-"""What a lone answer's verifications usually need."""
+"""Usual number of tokens in a single answer's verifications."""
 
 
 def most_tokens(device: torch.device) -> int:
@@ -100,9 +100,9 @@ class _Part:
 
 
 class StaticStep(Cache):
-    """One forward over parts of fixed shape; passes for the model's cache.
+    """One forward pass over parts of fixed shape; acts as the model's cache.
 
-    `inputs` (3, T): ids, positions and slots to write to. `moving` (T): 1 where a draft goes on.
+    `inputs` (3, T): ids, positions and slots to write to. `moving` (T): 1 where a draft continues.
     """
 
     def __init__(self, shapes: Sequence[Shape], plan: MaskPlan, device: torch.device, dtype: torch.dtype, tree: bool):
@@ -167,7 +167,7 @@ class StaticStep(Cache):
         return upload(logit_rows, self.inputs.device)
 
     def begin(self, rows: Sequence[CacheRow]) -> torch.Tensor:
-        """Start drafts behind what these rows hold; the number of each one's token, on the device."""
+        """Start drafts after the contents of these rows; returns the number of each one's token, on the device."""
         inputs, numbers = self._inert(), [self.part_of(row).first(row) for row in rows]
         moving = np.zeros(self.tokens, dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
@@ -227,7 +227,7 @@ class StaticStep(Cache):
 
 
 def shapes_of(requests: Sequence[tuple[CacheRow, int]], tree: bool) -> list[Shape]:
-    """Blocks that cover these rows, with room for the longest of their feeds."""
+    """Blocks that cover these rows and can hold the longest of their feeds."""
     longest = max(count for _, count in requests)
     queries = next((n for n in _QUERIES if n >= longest), longest) if tree else 1
     return [Shape(block, rows, queries) for block, rows in requests[0][0].pool.covering([row for row, _ in requests])]
@@ -239,7 +239,7 @@ _TOLERANCE = 0.05
 """Largest difference between a replay and the run that was captured, as a share of the largest number."""
 _COMPARED_ROWS = 8
 _MOST_FAILURES = 4
-"""So many captures in a row may fail for reasons that may pass."""
+"""Number of consecutive captures that may fail for temporary reasons."""
 _one_at_a_time = threading.Lock()
 """Captures of different threads would take part in each other's memory."""
 
@@ -253,10 +253,11 @@ class UncapturableError(RuntimeError):
 
 
 class Graphs:
-    """Captures steps of member `member` on `device`; `reason`: why it does not, None while it does.
+    """Captures steps of member `member` on `device`; `reason`: why capturing is off, None while it is on.
 
-    Graphs live and die together (`drop`). All of a member are captured in one stream, and torch frees the workspace of
-    that stream's matrix products with any of them: whoever outlived another would go on writing there.
+    Graphs live and die together (`drop`). All graphs of a member are captured in one stream, and torch frees the
+    workspace of that stream's matrix products with any of them: a graph that outlived another would write to freed
+    memory.
     """
 
     def __init__(self, device: torch.device, member: str, reason: str | None = None) -> None:
@@ -276,7 +277,7 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Graphs of this generation, also those of which nobody makes use any more."""
+        """Graphs of this generation, including unused ones."""
         return len(self._kept)
 
     def capture(self, step: Callable[[], None], output: torch.Tensor, ids: torch.Tensor) -> Callable[[], None] | None:
@@ -360,13 +361,14 @@ class Graphs:
         if self._stream is None:
             self._stream = own_stream(self._device, self)
             if self._stream is None:
-                raise UncapturableError("no CUDA stream is left that nobody else uses")
+                raise UncapturableError("no exclusive CUDA stream is left")
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()  # torch takes none again that nobody uses any more
+            self._pool = torch.cuda.graph_pool_handle()  # torch does not reuse a pool without users
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._stream.wait_stream(here)
         try:
-            # a capture that fails half-way leaves the allocator in disorder; what one step of a model may, others may
+            # a capture that fails half-way leaves the allocator in disorder; one step's failure does not rule out
+            # others
             watched = nullcontext() if self._has_captured else NoWaiting(self._device)
             with torch.cuda.stream(self._stream):
                 with watched:
@@ -387,7 +389,7 @@ class Graphs:
         except BaseException:
             with suppress(Exception):
                 self._end(graph)
-            self._pool = None  # nobody knows what it holds
+            self._pool = None  # its contents are unknown
             raise
         self._end(graph)
 
@@ -465,7 +467,7 @@ _USUAL_STEPS = 24
 _GRAPH_BYTES = 8 << 20
 _MASKED_SLOTS = 4096
 _FIRST_CHECK, _NEXT_CHECK = 64, 8
-"""A replay is held against a run when it is the 64th of its step, and then each time there were eight times as many."""
+"""A replay is compared with a run at the 64th replay of its step, and then each time the count has grown eightfold."""
 _ACTIVATIONS = 64
 """Numbers of a token that are there at once, in hidden sizes: inner layers are four times as wide, heads as wide."""
 
@@ -475,7 +477,7 @@ Forward = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """`count` tokens to choose and feed behind what `row` holds, whose last logits (V) are given.
+    """`count` tokens to choose and feed after the contents of `row`, whose last logits (V) are given.
 
     `history`: the ids before the draft, if the sampler asks for them; `blocked` (N): ids that it must not choose.
     """
@@ -489,7 +491,7 @@ class DraftInput:
 
 
 class DraftRun:
-    """Tokens of many drafts (those `chosen` at a time: B) and the logits `behind` them (B, V), on the device."""
+    """Tokens of many drafts (`chosen` per step: B) and the logits `behind` them (B, V), on the device."""
 
     def __init__(self, chosen: Sequence[torch.Tensor], logits_after: Sequence[torch.Tensor]) -> None:
         self._behind = logits_after
@@ -513,7 +515,7 @@ class DraftRun:
         return ids, False
 
     def logits(self, column: int, place: int) -> torch.Tensor:
-        """Logits (V) behind the token in one place of a draft."""
+        """Logits (V) after the token in one position of a draft."""
         return self._behind[place][column]
 
 
@@ -533,10 +535,10 @@ class StaticRunner:
         self._most = most_tokens(device)
         self._logits: dict[int, torch.Tensor] = {}
         self.replayed = self.ran = 0
-        """Forwards of fixed shape that were replayed, and that ran as they are."""
+        """Numbers of fixed-shape forward passes that were replayed, and that ran eagerly."""
 
     def fits(self, segments: Sequence[ForwardInput]) -> bool:
-        """Whether segments, for which room is reserved, are worth a step of fixed shape: no prompts, not many."""
+        """Whether segments, with reserved slots, should use a fixed-shape step: no prompts, not many."""
         if any(s.visible is None for s in segments):
             return False
         shapes = shapes_of([(s.row, len(s.ids)) for s in segments], tree=True)
@@ -572,7 +574,7 @@ class StaticRunner:
         return DraftRun(chosen, logits_after)
 
     def warm_up(self, row: CacheRow) -> None:
-        """Run the steps that draft behind this row and that verify a few or some dozens of tokens, and capture them."""
+        """Run the steps that draft after this row and that verify up to some dozens of tokens, and capture them."""
         for count, tree in ((1, False), *((count, True) for count in WARMED_QUERIES)):
             step = self._step([(row, count)], tree)
             step.begin([row])
@@ -621,7 +623,7 @@ class StaticRunner:
 
     def _capture(self, step: StaticStep, logits: torch.Tensor) -> None:
         step.replay = self.graphs.capture(lambda: self._feed(step), logits, step.ids)
-        if step.replay is None:  # memory may have been short: once more, later
+        if step.replay is None:  # memory may have been insufficient: try again, later
             step.capture_at = 4 * step.uses
 
     def _feed(self, step: StaticStep) -> None:
@@ -635,7 +637,7 @@ class StaticRunner:
         step.logits.copy_(logits)
 
     def _output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for logits (T, V), the same for all steps of one size: usual ones, and the longest."""
+        """Logits buffer (T, V) shared by steps of one size class: usual sizes, and the longest."""
         if tokens > self._most:
             return torch.empty_like(like)
         size = _USUAL_TOKENS if tokens <= _USUAL_TOKENS else self._most
@@ -644,7 +646,7 @@ class StaticRunner:
         return self._logits[size][:tokens]
 
     def _step(self, requests: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
-        """The step of the smallest shape that holds so many tokens of these rows."""
+        """The step of the smallest shape that holds this number of tokens of these rows."""
         shapes = shapes_of(requests, tree)
         key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))
         step = self._steps.get(key)

@@ -1,9 +1,9 @@
-"""A context of llama.cpp: one cache for all answers of a member, whose cells belong to sequences, and its forwards.
+"""A context of llama.cpp: one cache for all answers of a member, whose cells belong to sequences; and its runner.
 
 A copy of a sequence copies nothing: its cells then belong to both. Tokens of many sequences go through the model in
 one batch, and a token may belong to several.
 
-What a lane and its answers need of a model on llama.cpp: a context, what earlier answers left in it, and a count.
+The runner gives a lane and its answers access to a model: its context, prefixes of earlier answers, and counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQUENCES = 64
 """Of a context; the library keeps a row of logits for each, and for some models a state."""
 BATCH_TOKENS = 512
 BATCH_OUTPUTS = 128
-"""Tokens of a batch, and those of them whose logits are wanted: the library keeps memory for as many."""
+"""Maximum tokens of a batch, and of tokens with logits: the library reserves memory for both."""
 SPARE_CELLS = 256
 """Cells besides those that answers may take: the library takes some in blocks."""
 _NO_ROOM, _ABORTED = 1, 2
@@ -45,10 +45,11 @@ class FedToken:
 
 
 class LlamaContext:
-    """`tokens` cells for all sequences of `model`. `close` frees them. Raises `MemberLoadError` for lack of memory.
+    """`tokens` cells for all sequences of `model`. `close` frees them. Raises `MemberLoadError` if memory is
+    insufficient.
 
     The library writes to all memory of a cache at once, so it begins with `first` cells, and grows when they are full.
-    `reclaim_memory`: called where no cell is free, and none can be added; whether any is then.
+    `reclaim_memory`: called if no cell is free and none can be added; returns whether it freed any.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class LlamaContext:
         self._lib.llama_set_n_threads(self._pointer, count, count)
 
     def _made(self, tokens: int) -> Any:
-        """A context of the library with so many cells; nothing where there is no memory for it."""
+        """A context of the library with this number of cells; None if memory is insufficient."""
         self._params.n_ctx = tokens + SPARE_CELLS
         return self._lib.llama_init_from_model(self.model.pointer, self._params)
 
@@ -146,10 +147,10 @@ class LlamaContext:
         finally:
             self.free(sequence)
 
-    # ── forwards ─────────────────────────────────────────────────────────────────────────────────
+    # ── forward passes ───────────────────────────────────────────────────────────────────────────
 
     def plain(self, ids: Sequence[int], count: int) -> torch.Tensor:
-        """Logits (wanted, V) behind the last tokens of a text that is read by itself."""
+        """Logits (wanted, V) after the last tokens of a text that is read alone."""
         with self.borrowed() as sequence:
             offset = len(ids) - count
             rows = self.decode([FedToken(t, n, (sequence,), n >= offset) for n, t in enumerate(ids)])
@@ -179,7 +180,7 @@ class LlamaContext:
             raise RuntimeError(f"llama.cpp failed ({status}) on a batch of {len(tokens)} tokens: {errors}")
 
     def _logits(self, count: int) -> list[torch.Tensor]:
-        """A copy: the library's own rows are those of the last batch."""
+        """A copy: the library's own rows belong to its last batch."""
         size = self.model.vocabulary_size
         first = self._lib.llama_get_logits(self._pointer)
         rows = (ctypes.c_float * (count * size)).from_address(ctypes.addressof(first.contents))
@@ -193,7 +194,7 @@ class LlamaContext:
 
 
 def _free(lib: Any, pointer: Any, model: LlamaModel) -> None:
-    """Free a context; `model` is held until then, whoever goes first."""
+    """Free a context; `model` is kept alive until then."""
     lib.llama_free(pointer)
 
 
@@ -265,10 +266,10 @@ class CacheCapacity:
 
 
 class LlamaRunner:
-    """Runs answers in `context`; what they remember stays there as sequences of its own.
+    """Runs answers in `context`; their prefixes stay there as additional sequences.
 
-    `held`: tokens of running answers, `holders`: those whose prompts can be copied. `reused_tokens`: of prompts that
-    were not read again.
+    `held`: tokens of running answers, `holders`: answers whose prompts can be copied. `reused_tokens`: prompt tokens
+    that were not read again.
     """
 
     device = torch.device("cpu")

@@ -1,11 +1,11 @@
 """llama.cpp's C library, as llama-cpp-python brings it, and a model that it has read from a GGUF file.
 
-Calls release the interpreter's lock. What the library says goes to the log; the last errors become those of Python.
+Calls release the interpreter's lock. The library's messages go to the log; its last errors become Python errors.
 
 Whether llama.cpp's kernels for AMX can be used: some compilers build them so that they end the process.
 
-GCC 12.2 leaves out most of what sets the tiles up, and the processor refuses what it finds in its place. So one product
-is tried in a process of its own, which is this file as a script: it imports nothing else.
+GCC 12.2 omits most of the tile configuration, and the processor then raises an illegal instruction. So one product
+is tried in a separate process, which runs this file as a script: it imports nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from specfuse_shared.errors import MemberLoadError, MissingExtraError
 
 SIZE, COLUMNS = 64, 20
-"""Rows and columns of the weights, and columns of what they are multiplied with; all numbers are one."""
+"""Rows and columns of the weights, and columns of the other operand; all values are one."""
 _CLOSE = 0.1
 """Numbers are rounded to 8 bits."""
 _Q4_0, _F32 = 2, 0
@@ -152,16 +152,16 @@ def may_repack(lib: Any) -> bool:
 
 
 def last_errors() -> str:
-    """What the library said last of what went wrong, and forgets it."""
+    """The library's last error message; clears it."""
     text = "; ".join(_errors)
     _errors.clear()
     return text
 
 
 class LlamaModel:
-    """Weights and vocabulary of a GGUF file, and LoRA adapters beside them. `close` frees them.
+    """Weights and vocabulary of a GGUF file, with LoRA adapters. `close` frees them.
 
-    `gpu_layers`: how many layers go onto graphics cards, if this build has a use for one: all, or the one of number
+    `gpu_layers`: number of layers on graphics cards, if this build supports one: all cards, or the one with number
     `card`. Raises `MemberLoadError`.
     """
 

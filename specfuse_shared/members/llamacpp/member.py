@@ -159,7 +159,7 @@ class LlamaMember(InProcessMember):
 
 
 class _Ends:
-    """What the file says ends a turn."""
+    """The file's end-of-turn tokens."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.eos_token_id = list(ids)

@@ -1,5 +1,5 @@
-"""What is checked when a file is loaded: that its tokenizer is read as llama.cpp reads it, and that a tree of branches
-behind one trunk has the probabilities of plain decoding."""
+"""Checks of a loaded file: its tokenizer gives llama.cpp's ids, and a tree of branches after one prefix has the
+probabilities of plain decoding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_tokenizer(member: str, codec: Codec, model: LlamaModel) -> None:
     if len(different) > _DIFFERENT * len(compared):
         text, own_ids, file_ids = different[0] if different else ("", [], [])
         raise UnsupportedModelError(
-            f"member {member!r}: its tokenizer is not that of the file: ids of {len(different)} of {len(compared)} "
+            f"member {member!r}: its tokenizer does not match the file: ids of {len(different)} of {len(compared)} "
             f"texts differ from llama.cpp's, such as {text!r} ({own_ids[:8]} and {file_ids[:8]}): leave "
             "MemberConfig(tokenizer=…) out, or name the one of this very model"
         )
@@ -59,7 +59,7 @@ def check_tokenizer(member: str, codec: Codec, model: LlamaModel) -> None:
 
 @torch.inference_mode()
 def probe(member: str, runner: LlamaRunner) -> float:
-    """Mean |Δ log p| of branches behind one trunk, of a committed one and of one behind an inner point, against plain
+    """Mean |Δ log p| of branches after one prefix, of a committed one and of one after an inner position, against plain
     decoding of each. Raises `UnsupportedModelError`."""
     count = _PROMPT + 3 * _BRANCH
     generator, size = torch.Generator().manual_seed(0), runner.context.model.vocabulary_size
@@ -82,7 +82,7 @@ def probe(member: str, runner: LlamaRunner) -> float:
     error = float(torch.tensor(errors).mean())
     if not error <= TOLERANCE:
         raise UnsupportedModelError(
-            f"member {member!r}: llama.cpp's probabilities of branches behind one trunk are off by {error:.3g} nats "
+            f"member {member!r}: llama.cpp's probabilities of branches after one prefix are off by {error:.3g} nats "
             'from plain decoding: use MemberConfig(backend="transformers") or another model'
         )
     return error

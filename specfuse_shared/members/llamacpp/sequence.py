@@ -1,12 +1,12 @@
-"""One answer in a context of llama.cpp: branches are sequences that share the cells of one trunk.
+"""One answer in a context of llama.cpp: branches are sequences that share the cells of one prefix, the trunk.
 
-Whatever all answers of a member want of a step goes through the model in one batch (`feed`). The winner's sequence is
-the new trunk, so a commit copies nothing.
+All requests of a step, from all answers of a member, go through the model in one batch (`feed`). The winner's
+sequence becomes the trunk, so a commit copies nothing.
 
 One answer of a recurrent or hybrid model on llama.cpp, whose state cannot be cut: branch by branch.
 
-As in `specfuse_shared.members.local.sequence`, every branch goes on from a copy of a state that was kept; a copy is
-a sequence that takes a state of its own with its first token. Branches of all answers still share a batch.
+As in `specfuse_shared.members.local.sequence`, every branch continues from a copy of a stored state. A copy is
+a sequence that gets its own state with its first token. Branches of all answers still share a batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specfuse_shared.members.local.sequence import ForwardRequest, NodeLogits, S
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 
 TREE_CAPACITY = 64
-"""Tokens of a round for which there is room behind an answer."""
+"""Tokens of a round that fit after an answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +41,9 @@ class CellRun:
 
 @dataclass(slots=True)
 class Feed:
-    """What one answer puts into a batch: tokens, the `nodes` whose logits it wants, and what it changed for that.
+    """One answer's part of a batch: tokens, `nodes` that need logits, and the changes made for them.
 
-    `made` runs are new, `grown` ones hold the nodes that they are to get; `prompt` counts tokens of it.
+    `made` runs are new, `grown` ones will get the new nodes; `prompt` counts its prompt tokens.
     """
 
     tokens: list[FedToken] = field(default_factory=list)
@@ -121,7 +121,7 @@ class LlamaSequence(SequenceState):
 
     @abstractmethod
     def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
-        """Whatever is not known of these nodes."""
+        """The unknown ones among these nodes."""
 
     def _made(self, run: CellRun, planned: Feed) -> CellRun:
         """A run that is new with this feed."""
@@ -166,10 +166,10 @@ class LlamaSequence(SequenceState):
 
 
 class LlamaTree(LlamaSequence):
-    """Any part of a sequence can be shared and any end be cut off: candidates are a tree behind one trunk.
+    """Any part of a sequence can be shared and any end can be cut: candidates are a tree after one trunk.
 
-    Where layers have windows, the library takes cells for other tokens that the only sequence they belong to has no
-    more use for, as it goes on; a branch from further back would. So the trunk has a second sequence, its anchor.
+    In layers with windows, the library reuses the cells of tokens that left the window of their only sequence, while a
+    branch from an earlier position would need them. So the trunk has a second sequence, its anchor.
     """
 
     copies_prompts = True
@@ -204,7 +204,7 @@ class LlamaTree(LlamaSequence):
         planned.prompt = len(ids)
 
     def _plan_paths(self, paths: Sequence[Sequence[int]], planned: Feed) -> None:
-        """Every leaf of what is new gets a sequence; a token belongs to those of all leaves below it."""
+        """Every new leaf gets a sequence; a token belongs to the sequences of all leaves below it."""
         new = sorted({node for path in paths for node in path if node not in self._logits.places})
         parents = {self._tree.parents[node] for node in new}
         owners: dict[int, list[int]] = {node: [] for node in new}
@@ -231,7 +231,7 @@ class LlamaTree(LlamaSequence):
         return self._made(CellRun(copied, size - reach, source.nodes[:reach]), planned)
 
     def _reach(self, run: CellRun, parent: int, trunk: int) -> int | None:
-        """How many of the run's nodes stand in front of what comes behind `parent`; None if it does not hold that."""
+        """Number of the run's nodes before the children of `parent`; None if it does not contain that."""
         if parent == ROOT:
             return 0 if run.trunk >= trunk else None
         return run.nodes.index(parent) + 1 if parent in run.nodes else None
@@ -286,7 +286,7 @@ class LlamaTree(LlamaSequence):
             self._anchors = (self.context.copy(run.sequence, run.trunk),)
 
     def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
-        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
+        """Take over the nodes `below` the `root` of an earlier tree, after the trunk."""
         numbers = self._tree.take_over(tree, root, below, self.length)
         self._logits = logits.moved({old: numbers[old] for old in below})
         for run in self._runs:
@@ -340,7 +340,7 @@ class LlamaRows(LlamaSequence):
             planned.grown[id(run)] = run, list(path[first:])
 
     def _start(self, path: Sequence[int], planned: Feed) -> tuple[CellRun, int]:
-        """The run to go on with, and how many of the path's nodes it holds."""
+        """The run to continue, and the number of the path's nodes in it."""
         trunk = self._tree.trunks[path[0]]
         for run in self._runs:
             size = len(run.nodes)
@@ -355,7 +355,7 @@ class LlamaRows(LlamaSequence):
         return run, 0
 
     def undo(self, planned: Feed) -> None:
-        """What was fed cannot be taken back: those states go."""
+        """Fed tokens cannot be removed from a state: these states are dropped."""
         for run, _ in planned.grown.values():
             if run not in planned.made:
                 planned.made.append(run)
@@ -379,7 +379,7 @@ class LlamaRows(LlamaSequence):
         self._runs = states
 
     def _state_behind(self, branch: Branch) -> CellRun:
-        """The state behind the branch's last token; fed anew where a longer draft carried it on."""
+        """The state after the branch's last token; fed again if a longer draft advanced it."""
         path = self._path(branch)
         state = next((state for state in self._runs if state.nodes == path), None)
         if state is None:

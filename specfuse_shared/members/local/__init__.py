@@ -1,1 +1,1 @@
-"""Members that this process runs: their sequences, shared forwards, lanes and speculation."""
+"""Members in this process: sequences, batched forward passes, lanes and speculation."""

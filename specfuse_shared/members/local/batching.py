@@ -1,8 +1,8 @@
-"""Stages on their way: each waits for a forward, and those of one member share it, whatever fails.
+"""Batched stages: stages of one member share forward passes, and failures are isolated.
 
-A stage is a coroutine that yields what it wants to go through the model (`ForwardRequest`), is sent what came of that
-(`ForwardResult`), and returns its value. A forward that fails in company is run alone, so that one poisoned request
-fails alone; lack of memory halves the batch, then takes back what only saves time.
+A stage is a coroutine that yields a `ForwardRequest`, is sent the `ForwardResult`, and returns its value. A batch that
+fails is repeated one by one, so that a faulty request fails alone. If memory runs out, the batch is halved, then
+optional buffers are freed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 _MOST_TRIES = 16
-"""Lacks of memory that one forward of one answer survives: each gives something back, at last every member's steps."""
+"""Number of out-of-memory errors that one forward pass survives: each frees something, in the end every member's
+steps."""
 
 T = TypeVar("T")
 Stage: TypeAlias = Generator[ForwardRequest, Any, T]
-"""A stage of one member of one answer; it is sent the `ForwardResult` of what it yields."""
+"""A stage of one member of one answer; it is sent the `ForwardResult` of each request that it yields."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A stage, the forward that it waits for, and what came of that; in the end its value, or why it has none."""
+    """A stage, its pending forward pass and result; in the end its value or its error."""
 
     stage: Stage[Any]
     request: ForwardRequest | None = None
@@ -39,7 +40,7 @@ class Job:
     done: bool = False
 
     def advance(self) -> None:
-        """Run the stage up to its next request that needs a forward, or to its end."""
+        """Run the stage up to its next request for a forward pass, or to its end."""
         try:
             request = self.stage.send(self.result)
             while not request.sequence.needs(request):
@@ -56,12 +57,12 @@ class Job:
 
 
 def share_prompt_tokens(jobs: Sequence[Job], budget: int, ride_limit: int, short: int = 0) -> list[Job]:
-    """The jobs of a forward, their pieces of prompts trimmed to `budget` tokens together; others wait for the next one.
+    """The jobs of a forward pass, with pieces of prompts trimmed to `budget` tokens in total; the rest waits.
 
-    The shortest prompts go first, to their end where that takes `short` tokens, whatever the budget is. Where some are
-    read to their end, the others get `beside` tokens at most, for those answers wait no longer. The oldest one gets a
-    quarter of what is left, so that it is not starved. One that begins like a prompt that goes first waits until that
-    has read what both have in common.
+    The shortest prompts go first, to their end if that takes at most `short` tokens, independent of the budget. If
+    some are read to their end, the others get `beside` tokens at most, because those answers are waiting. The oldest
+    prompt gets a quarter of the rest, so that it is not starved. A prompt that shares a prefix with an earlier one
+    waits until the prefix has been read.
     """
     reading = [job for job in jobs if job.request is not None and job.request.prompt]
     lefts = {id(job): _sequence(job).prompt_to_read for job in reading}  # once: each looks at all that begin alike
@@ -100,13 +101,13 @@ def _sequence(job: Job) -> SequenceState:
 
 
 def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:
-    """Feed together; after a failure apart, and on lack of memory in halves and without what only saves time."""
+    """Feed together; after a failure one by one; if memory runs out, in halves and without optional buffers."""
     try:
         results = feed_together([job.request for job in jobs if job.request is not None])
     except Exception as error:
         if len(jobs) > 1:
             size = (len(jobs) + 1) // 2 if is_out_of_memory(error) else 1
-            logger.warning("a forward of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
+            logger.warning("a forward pass of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
             for start in range(0, len(jobs), size):
                 feed_all(jobs[start : start + size])
         elif is_out_of_memory(error) and tries and (_make_room(jobs[0]) or tries == _MOST_TRIES):

@@ -1,20 +1,16 @@
-"""Members of this process that share a device or cores: their stages in shared forwards.
+"""Lanes: members of this process that share a device or cores run their stages in batched forward passes.
 
-A step is one forward of each member for all that waits for one: some answers draft, some verify, some still read
-their prompt. Members of static execution draft a whole segment in one run of forwards; such drafts let verifications
-and commits go first, so that all answers draft together.
+A step is one forward pass of each member for all waiting stages: some answers draft, some verify, some read
+their prompt. With static execution a member drafts a whole segment in one run. Such drafts wait for verifications and
+commits, so that all answers draft together.
 
-Which members share a lane: those of one accelerator; those on the processor share out its cores.
+Members on one accelerator share a lane. Members on the CPU divide its cores: small steps gain little from more cores,
+because waking a thread costs as much as it saves. So each lane has its own cores and thread and waits for no other
+lane.
 
-Small steps gain little from more cores, because waking a thread costs as much as what it takes over; so members on a
-processor run beside each other, each lane with its own cores.
-
-A local lane in a thread of its own, which waits for no other lane.
-
-How many tokens of prompts a forward reads, so that answers that have begun go on at half of their speed or more.
-
-A forward takes the seconds to read the weights, and more for each token of a prompt. Pieces of prompts ride on the
-forwards of answers that have begun, or take one of their own when these have paid for it.
+Prompts are read in pieces, so that running answers keep at least half of their speed. A forward pass takes the time to
+read the weights, plus some for each prompt token. Pieces of prompts join the forward passes of running answers, or get
+their own once the running answers have paid for it.
 """
 
 from __future__ import annotations
@@ -57,9 +53,9 @@ from specfuse_shared.runtime.mps import mps_turn
 
 
 def lanes_of(members: Sequence[InProcessMember]) -> list[tuple[list[InProcessMember], int | None]]:
-    """Members that take turns, and the cores of each such lane where the processor has several; None: no limit.
+    """Lanes of members, and the number of cores of each if the processor has several; None: no limit.
 
-    A core is never shared, so with more members than cores some take turns, the large ones by themselves.
+    A core belongs to one lane. If there are more members than cores, some share a lane; large members get their own.
     """
     lanes: dict[tuple[str, ...], list[InProcessMember]] = defaultdict(list)
     for member in members:
@@ -80,7 +76,7 @@ def cores() -> int:
 
 
 def use_cores(count: int) -> None:
-    """Let torch use so many cores in this thread, which keeps to them from now on; others stay as they are."""
+    """Limit torch to this number of cores in this thread, from now on; other threads are unaffected."""
     with _setting_cores:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
@@ -105,7 +101,7 @@ def _size(member: InProcessMember) -> int:
 PIECE_SECONDS = 0.3
 """The longest forward for pieces of prompts: a timeout or a cancellation is seen after it."""
 _SHARE = 1.0
-"""Seconds for pieces of prompts beside a second for answers that have begun: these keep half of the time."""
+"""Seconds for pieces of prompts per second for running answers: these keep half of the time."""
 _WORTH = 4.0
 """Where reading the weights takes long, a piece takes this many times as long: smaller ones would be dear."""
 _LEAST, _GRAIN = 64, 16
@@ -119,15 +115,15 @@ _NEWS, _SLOWER = 0.3, 0.05
 
 @dataclass(slots=True)
 class Pace:
-    """How fast a member is: a forward takes `step` seconds, mostly to read the weights, and `token` more for each token
-    of a prompt. `last`: prompt tokens of the last forward with any."""
+    """A member's measured speed: a forward pass takes `step` seconds, mostly to read the weights, plus `token` for each
+    prompt token. `last`: prompt tokens of the last forward pass with any."""
 
     step: float = 0.0
     token: float = 0.0
     last: int = _LEAST // 2
 
     def learn(self, seconds: float, prompt_tokens: int) -> None:
-        """A forward took so long, so many tokens of prompts among it."""
+        """Record the duration of a forward pass and its number of prompt tokens."""
         if not prompt_tokens:
             self.step = _mean(self.step, seconds, _SLOWER if seconds > self.step else _NEWS)
         else:
@@ -136,7 +132,7 @@ class Pace:
             self.last = prompt_tokens
 
     def without_prompts(self, seconds: float, prompt_tokens: int) -> float:
-        """What such a forward would have taken without its tokens of prompts."""
+        """The estimated duration of such a forward pass without its prompt tokens."""
         return min(self.step, 0.9 * seconds) if prompt_tokens else seconds
 
     @property
@@ -146,13 +142,13 @@ class Pace:
 
     @property
     def alone(self) -> int:
-        """Tokens of a forward for prompts that no answer waits for."""
+        """Prompt tokens of a forward pass if no answer waits."""
         return max(_LEAST, self.tokens(self.longest - self.step))
 
     def tokens(self, seconds: float) -> int:
-        """Tokens of prompts that take so many seconds more than a forward without.
+        """Number of prompt tokens that would take this number of additional seconds.
 
-        They grow by a factor of two at most, for what was measured may be off.
+        It grows by a factor of two at most, because the measurement may be wrong.
         """
         limit = min(PREFILL_CHUNK, 2 * max(self.last, _LEAST))
         if not self.token:
@@ -173,8 +169,8 @@ class ReadingTime:
     def pieces(self, pace: Pace, rides: bool, prompt_left: int) -> tuple[int, float]:
         """Tokens of prompts in the next forward of a member, and the seconds that they may take.
 
-        `rides`: it is a forward of answers that have begun; another one reads the weights for prompts alone. `left`:
-        what the shortest prompt needs. A piece that is too small for its costs waits until it may be larger.
+        `rides`: the forward pass is for running answers anyway; otherwise it reads the weights for prompts alone.
+        `left`: tokens of the shortest prompt. A piece that is too small for its cost waits until it may be larger.
         """
         seconds = self.saved + (_SHARE if rides else -1.0) * pace.step
         tokens = pace.tokens(min(seconds, pace.longest))
@@ -185,7 +181,7 @@ class ReadingTime:
         return 0, 0.0
 
     def learn(self, pace: Pace, planned: float, answers: float, prompts: float) -> None:
-        """A forward took so many seconds for answers, and so many for prompts, for which it had `planned`."""
+        """Record the seconds of a forward pass for answers, and for prompts, which had `planned` seconds."""
         saved = self.saved + planned + _SHARE * answers - prompts
         self.saved = max(-pace.longest, min(saved, pace.longest))
 
@@ -193,13 +189,13 @@ class ReadingTime:
 logger = logging.getLogger(__name__)
 
 _MOST_HELD = 2
-"""So many forwards may go before the drafts that wait."""
+"""Number of forward passes that may precede waiting drafts."""
 _LINE_UP_SECONDS = 0.002
-"""So long drafts wait for those of answers that are between two stages."""
+"""Seconds that drafts wait for those of answers between two stages."""
 _BETWEEN_SECONDS = 0.02
-"""So long a piece of a prompt waits for answers that are between two stages."""
+"""Seconds that a piece of a prompt waits for answers between two stages."""
 _SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
-"""Less of what other programs take from, too: an Apple GPU has no memory of its own."""
+"""Smaller share of memory that other programs use, too: an Apple GPU uses main memory."""
 _DEFAULT_SHARE = 0.9
 
 
@@ -226,7 +222,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Timed:
-    """A forward of so many answers, with so many tokens of prompts, and the watch that timed it.
+    """A forward pass: number of answers, prompt tokens, and the watch that timed it.
 
     `planned`: seconds for the prompts that were taken from the answers' time; None: no answer waited.
     """
@@ -242,8 +238,8 @@ class _Timed:
 class LocalLane:
     """Runs the stages of `members` whenever `step` is called, always by the same thread, each in its member's stream.
 
-    `cores`: how many that thread may use from then on, None: as it is. `on_forward` is told of every forward, once its
-    device is through with it.
+    `cores`: number of cores for that thread; None: unchanged. `on_forward` is called after every forward pass, once
+    its device has finished.
     """
 
     def __init__(
@@ -276,7 +272,7 @@ class LocalLane:
         return [member.info for member in self.local.values()]
 
     def memory(self) -> Mapping[str, int]:
-        """Free bytes of each device and those of caches that are there already, less a reserve."""
+        """Free bytes of each device plus those in existing caches, minus a reserve."""
         members = self.local.values()
         by_device: dict[str, float] = {}
         for member in members:
@@ -303,7 +299,7 @@ class LocalLane:
 
     @property
     def fault(self) -> Fault | None:
-        """None: what breaks in it breaks the thread that steps it."""
+        """None: an exception in it ends the thread that steps it."""
         return None
 
     def close(self) -> None:
@@ -325,10 +321,10 @@ class LocalLane:
 
     @property
     def wait_seconds(self) -> float | None:
-        """Seconds that the next step had better wait, for a forward of many costs little more than one of few.
+        """Seconds to wait before the next step, since a forward pass for many costs little more than one for few.
 
-        Answers between two stages, which other lanes may still have, are waited for where fewer than half are here, at
-        most as long as the last step took; by prompts and by drafts of whole segments a moment. None: there is nothing
+        Answers between two stages, whose work may be in other lanes, are waited for if fewer than half are here, at
+        most as long as the last step took; prompts and drafts of whole segments wait briefly. None: there is nothing
         to do.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting]
@@ -347,9 +343,9 @@ class LocalLane:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Start what was asked for; if that already has results, give them, else run a forward of every member.
+        """Start the requested stages. If results are ready, return them, else run a forward pass of every member.
 
-        A device goes on computing while the host reads: what each forward gave is read once all were started.
+        A device computes while the host reads: results are read after all forward passes have been started.
         """
         with self._turn:
             self._step()
@@ -412,9 +408,9 @@ class LocalLane:
         self._results.append(StageResult(request.answer, request.member, Closed(), counts))
 
     def _is_time_to_draft(self) -> bool:
-        """Whether this step runs the drafts that wait, or all else.
+        """Whether this step runs the waiting drafts, or everything else.
 
-        A forward goes before them, so that those who read and verify go on, and another one for those who commit.
+        One forward pass precedes them for answers that read and verify, and another one for answers that commit.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting]
         not_drafts = [task for task in tasks if not task.is_draft]
@@ -429,14 +425,14 @@ class LocalLane:
         return True
 
     def _feed(self, name: str, drafts: bool) -> list[_Task]:
-        """One forward of a member for what waits for it, drafts or all else; whose it was."""
+        """One forward pass of a member for its waiting drafts or for everything else; returns the tasks."""
         waiting = [task for task in self._waiting[name] if task.is_draft == drafts]
         answering, pace = any(not task.is_reading for task in waiting), self._paces[name]
         limit, planned = pace.alone, None
         if self._is_beside(drafts):
             prompt_left = min((task.session.sequence.prompt_to_read for task in waiting if task.is_reading), default=0)
             limit, planned = self._reading.pieces(pace, answering, prompt_left)
-        short = SHORT_PROMPT if answering else 0  # it rides on a forward that has to be
+        short = SHORT_PROMPT if answering else 0  # joins a forward pass that runs anyway
         jobs = share_prompt_tokens([task.job for task in waiting], limit, pace.tokens(pace.step), short)
         if not jobs:
             return []
@@ -455,15 +451,15 @@ class LocalLane:
         return [task for task in waiting if task.job in jobs]
 
     def _is_beside(self, drafts: bool) -> bool:
-        """Whether answers that have begun wait for the forwards of this step.
+        """Whether running answers wait for the forward passes of this step.
 
-        Drafts of whole segments do not: they take forwards of their own.
+        Drafts of whole segments do not: they have separate forward passes.
         """
         tasks = [task for waiting in self._waiting.values() for task in waiting if task.is_draft == drafts]
         return any(not task.is_reading for task in tasks)
 
     def _tell_times(self) -> None:
-        """Tell of the forwards that the devices are through with, in their order."""
+        """Report the forward passes that the devices have finished, in order."""
         waiting = []
         for timed in self._timed:
             if (seconds := timed.watch.seconds) is None:
@@ -482,7 +478,7 @@ class LocalLane:
         return self.local[name].runner.stream.entered()
 
     def _settle(self, task: _Task) -> None:
-        """Take the result of a task that is done; others go on waiting."""
+        """Take the result of a finished task; other tasks stay."""
         if not task.job.done:
             return
         request, job = task.request, task.job
@@ -572,7 +568,7 @@ class LaneThread:
         self._reply(results)
 
     def _die(self, error: BaseException) -> None:
-        """Nobody may wait for a lane that is gone, whatever ended it."""
+        """Fail pending requests when the thread ends for any reason."""
         with self._changed:
             self._fault = fault = Fault.of(error, is_fatal=True)
             unanswered, self._open = self._open, set()

@@ -1,6 +1,7 @@
-"""A member in this process: a causal language model of transformers.
+"""A member in this process.
 
-A member whose model runs in this process, whatever engine runs it: what its lane and its answers know of it.
+`InProcessMember` is the part that is independent of the backend: the facts that its lane and answers need.
+`LocalMember` runs a causal language model of transformers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class MemberStream(Protocol):
 
 
 class InProcessRunner(Reclaimable, Protocol):
-    """What runs the model of a member of this process. `device`: where its logits come."""
+    """Runs the model of a member in this process. `device`: the device of its logits."""
 
     @property
     def device(self) -> torch.device: ...
@@ -70,16 +71,16 @@ class InProcessRunner(Reclaimable, Protocol):
 
 
 class InProcessMember(ABC):
-    """A member of this process: its text side, and what of its vocabulary it may say.
+    """A member of this process: its text side, and the allowed part of its vocabulary.
 
-    `holders`: whatever names ids that end its turn. `vocabulary_size`: rows of its logits.
+    `holders`: objects that name end-of-turn ids. `vocabulary_size`: rows of its logits.
     """
 
     devices: Mapping[str, float]
     context_limit: int | None
     bytes_per_token: int
     token_cost: float = TOKEN_COST
-    """What a token more in a forward costs, as a share of a forward of one."""
+    """The cost of one more token in a forward pass, as a share of a forward pass with one token."""
     sharing: int = 1
     """How many answers shared its last forward."""
 
@@ -108,20 +109,20 @@ class InProcessMember(ABC):
     @property
     @abstractmethod
     def runner(self) -> InProcessRunner:
-        """What runs its model."""
+        """The model's runner."""
 
     @property
     @abstractmethod
     def may_guess(self) -> bool:
-        """Whether it verifies many tokens in one forward, and never reads an answer again."""
+        """Whether it verifies many tokens in one forward pass, and never reads an answer again."""
 
     @property
     @abstractmethod
     def report(self) -> MemberReport:
-        """What it turned out to be."""
+        """Facts about the loaded member."""
 
     def _reported(self, **facts: Any) -> MemberReport:
-        """A report of these facts about the model, and of what is read here."""
+        """A report of these facts about the model, and of facts from its text side."""
         return MemberReport(
             name=self.name,
             model=self._config.model,
@@ -133,7 +134,7 @@ class InProcessMember(ABC):
 
     @property
     def info(self) -> MemberInfo:
-        """What it tells the coordinator, as of now."""
+        """The member's current facts for the coordinator."""
         return MemberInfo(
             name=self.name,
             weight=self._config.weight,
@@ -160,15 +161,15 @@ class InProcessMember(ABC):
     def remember(self, limit: int) -> None:
         """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
 
-    def use_cores(self, count: int) -> None:  # noqa: B027 torch has no threads of its own for a member
-        """Compute on so many cores from now on, where its engine has threads of its own."""
+    def use_cores(self, count: int) -> None:  # noqa: B027 torch has no threads for a single member
+        """Use this number of cores from now on, if its engine has separate threads."""
 
     def close(self) -> None:  # noqa: B027 what torch holds goes with its last reference
-        """Give memory back that nobody else does. Safe to call twice."""
+        """Free memory that is not freed elsewhere. Safe to call twice."""
 
     @property
     def member(self) -> Member:
-        """What the coordinator has of it."""
+        """The coordinator's view of this member."""
         return Member(self.info, self.text)
 
     @property
@@ -177,10 +178,11 @@ class InProcessMember(ABC):
 
     @property
     def guess_cost(self) -> float:
-        """How often a guessed token has to come true to pay.
+        """The minimum acceptance rate of a guessed token.
 
-        With n answers a forward takes 1 + c·(n − 1), c = `token_cost`, and gives n tokens. A guess more in each takes
-        c·n. A card waits for its weights however many tokens there are, so others do not count there.
+        With n answers a forward pass takes 1 + c·(n − 1), c = `token_cost`, and gives n tokens. One more guess in
+        each takes c·n. A card waits for its weights independent of the number of tokens, so other answers do not
+        count there.
         """
         n = self.sharing if all(device == "cpu" for device in self.devices) else 1
         return self.token_cost * n / (1 + self.token_cost * (n - 1))
@@ -265,7 +267,7 @@ class LocalMember(InProcessMember):
         else:
             model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
         parameters, weights = model.num_parameters(), weight_bytes(model)
-        if loaded is None:  # a model that somebody else has stays as it is
+        if loaded is None:  # a model from the caller stays unchanged
             weights += pack_weights(model)
         self.devices = place.caches
         super().__init__(config, tokenizer)
@@ -312,7 +314,7 @@ class LocalMember(InProcessMember):
 
     @property
     def info(self) -> MemberInfo:
-        """What it tells the coordinator, as of now."""
+        """The member's current facts for the coordinator."""
         smallest = smallest_row(self.runner.device)
         return replace(super().info, smallest_row=smallest, fixed_blocks=self.runner.pool.is_fixed)
 

@@ -3,8 +3,8 @@
 At load, a few short random branches are scored through each path that the architecture may allow and compared
 with the model's plain forward. Windows are shrunk for the probe, so that a handful of tokens reaches beyond them.
 Static execution is probed in the same way, a draft included, and on a GPU its first steps are captured by that.
-What passes also reads a prompt in several pieces, with windows as they are, and drafts behind it: other kernels read
-those, and some have masked from the wrong corner.
+A path that passes also reads a prompt in several pieces, with the original windows, and drafts after it: other kernels
+handle those, and some have masked from the wrong corner.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MORE_PIECES = (11, 5)
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
 """Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
 _COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
-"""The same where no way does better: a processor without bfloat16 of its own rounds at every step."""
+"""The same if no path is better: a processor without bfloat16 instructions rounds at every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _best_way(model: Any, member: str, execution: str) -> Attempt:
 
 
 def _refusal(model: Any, member: str, error: float, tolerance: float, problems: Sequence[str]) -> str:
-    """Why no verification is exact, as far as that can be told, and what to do."""
+    """The reason why no verification is exact, if known, and a remedy."""
     name = f"member {member!r} ({type(model).__name__})"
     if _sees_later_tokens(model):
         return f"{name} is an encoder: each token sees the tokens after it. Name a causal language model"
@@ -155,7 +155,7 @@ def _is_packable(model: Any) -> bool:
 
 
 def _executed(model: Any, way: Attempt, member: str, execution: str, tried: Known) -> Attempt:
-    """The way with what it takes for static execution, or why it runs dynamically."""
+    """The path with its requirements for static execution, or the reason why it runs dynamically."""
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
     if reason := _unfit(model, way, execution):
         return replace(way, dynamic=reason)
@@ -186,7 +186,7 @@ def _unfit(model: Any, way: Attempt, execution: str) -> str | None:
 
 
 def _attempt(model: Any, way: Attempt, problems: list[str], tried: Known) -> Attempt:
-    """The way with its error measured while windows are shrunk, then behind a longer prompt; infinite where it does
+    """The path with its error measured while windows are shrunk, then after a longer prompt; infinite if it does
     not run."""
     try:
         with _small_windows(model.config.get_text_config(decoder=True)) as shrunk:
@@ -209,8 +209,8 @@ def _attempt(model: Any, way: Attempt, problems: list[str], tried: Known) -> Att
 
 @torch.inference_mode()
 def _measure(runner: ModelRunner, tried: Known) -> float:
-    """Mean |Δ log p| of two branches, a committed winner, and a branch behind an inner point of the trunk, while a
-    shorter answer is fed along; then of drafts of both, where the runner drafts ahead."""
+    """Mean |Δ log p| of two branches, a committed winner, and a branch after an inner position of the trunk, while a
+    shorter answer is fed in the same batch; then of drafts of both, if the runner drafts ahead."""
     ids = _random_ids(runner.model, _PROMPT + _FIRST + 2 * _SECOND)
     prompt, first = ids[:_PROMPT], tuple(ids[_PROMPT : _PROMPT + _FIRST])
     second, third = tuple(ids[-2 * _SECOND : -_SECOND]), tuple(ids[-_SECOND:])
@@ -238,8 +238,8 @@ def _measure(runner: ModelRunner, tried: Known) -> float:
 
 @torch.inference_mode()
 def _measure_pieces(runner: ModelRunner, tried: Known) -> float:
-    """Mean |Δ log p| behind a prompt that was read in pieces: of a branch, and of a draft, where the runner drafts
-    ahead. Nothing on a processor, where pieces get the masks that branches got."""
+    """Mean |Δ log p| after a prompt that was read in pieces: of a branch, and of a draft, if the runner drafts
+    ahead. Zero on a processor, where pieces use the same masks as branches."""
     if runner.device.type == "cpu" and not masks_lower_right(runner.device):
         return 0.0
     text = runner.model.config.get_text_config(decoder=True)

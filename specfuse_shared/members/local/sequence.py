@@ -1,16 +1,15 @@
 """A member's cached sequence of one answer: a committed trunk, and the tree of tokens tried in this round.
 
-`SequenceState` is what a member needs of a model: read the prompt, make the next-token logits known along branches,
+`SequenceState` is a member's view of a model: read the prompt, compute next-token logits along branches,
 keep the winner. It knows ids, not text.
 
-What a sequence wants to go through its model, and what it is sent for that.
+A sequence yields forward requests and is sent their results.
 
-Sequences that go row by row: the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones).
+`RowSequence` is the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones). Each branch is fed
+on its own copy of a snapshot of the model's cache, so the model sees plain continuations only. This costs one forward
+pass a branch and copies of the cache, and is exact for every model that can `generate`.
 
-Each branch is fed on its own copy of a snapshot of the model's cache, so the model sees plain continuations only.
-Costs one forward a branch and copies of the cache; exact for every model that can `generate`.
-
-Sequences whose branches stand behind one cached trunk, and what goes through a model together.
+`TreeSequence` holds branches after one cached trunk; the branches of many answers share a forward pass.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
 from specfuse_shared.runtime.static_runner import DraftInput, DraftRun
 
 Place = tuple[TopTokens, int]
-"""Where the likeliest token behind a node is told."""
+"""The position of the argmax token after a node."""
 PREFILL_CHUNK = 1024
-"""Tokens of a prompt in one forward."""
+"""Maximum prompt tokens of one forward pass."""
 _ROW_BITS = 24
 
 
 class NodeLogits:
-    """The logits behind the nodes of a tree that were fed, and where the likeliest token behind each is told.
+    """The logits after the fed nodes of a tree, and the positions of their argmax tokens.
 
-    They stay together as the forward gave them, and a node is a number here: thousands of nodes a round would otherwise
-    be as many objects for the garbage collector to look at.
+    Logits stay in the batch of their forward pass, and a node is a number: thousands of nodes a round would otherwise
+    be as many objects for the garbage collector.
     """
 
     def __init__(self) -> None:
@@ -62,19 +61,20 @@ class NodeLogits:
         likeliest: TopTokens | None = None,
         first: int = 0,
     ) -> None:
-        """One feed: `row` gives the logits (V) behind each; `likeliest` tells their tokens from its row `first` on."""
+        """One feed: `row` gives the logits (V) after each node; `likeliest` has their argmax tokens from row `first`
+        on."""
         start = self._count << _ROW_BITS
         self.places.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._feeds[self._count] = row, likeliest, first
         self._count += 1
 
     def row(self, node: int) -> torch.Tensor:
-        """Logits (V) behind a node."""
+        """Logits (V) after a node."""
         feed, row = divmod(self.places[node], 1 << _ROW_BITS)
         return self._feeds[feed][0](row)
 
     def likeliest(self, node: int) -> Place | None:
-        """Where the likeliest token behind a node is told, if it is."""
+        """Position of the argmax token after a node, if computed."""
         feed, row = divmod(self.places[node], 1 << _ROW_BITS)
         _, argmax, first = self._feeds[feed]
         return None if argmax is None else (argmax, first + row)
@@ -90,7 +90,7 @@ class NodeLogits:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """`count` tokens to choose and feed behind `branch` in one go, without the host in between."""
+    """`count` tokens to choose and feed after `branch` in one run, without the host."""
 
     branch: Branch
     count: int
@@ -108,9 +108,9 @@ class ChosenTokens:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Branches to judge once they are fed, and the stop ids of those that end.
+    """Branches to judge after they are fed, and the stop ids of branches that end.
 
-    `top`: so many of the most probable tokens in the place of each are found, too.
+    `top`: number of most probable alternatives for each token.
     """
 
     questions: Sequence[tuple[Branch, Sequence[int]]]
@@ -119,11 +119,10 @@ class LogprobRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """What a sequence wants to go through the model: the next `prompt` tokens of its prompt, branches, or a draft.
+    """A forward request: the next `prompt` tokens of its prompt, branches, or a draft.
 
-    `guesses` go along, where anything goes at all.
-    What comes back: `ChosenTokens` of a draft; with `logprobs` a `PendingLogprobs`; else the logits (V) behind the last
-    branch, or None behind a piece of the prompt.
+    `guesses` are added if anything else has to be fed. The result is `ChosenTokens` for a draft; with `logprobs` a
+    `PendingLogprobs`; else the logits (V) after the last branch, or None after a piece of the prompt.
     """
 
     sequence: SequenceState
@@ -141,9 +140,9 @@ class SequenceState(ABC):
     """The state of one answer in one model.
 
     `prompt` is frozen, and `prompt_remaining` counts its tokens that are not in the cache yet; `answer` are the
-    committed answer ids; between rounds the cache holds `prompt + answer`, and the `spare` tokens behind it that may
-    come next. `computed_tokens` counts those that went through the model after the prompt, in so many `forwards`;
-    `read_tokens` those of the prompt.
+    committed answer ids; between rounds the cache holds `prompt + answer`, and after it `spare` tokens that may
+    come next. `computed_tokens` counts tokens that went through the model after the prompt, in `forwards` forward
+    passes; `read_tokens` those in the prompt.
     """
 
     copies_prompts = False
@@ -212,7 +211,7 @@ class SequenceState(ABC):
         return self._logits_row(path[-1] if path else ROOT)
 
     def likeliest(self, branch: Branch) -> int | None:
-        """The likeliest token after the branch where the forward that fed it told; all of those wait but once."""
+        """The argmax token after the branch, if its forward pass computed it; all such tokens share one device sync."""
         path = self._path(branch)
         place = self._logits.likeliest(path[-1]) if path else self._end_place
         return None if place is None else place[0].token(place[1])
@@ -241,11 +240,11 @@ class SequenceState(ABC):
         return False
 
     def may_draft_ahead(self, branch: Branch) -> bool:
-        """Whether it takes one now that goes on from this branch."""
+        """Whether it can start a draft that continues this branch now."""
         return False
 
     def draft_after(self, branch: Branch) -> None:  # noqa: B027 nothing is in the way where tokens come one by one
-        """Forget what would keep a draft from going on ahead behind this branch."""
+        """Drop nodes that would prevent a draft after this branch."""
 
     def drafted(self, draft: DraftRequest, chosen: ChosenTokens, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
         """Tokens of a draft that was fed, up to the end of the turn, and whether that came; waits for the device."""
@@ -262,22 +261,22 @@ class SequenceState(ABC):
         self._forget_tree()
 
     def begin_answer(self) -> None:
-        """What is committed so far is part of the prompt: thoughts, behind which the answer begins."""
+        """Move the committed ids into the prompt: reasoning that precedes the answer."""
         self.prompt, self.answer = self.prompt + self.answer, ()
         self._paths.clear()  # branches count from the answer's beginning
 
     @abstractmethod
     def begin(self, prompt: Sequence[int]) -> None:
-        """Take a prompt; what is known of it from earlier answers needs no reading."""
+        """Set the prompt; a prefix known from earlier answers is not read again."""
 
     @abstractmethod
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for later prompts that begin the same way. Safe to call twice."""
 
     def waits_for(self, other: SequenceState, own_left: int, other_left: int) -> bool:
-        """Whether reading on had better wait until `other` has read the prefix that both prompts have in common.
+        """Whether to wait until `other` has read the prefix that both prompts share.
 
-        Both still have to read so many tokens (`prompt_to_read`).
+        Arguments: the number of tokens that each still has to read (`prompt_to_read`).
         """
         if not (self.copies_prompts and other.copies_prompts):
             return False
@@ -297,7 +296,7 @@ class SequenceState(ABC):
 
     @abstractmethod
     def run(self, request: ForwardRequest) -> None:
-        """Feed what a request holds that the model has not seen, in forwards of its own."""
+        """Feed the new tokens of a request, in separate forward passes."""
 
     def run_together(self, requests: Sequence[ForwardRequest]) -> None:
         """The same for many sequences of one model, where they are of this kind."""
@@ -323,7 +322,8 @@ class SequenceState(ABC):
         return nodes
 
     def _behind(self, branch: Branch) -> tuple[int, tuple[int, ...]]:
-        """The branch as tokens behind so much of the trunk; at an inner point, led by a copy of the token before it."""
+        """The branch as tokens after a part of the trunk; at an inner position, preceded by a copy of the previous
+        token."""
         trunk = len(self.prompt) + branch.base
         if branch.base == len(self.answer):
             return trunk, branch.tokens
@@ -337,7 +337,7 @@ class SequenceState(ABC):
         return self._logits.row(node)
 
     def _line(self, branch: Branch, ends: bool) -> Sequence[int]:
-        """The nodes whose logits judge the branch's tokens, and what follows them if it `ends`."""
+        """The nodes whose logits judge the branch's tokens, and the next token if it `ends`."""
         if not branch.tokens and not ends:
             return []
         path = self._path(branch)
@@ -351,9 +351,9 @@ class SequenceState(ABC):
 
 
 class TreeSequence(SequenceState):
-    """All branches behind one cached trunk, in one forward, each token seeing the trunk and its own ancestors.
+    """All branches after one cached trunk, in one forward pass; each token sees the trunk and its own ancestors.
 
-    `keeps_speculative`: what went through the model behind a committed branch stays known.
+    `keeps_speculative`: keep fed tokens after a committed branch.
     """
 
     runner: ModelRunner
@@ -377,7 +377,7 @@ class TreeSequence(SequenceState):
 
     @property
     def cached(self) -> tuple[CacheRow, tuple[int, ...]] | None:
-        """Its row and the committed ids in it; None where there are none, or only those of a longer text."""
+        """Its row and the committed ids in it; None if there are none, or only a longer text's."""
         row = self._row
         if row is None or not row.used or row.reach or not self.is_sound:
             return None
@@ -409,7 +409,8 @@ class TreeSequence(SequenceState):
         return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
 
     def _started(self) -> CacheRow:
-        """A row, with what is known of the prompt (read with the short set); here lack of memory is dealt with."""
+        """A row with the known prefix of the prompt (read with the short set); out-of-memory errors are handled
+        here."""
         assert self._is_open, "the sequence was released"
         if self._row is None:
             self._row = self.runner.pool.row(len(self.prompt) + TREE_CAPACITY)
@@ -432,9 +433,9 @@ class TreeSequence(SequenceState):
             self._end, self._end_place = rows[-1], None
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: TopTokens | None, first: int) -> None:
-        """Logits (nodes, V) of what was fed; those of a prompt's last token become the trunk's end.
+        """Logits (nodes, V) of the fed tokens; the last prompt token's logits become the trunk's end.
 
-        `likeliest`: where the likeliest tokens behind all that was fed with them are, those of these from `first` on.
+        `likeliest`: the argmax tokens of the batch; this sequence's begin at `first`.
         """
         if nodes:
             self._logits.add(nodes, rows.__getitem__, likeliest, first)
@@ -453,7 +454,7 @@ class TreeSequence(SequenceState):
         return self.runner.static is not None
 
     def may_draft_ahead(self, branch: Branch) -> bool:
-        return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes behind all that is fed
+        return self.drafts_ahead and set(self._fed_nodes) <= set(self._path(branch))  # it writes after all fed tokens
 
     @property
     def room(self) -> int:
@@ -461,7 +462,7 @@ class TreeSequence(SequenceState):
 
     @property
     def spare(self) -> int:
-        """Tokens in the cache behind the committed ones."""
+        """Tokens in the cache after the committed ones."""
         return self._row.used - self.length if self._row is not None else 0
 
     def commit(self, branch: Branch) -> None:
@@ -477,7 +478,7 @@ class TreeSequence(SequenceState):
         self._plant(tree, logits, last, below)
 
     def _plant(self, tree: TokenTree, logits: NodeLogits, root: int, below: Sequence[int]) -> None:
-        """Take the nodes `below` the `root` of an earlier tree over, behind the trunk."""
+        """Take over the nodes `below` the `root` of an earlier tree, after the trunk."""
         assert self._row is not None
         slots = [slot for n in below if (slot := tree.slots[n]) is not None]
         self._row.keep(self.length, slots)
@@ -496,9 +497,9 @@ class TreeSequence(SequenceState):
         self._plant(tree, logits, ROOT, path)
 
     def draft_input(self, draft: DraftRequest) -> DraftInput:
-        """What the runner needs to go on from the draft's branch."""
+        """The runner's input to continue from the draft's branch."""
         assert self._row is not None, "the sequence was released"
-        assert self._row.used == self.length + len(draft.branch.tokens), "a draft goes on from the only branch"
+        assert self._row.used == self.length + len(draft.branch.tokens), "a draft continues the only branch"
         history = (*self.prompt, *self.answer, *draft.branch.tokens) if draft.sampler.needs_history else ()
         return DraftInput(self._row, self.logits(draft.branch), history, draft.sampler, draft.blocked, draft.count)
 
@@ -551,8 +552,8 @@ class TreeSequence(SequenceState):
 
 
 def feed_together(requests: Sequence[ForwardRequest]) -> list[ForwardResult]:
-    """Run what sequences of one model ask for: packed ones in one forward, drafts in one run of forwards, others as
-    they do it themselves. What each wanted to know, in their order, as far as the device has got."""
+    """Run the requests of sequences of one model: packed ones in one forward pass, drafts in one run, row sequences
+    one by one. Returns the results in order; the device may still be computing them."""
     inputs: list[tuple[TreeSequence, ForwardInput, list[int]]] = []
     drafts: list[tuple[TreeSequence, DraftRequest]] = []
     by_rows = [request for request in requests if not isinstance(request.sequence, TreeSequence)]
@@ -634,7 +635,7 @@ class RowSequence(SequenceState):
             self._feed([self._path(branch) for branch in request.branches])
 
     def _read_prompt(self) -> torch.Tensor:
-        """Logits (V) after the prompt. Its last token is fed apart, so that a snapshot stands before every parent."""
+        """Logits (V) after the prompt. Its last token is fed separately, so that a snapshot precedes every parent."""
         if len(self.prompt) == 1:
             logits, cache = self.runner.new_cache(self.prompt)
             self._snapshots = [_Snapshot(cache, 1)]
@@ -663,7 +664,7 @@ class RowSequence(SequenceState):
             self.forwards += 1
 
     def _start(self, path: Sequence[int]) -> tuple[_Snapshot, list[int]]:
-        """The state to go on from: the run that drafted this path so far, or a copy of the nearest snapshot."""
+        """The state to continue: the run that drafted this path so far, or a copy of the nearest snapshot."""
         before = self._runs.pop(tuple(path[:-1]), None) if len(path) > 1 else None
         if before is not None:
             return before, [path[-1]]

@@ -1,9 +1,8 @@
-"""One answer of a member of this process: its stages ask for forwards, which those of many answers share.
+"""One answer of a member of this process: its stages request forward passes, which many answers share.
 
-What a member will probably say next, guessed from what stands there already, and how often that comes true.
-
-Guesses go through the model along with tokens that have to; a member then says what it would have said without them,
-and where that is what was guessed, it is known already. So guesses change nothing but the work. Ids, no text.
+Speculation guesses a member's next tokens from the existing text and measures their acceptance rate. Guesses go through
+the model together with required tokens. A member still chooses its own tokens; if they equal the guess, their logits
+are already known. So guesses change the work and nothing else. This module uses ids, no text.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ if TYPE_CHECKING:
 MOST_GUESSED = 24
 """Tokens of one guess."""
 TOKEN_COST = 0.06
-"""What a token more costs, as a share of a forward of one."""
+"""The cost of one more token, as a share of a forward pass with one token."""
 _GRAMS = (4, 3, 2)
-"""So many equal last tokens are looked for, the longest first."""
+"""Numbers of equal last tokens to look up, the longest first."""
 GuessKind = int | str
 OWN, TOLD = "own", "told"
-"""Where tokens come from that are not looked up: the member's own earlier draft, and what another one said."""
+"""Sources of guesses that are not looked up: the member's own earlier draft, and another member's draft."""
 _PRIOR: dict[GuessKind, float] = {4: 0.8, 3: 0.6, 2: 0.35, OWN: 0.9, TOLD: 0.5}
-"""How often a token comes true before anything was seen: behind so many equal tokens, or by where it comes from."""
+"""Prior acceptance rate of a guess: by the number of equal tokens before it, or by its source."""
 _PRIOR_WEIGHT, _MEMORY = 4.0, 0.95
 
 
 class PromptLookup:
-    """Where the last few tokens of a sequence stood in it before, and what followed there.
+    """Earlier occurrences of a sequence's last few tokens, and the tokens that followed.
 
     After "prompt lookup decoding" (Apoorv Saxena, 2023).
     """
@@ -67,7 +66,8 @@ class PromptLookup:
         self._ids = self._ids[:start] + _characters(ids)
 
     def find(self, last: Sequence[int], limit: int) -> tuple[Sequence[int], int]:
-        """What followed `last` where it stood before, at most `most` tokens, and how many tokens were equal."""
+        """The continuation of an earlier occurrence of `last`, at most `most` tokens, and the number of equal
+        tokens."""
         for n in _GRAMS:
             gram = _characters(last[-n:])
             if len(gram) == n and (at := self._ids.rfind(gram, 0, -1)) >= 0:
@@ -137,15 +137,15 @@ class Guesses:
         return self._lookup.size > 0
 
     def expect(self, branch: Branch, kind: GuessKind) -> None:
-        """The answer may go on like this."""
+        """Add a possible continuation of the answer."""
         if branch.tokens and self._expected.get(branch) != OWN:
             self._expected[branch] = kind
 
     def behind(self, before: Sequence[int], branch: Branch, room: int, cost: float, share: float = 1.0) -> Guess:
-        """What may follow the branch, which follows the ids `before`: as many tokens as pay, at most `room`.
+        """A guess for the branch, which follows the ids `before`: as many tokens as pay, at most `room`.
 
-        A guess ends where its tokens come true less often than `cost`. `share`: how likely it is that the branch
-        matters at all.
+        A guess ends where the acceptance rate falls below `cost`. `share`: the probability that the branch is
+        needed at all.
         """
         limit, size = max(0, min(room, MOST_GUESSED)), len(branch.tokens)
         tokens: list[int] = []
@@ -180,7 +180,7 @@ class Guesses:
         return chance
 
     def feed(self, branch: Branch, guess: Guess, scored: int) -> Branch:
-        """The branch that goes on with a guess, of which the first `known` tokens went through the model before."""
+        """The branch extended by a guess; its first `known` tokens have already been fed."""
         whole = Branch(branch.base, branch.tokens + guess.tokens)
         first = len(branch.tokens) + scored
         self.guessed += len(guess.tokens) - scored
@@ -188,7 +188,7 @@ class Guesses:
         return whole
 
     def observe(self, answer: Sequence[int], ids: Sequence[int], token: int) -> None:
-        """`token` was chosen behind the committed `answer` and `ids`."""
+        """`token` was chosen after the committed `answer` and `ids`."""
         for fed in self._fed:
             base, tokens = fed.branch.base, fed.branch.tokens
             if len(answer) + len(ids) - base != fed.next or fed.next >= len(tokens):
@@ -200,7 +200,7 @@ class Guesses:
                 fed.next = fed.next + 1 if came_true else len(tokens)
 
     def commit(self, branch: Branch, answer: Sequence[int]) -> None:
-        """The branch was committed, and the answer is `answer` now; what goes on from it may still come true."""
+        """The branch was committed, and the answer is `answer` now; guesses that continue it may still be right."""
         size = len(branch.tokens)
         going_on = {e: kind for e, kind in self._expected.items() if _begins(e, branch)}
         self._expected = {Branch(len(answer), e.tokens[size:]): kind for e, kind in going_on.items()}
@@ -208,25 +208,25 @@ class Guesses:
 
 
 def _begins(longer: Branch, branch: Branch) -> bool:
-    """Whether one branch goes on from another."""
+    """Whether one branch extends another."""
     size = len(branch.tokens)
     return longer.base == branch.base and len(longer.tokens) > size and longer.tokens[:size] == branch.tokens
 
 
 def _follows(branch: Branch, answer: Sequence[int]) -> bool:
-    """Whether a branch goes on from an answer."""
+    """Whether a branch extends an answer."""
     size = len(answer) - branch.base
     return 0 <= size < len(branch.tokens) and tuple(answer[branch.base :]) == branch.tokens[:size]
 
 
 _BEFORE = 8
-"""So many tokens before a guess may tell what follows."""
+"""Number of tokens before a guess that may predict it."""
 
 
 class LocalSession(Session[SequenceState]):
     """One answer of a member of this process: its sequence is in the cache.
 
-    Where it `speculates`, guesses of what comes next go through the model along with what has to; see
+    If it `speculates`, guesses of the next tokens are fed together with required tokens; see
     `specfuse_shared.members.local.session`.
     """
 
@@ -301,7 +301,7 @@ class LocalSession(Session[SequenceState]):
             self._guesses.read(branch.tokens, len(self.sequence.prompt) + branch.base)
 
     def _with_guesses(self, request: ForwardRequest, branches: Sequence[Branch]) -> ForwardRequest:
-        """The request and what may follow these branches, one of which is likely to be what comes; if it is needed."""
+        """The request plus guesses after these branches, one of which will probably be the next segment, if needed."""
         if self._guesses is None or not branches or not self.sequence.needs(request):
             return request
         room, fed = self.sequence.room - sum(len(branch.tokens) for branch in request.branches), []
@@ -325,15 +325,15 @@ class LocalSession(Session[SequenceState]):
         return max(0, self.sequence.knows(whole) - len(branch.tokens))
 
     def _wanted(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> DraftRequest:
-        """The next tokens behind `ids`, at most `count` and all under one rule."""
+        """The next tokens after `ids`, at most `count` and all under one rule."""
         min_left = max(0, min_tokens_left - len(ids))
         blocked = self._member.blocked(alone=alone, ends_held=min_left > 0)
         branch = Branch(len(self.sequence.answer), tuple(ids))
         return DraftRequest(branch, min(count, min_left or count), self._sampler, blocked)
 
     def _asked(self, draft: DraftRequest) -> ForwardRequest:
-        """What goes through the model for them: a guess where there is one, else all at once where that can be, else
-        what decides the next one."""
+        """The request for them: with a guess if there is one, else all tokens in one run if possible, else
+        the next token."""
         branch = draft.branch
         plain = ForwardRequest(self.sequence, (branch,))
         if self._guesses is not None:
@@ -349,7 +349,7 @@ class LocalSession(Session[SequenceState]):
         return plain
 
     def _chosen(self, draft: DraftRequest, result: Any) -> tuple[list[int], bool]:
-        """Tokens by what came of that, and whether they end the turn."""
+        """Tokens from the result, and whether they end the turn."""
         if isinstance(result, ChosenTokens):
             return self.sequence.drafted(draft, result, self._member.stop_ids)
         token = self._picked(draft, result)
@@ -362,7 +362,7 @@ class LocalSession(Session[SequenceState]):
         return [token], False
 
     def _picked(self, draft: DraftRequest, logits: torch.Tensor) -> int:
-        """The token behind the branch, by its logits (V), or as the forward told that fed it."""
+        """The token after the branch, from its logits (V) or from the argmax of its forward pass."""
         if self._constraint is not None:
             logits = masked(logits, self._constraint.allowed())
         elif self._sampler.is_plain:

@@ -1,9 +1,8 @@
-"""A member behind a server: what is read here, and what is asked of the server before the member is used.
+"""A member on a server: its local text side, and checks of the server before the member is used.
 
-Members behind servers: an event loop in a thread of its own has all their requests on their way at once.
-
-Batching is the servers' own. A request that is not needed any more is cancelled, which its server takes for a client
-that left. A server that cannot be reached fails the stages of its members, which leave the answers.
+An event loop in a separate thread has the requests of all such members in flight. Batching is up to the servers. A
+request that is no longer needed is cancelled, like that of a client that disconnects. If a server is unreachable, the
+stages of its members fail and they leave the answers.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class ServerMember:
             await self._client.close()
 
     async def ready(self) -> None:
-        """Check a server anew that failed: what answers there now may be another one. Raises `ServerError`."""
+        """Check a server again after a failure: another server may respond now. Raises `ServerError`."""
         if self._is_doubtful:
             async with self._checking:
                 if self._is_doubtful:
@@ -132,12 +131,12 @@ class ServerMember:
 
     @property
     def member(self) -> Member:
-        """What the coordinator has of it."""
+        """The coordinator's view of this member."""
         return Member(self.info, self.text)
 
     @property
     def info(self) -> MemberInfo:
-        """What it tells the coordinator; of memory it takes none that is ours."""
+        """The member's facts for the coordinator; it uses no local memory."""
         return MemberInfo(
             name=self.name,
             weight=self._config.weight,
@@ -203,7 +202,7 @@ class ServerMember:
         self._seconds = time.monotonic() - self._began
 
     def _check_model(self, facts: ServerFacts) -> None:
-        """The server has the model, by its name or by what it was loaded from."""
+        """Check that the server has the model, by its name or by its source."""
         requested = self._config.server_model or self._config.model
         served_name = next((name for name, root in facts.models.items() if requested in (name, root)), None)
         if served_name is None:
@@ -234,7 +233,7 @@ class ServerMember:
             )
         if self.dialect.verification == "prompt":
             warnings.warn(
-                f"member {self.name!r}: the server at {self._config.server} cannot score named tokens behind its "
+                f"member {self.name!r}: the server at {self._config.server} cannot score named tokens after its "
                 "prefix cache (vLLM can with logprob_token_ids), so each round it reads the whole context again for "
                 "every candidate",
                 SlowVerificationWarning,

@@ -1,6 +1,6 @@
-"""One answer of a member behind a server: its stages ask for requests, each of which says all that it needs.
+"""One answer of a member on a server: its stages yield requests, each of which is complete in itself.
 
-What a server told of the places of one answer, so that it is asked once.
+Logprobs from the server are cached by answer prefix, so that each is requested once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Told:
         with_place(self._places, ids, place)
 
     def at(self, ids: tuple[int, ...]) -> Place:
-        """What is known of the place behind `ids`."""
+        """The cached entry after `ids`."""
         return self._places.get(ids, _NOTHING)
 
     def knows(self, ids: tuple[int, ...], tokens: Sequence[int]) -> bool:
-        """Whether log p of all these tokens behind `ids` is known."""
+        """Whether log p of all these tokens after `ids` is cached."""
         return set(tokens) <= self.at(ids).logprobs.keys()
 
     def unknown_from(self, ids: tuple[int, ...], start: int) -> int:
@@ -77,8 +77,8 @@ _MOST_AHEAD = 32
 
 @dataclass(slots=True)
 class SentIds:
-    """The ids of one answer, which go with every request, and what was told of places behind the prompt; the server
-    caches what it likes."""
+    """The ids of one answer, which go with every request, and its logprob cache; the server has its own
+    cache."""
 
     told: Told
     prompt: tuple[int, ...] = ()
@@ -99,10 +99,10 @@ class SentIds:
 
 
 class ServerSession(Session[SentIds]):
-    """One answer of a `ServerMember`. Its stages yield coroutines, and are sent what those return.
+    """One answer of a `ServerMember`. Its stages yield coroutines, and are sent their results.
 
-    What the server told of a place is asked once: verdicts know tokens of the next draft, and a draft its own verdict.
-    A guess is judged, which tells how much of it the member would have said, in one request.
+    Logprobs are requested once: verdicts provide tokens of the next draft, and a draft its own verdict.
+    Judging a guess in one request shows how much of it the member would have written.
     """
 
     def __init__(self, member: ServerMember, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
@@ -115,7 +115,7 @@ class ServerSession(Session[SentIds]):
         self._guess = tuple[int, ...]()
         self._strayed = False
         self._window = _MOST_AHEAD
-        # only then the most probable token is what comes
+        # only then is the most probable token the sampled one
         self._says_likeliest = params.greedy and params.repetition_penalty == 1.0
 
     @property
@@ -162,7 +162,7 @@ class ServerSession(Session[SentIds]):
     def _from_cache(
         self, ids: Sequence[int], count: int, banned: Sequence[int] = (), alone: bool = False
     ) -> Stage[tuple[list[int], bool]]:
-        """What the server told already of the next tokens; where it told nothing, it is asked about the guess."""
+        """The next tokens from the logprob cache; if it has none, the server judges the guess."""
         if not self._says_likeliest:
             return [], False
         cached = self._known(ids, count, banned, alone)
@@ -177,7 +177,7 @@ class ServerSession(Session[SentIds]):
         return drafted, ended
 
     def _known(self, ids: Sequence[int], count: int, banned: Sequence[int], alone: bool) -> tuple[list[int], bool]:
-        """The most probable tokens of places that are known, as far as the member may say them."""
+        """The most probable tokens of cached positions that the member may write."""
         drafted: list[int] = []
         while len(drafted) < count:
             token = self._told.at((*self.sequence.answer, *ids, *drafted)).likeliest
@@ -189,7 +189,7 @@ class ServerSession(Session[SentIds]):
         return drafted, False
 
     def _next_allowed(self, ids: Sequence[int], count: int) -> Stage[tuple[list[int], bool]]:
-        """Tokens that the grammar allows, at least one; where it allows one alone, nobody is asked."""
+        """Tokens that the grammar allows, at least one; a forced token needs no request."""
         assert self._constraint is not None
         special = set(self._member.special_ids)
         allowed = tuple(token for token in allowed_ids(self._constraint.allowed()) if token not in special)
@@ -201,7 +201,7 @@ class ServerSession(Session[SentIds]):
             limit, grammar = bound
             drafted, over = yield from self._continued(ids, limit := min(limit, self._window), grammar)
             taken, ended = self._admitted(drafted, over)
-            # tokens behind one that the grammar does not allow are decoded for nothing
+            # tokens after one that the grammar forbids are decoded in vain
             self._window = 2 * limit if len(taken) == limit else len(taken) + 1
         if not (taken or ended):
             drafted, ended = yield from self._continued(ids, 1, allowed=allowed)
@@ -224,7 +224,7 @@ class ServerSession(Session[SentIds]):
         yield count, first_of(allowed, self._stop_ids, self._member.vocabulary_size)
 
     def _admitted(self, drafted: Sequence[int], ended: bool) -> tuple[list[int], bool]:
-        """The tokens up to the first that the grammar does not allow, and whether the turn may end behind them."""
+        """The tokens up to the first that the grammar forbids, and whether the turn may end after them."""
         assert self._constraint is not None
         sayable = self._sayable(drafted)
         taken = self._advanced(sayable[: self._constraint.follows(sayable)])
@@ -252,7 +252,7 @@ class ServerSession(Session[SentIds]):
         return judged
 
     def _ask(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[int]:
-        """Ask about what is not known of these branches; so many tokens."""
+        """Request missing logprobs of these branches; returns the number of tokens."""
         starts, lines = [], []
         for branch, stops_of in zip(branches, stops, strict=True):
             ids = self.sequence.answer[: branch.base] + branch.tokens
@@ -307,13 +307,13 @@ class ServerSession(Session[SentIds]):
         return continued.ids, continued.ended
 
     def _remember(self, ids: Sequence[int], continued: Continued) -> None:
-        """What was told of the places of tokens that were drafted behind the answer and `ids`."""
+        """Cache the logprobs of tokens that were drafted after the answer and `ids`."""
         for n, place in enumerate(continued.places):
             self._told.add((*self.sequence.answer, *ids, *continued.ids[:n]), place)
 
 
 async def _understood(reply: Awaitable[T]) -> T:
-    """What the server answers. Raises `ServerError` for an answer of another shape than its dialect has."""
+    """The server's response. Raises `ServerError` for a response with an unexpected structure."""
     try:
         return await reply
     except SpecFuseError:

@@ -1,20 +1,20 @@
 """vLLM's dialect: OpenAI's completions with its own fields, over token ids, and its token endpoint where that is on.
 
-Log p of given tokens is asked by prefixes: every prefix of the candidates is a prompt of one request, one token is
-decoded behind each, and `logprob_token_ids` names the tokens whose log p is wanted. So the context comes from the
-prefix cache. The token endpoint (`specfuse_shared.members.server.vllm`) does it in one request a candidate.
+Log p of given tokens is requested by prefixes: every prefix of the candidates is a prompt of one request, one token is
+decoded after each, and `logprob_token_ids` names the tokens that need log p. So the context comes from the
+prefix cache. The token endpoint (`TokenEndpoint`) does it in one request a candidate.
 `prompt_logprobs`, the only way of older servers, reads all of the context again.
 
 JSON over HTTP with one server of a model: connections that are kept, timeouts, and errors by name.
 
 vLLM's `/v1/completions` over token ids: continuations, and log p of given tokens in two ways.
 
-What a member asks of a server, to continue ids and to judge given ones, and checks of what comes back.
+Requests to continue and to judge given ids, and checks of the responses.
 
 vLLM's token endpoint, `/inference/v1/generate` (server flag `--enable-scale-out`): tokens in, tokens out.
 
-Here `prompt_logprobs` may read the prefix cache, so that a candidate is one request, and what is computed is what
-stands behind the last cached block. Rows in front of that are memory that nobody wrote: only rows are read that the
+Here `prompt_logprobs` may read the prefix cache, so that a candidate is one request, and only rows after the last
+cached block are computed. Rows before that are uninitialised memory: only rows are read that the
 server must have computed, as a hit ends at a block and leaves at least one token.
 """
 
@@ -49,7 +49,7 @@ CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 4.0
 """Idle connections go before the servers, which keep them for 5 s, end them."""
 _MOST_SHOWN = 300
-"""Characters of what a server says went wrong."""
+"""Maximum characters of a server's error message."""
 
 OnRequest = Callable[[float, int], None]
 """Called after each request with the seconds that it took, and the steps that a model made for it."""
@@ -58,8 +58,8 @@ OnRequest = Callable[[float, int], None]
 class ServerClient:
     """Belongs to one event loop. `key`: sent as `Authorization: Bearer …`, and shown nowhere.
 
-    `timeout`: seconds for a whole request, after which it is cancelled, which servers take for a client that left.
-    `key_name`: what to call the key in an error.
+    `timeout`: seconds for a whole request, after which it is cancelled, as by a client that disconnects.
+    `key_name`: the key's name in an error.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class ServerClient:
         return f"ServerClient({self.address!r})"
 
     async def get(self, path: str) -> httpx.Response:
-        """What the server answers, whatever its status. Raises `ServerUnreachableError`."""
+        """The server's response, with any status. Raises `ServerUnreachableError`."""
         return await self._sent(lambda: self._http.get(path), min(self._timeout, CONNECT_SECONDS))
 
     async def post(self, path: str, body: Mapping[str, Any], steps: int = 1) -> Any:
-        """The JSON that answers `body`, for which a model makes so many `steps`. Raises `ServerError`."""
+        """The JSON response to `body`, for which a model makes `steps` steps. Raises `ServerError`."""
         began = time.monotonic()
         response = await self._sent(lambda: self._http.post(path, json=dict(body)), self._timeout)
         answer = self.read(response)
@@ -117,7 +117,7 @@ class ServerClient:
         await self._http.aclose()
 
     async def _sent(self, send: Callable[[], Any], seconds: float) -> httpx.Response:
-        """Requests say all that they need, so one whose connection breaks is sent once more."""
+        """Requests are complete in themselves, so one whose connection breaks is repeated once."""
         try:
             async with asyncio.timeout(seconds):
                 try:
@@ -148,7 +148,7 @@ class ServerClient:
 
 
 def _message(response: httpx.Response) -> str:
-    """What a server says went wrong, in its own words."""
+    """A server's own error message."""
     try:
         body = response.json()
     except ValueError:
@@ -165,15 +165,15 @@ BAN = -100.0
 
 
 class RowsMissingError(ServerError):
-    """The server did not tell what was asked of a candidate."""
+    """The response lacks required logprobs of a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """At most `count` tokens behind `prompt`, sampled as `params` and `seed` say, until one of `stop_ids` comes.
+    """At most `count` tokens after `prompt`, sampled by `params` and `seed`, until one of `stop_ids` comes.
 
-    Never one of `banned`; only ones of `allowed`, where those are given; by a Lark `grammar` of all of them, where that
-    is given, which is not believed to be kept. `vocabulary_size`: ids are below it.
+    Never one of `banned`; only `allowed` ones, if given; following the Lark `grammar`, if given, which is
+    verified here. `vocabulary_size`: upper bound of ids.
     """
 
     prompt: tuple[int, ...]
@@ -194,9 +194,9 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a server told of a place behind some ids: log p of tokens there, and the most probable one, if it is known.
+    """A server's logprobs after some ids: log p of tokens there, and the most probable one, if known.
 
-    Both by the model as it is: no temperature, no penalty, no grammar.
+    Both by the raw model: no temperature, no penalty, no grammar.
     """
 
     logprobs: Mapping[int, float] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """Tokens up to the end of the turn, and whether that came; the places of them all, and of that end, if told."""
+    """Tokens up to the end of the turn, and whether it came; logprobs of them and of the end, if reported."""
 
     ids: list[int]
     ended: bool
@@ -214,7 +214,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class ScoredLine:
-    """`tokens` behind `prefix`, which are to be judged, and where there are `stop_ids`, one of those behind them."""
+    """`tokens` after `prefix` to judge, and with `stop_ids`, one of those after them."""
 
     prefix: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -223,10 +223,10 @@ class ScoredLine:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself. `models`: its names, each with what it was loaded from.
+    """A server's description. `models`: its names, each with its source.
 
-    `context`: tokens that it takes. `prefix_cache`: whether it has one; `block_tokens`: in blocks of how many tokens,
-    of which only full ones are kept. None where it does not tell.
+    `context`: maximum tokens. `prefix_cache`: whether it has one; `block_tokens`: the block size of its cache, which
+    keeps only full blocks. None if the server does not report it.
     """
 
     title: str
@@ -262,7 +262,7 @@ def _check_ids(ids: Sequence[int], request: Continuation) -> None:
 
 
 def checked_logprob(value: object) -> float:
-    """A log-probability as a server gives it, at most 0. Raises `ServerSettingsError` for what is none."""
+    """A log-probability from a server, at most 0. Raises `ServerSettingsError` for invalid values."""
     number = float(value) if isinstance(value, (int, float)) else math.nan
     if not number <= ROUNDING:
         raise ServerSettingsError(
@@ -273,15 +273,15 @@ def checked_logprob(value: object) -> float:
 
 
 def row_of(row: Mapping[str, Mapping[str, Any]] | None, token: int) -> Place:
-    """A place by its row of `prompt_logprobs`. Raises `RowsMissingError` where that tells of another token."""
+    """The logprobs from a row of `prompt_logprobs`. Raises `RowsMissingError` if it is about another token."""
     entry = (row or {}).get(str(token))
     if entry is None:
-        raise RowsMissingError("the server tells of other tokens than those that it was asked to judge")
+        raise RowsMissingError("the server returned rows of other tokens than the requested ones")
     return Place({token: checked_logprob(entry["logprob"])}, token if entry.get("rank") == 1 else None)
 
 
 def sampling_of(request: Continuation) -> dict[str, Any]:
-    """How a continuation is sampled, as both endpoints take it; all of it, since the server has defaults of its own."""
+    """Sampling settings of a continuation for both endpoints; complete, since servers have other defaults."""
     params = request.params
     body: dict[str, Any] = {
         "max_tokens": request.count,
@@ -326,7 +326,7 @@ def ban_of(banned: Sequence[int]) -> dict[str, float]:
 
 
 def scores_of(line: ScoredLine, places: Sequence[Place]) -> list[float]:
-    """Natural log p of a line's tokens, by what is known of each place of it; then that any of its stop ids comes."""
+    """Natural log p of a line's tokens, from the logprobs of each position; then that of any of its stop ids."""
     logprobs = [place.logprobs[token] for place, token in zip(places, line.tokens, strict=False)]
     return [*logprobs, any_of(places[-1].logprobs[stop] for stop in line.stop_ids)] if line.stop_ids else logprobs
 
@@ -339,7 +339,7 @@ def whole_lines(lines: Sequence[ScoredLine]) -> list[tuple[int, tuple[int, ...]]
 
 
 def of_whole_lines(lines: Sequence[ScoredLine], judged_lines: Sequence[Sequence[Place]]) -> list[list[Place]]:
-    """Places of `lines` from those of their `whole_lines` behind the prefixes."""
+    """Logprobs of `lines` from those of their `whole_lines` after the prefixes."""
     remaining, judged = iter(judged_lines), list[list[Place]]()
     for line in lines:
         endings = [next(remaining) for _ in line.stop_ids or (None,)]
@@ -360,7 +360,7 @@ def any_of(logprobs: Iterable[float]) -> float:
 
 
 def with_place(places: dict[tuple[int, ...], Place], ids: tuple[int, ...], place: Place) -> None:
-    """Add what is known of the place behind `ids`."""
+    """Add the logprobs after `ids`."""
     before = places.get(ids)
     if before is not None:
         likeliest = before.likeliest if place.likeliest is None else place.likeliest
@@ -380,11 +380,11 @@ MOST_PROMPTS = 1024
 """A request takes no more of them."""
 
 Wanted = dict[tuple[int, ...], set[int]]
-"""Prefix → the tokens whose log p behind it is asked for."""
+"""Prefix → the tokens that need log p after it."""
 
 
 class CompletionsEndpoint:
-    """The endpoint of the server behind `client`. Every method raises `ServerError`."""
+    """The endpoint of `client`'s server. Every method raises `ServerError`."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
@@ -397,7 +397,7 @@ class CompletionsEndpoint:
     async def by_prefixes(
         self, model: str, lines: Sequence[ScoredLine], more: Mapping[str, Any] | None = None
     ) -> list[list[Place]]:
-        """Each prefix is asked once, whoever shares it, in as few requests as the limits allow."""
+        """Each prefix is requested once for all lines that share it, in as few requests as the limits allow."""
         requested: Wanted = {}
         for line in lines:
             ids, start = line.prefix + line.tokens, len(line.prefix)
@@ -417,7 +417,7 @@ class CompletionsEndpoint:
     async def _asked(
         self, model: str, requested: Wanted, more: Mapping[str, Any]
     ) -> list[tuple[tuple[int, ...], Place]]:
-        """The place behind each prefix, with log p of the tokens wanted; one request."""
+        """The logprobs after each prefix, including the requested tokens; one request."""
         ids = sorted(set().union(*requested.values()))
         body = {
             "prompt": list(requested),
@@ -475,16 +475,16 @@ class MissingLogprobError(ServerError):
 
 
 def _named(tokens: Sequence[str]) -> int | None:
-    """The id of the first of tokens that are told as "token_id:N"."""
+    """The id of the first of the tokens that are named "token_id:N"."""
     name, _, number = str(next(iter(tokens), "")).partition(":")
     return int(number) if name == "token_id" and number.isdecimal() else None
 
 
 def _top(entries: Mapping[str, Mapping[str, Any]], count: int) -> Top:
-    """The most probable tokens of a place, in which the prompt's own is told as well."""
+    """The most probable tokens of a position; the response also contains the prompt's own token."""
     ranked = [(int(token), checked_logprob(entry["logprob"])) for token, entry in entries.items()]
     if len(ranked) < count:
-        raise ServerError(f"the server tells of {len(ranked)} tokens where {count} were asked for")
+        raise ServerError(f"the server returned {len(ranked)} tokens instead of {count}")
     return tuple(sorted(ranked, key=lambda pair: -pair[1])[:count])
 
 
@@ -508,7 +508,7 @@ def _parts(tokens: Sequence[int]) -> list[set[int]]:
 
 PATH = "/inference/v1/generate"
 MOST_ROWS = 4096
-"""A server that tells a row of every token takes longer to write more of them than to judge by prefixes."""
+"""Up to this many rows: a server that reports every row takes longer to write more than to judge by prefixes."""
 _MOST_PARTS = 3
 """A line over more blocks than that is read whole, without the cache, in one request."""
 
@@ -519,7 +519,7 @@ Params = dict[str, Any]
 
 
 class TokenEndpoint:
-    """The endpoint of the server behind `client`, whose cache is kept in blocks of `block_tokens`."""
+    """The endpoint of `client`'s server, whose cache has blocks of `block_tokens`."""
 
     def __init__(self, client: ServerClient, block_tokens: int) -> None:
         self._client = client
@@ -538,7 +538,7 @@ class TokenEndpoint:
         return _generated(response, watched)
 
     async def judged(self, model: str, line: ScoredLine) -> list[Place]:
-        """The places of a line's tokens, and the one behind them. Raises `RowsMissingError`."""
+        """The logprobs of a line's tokens, and those after them. Raises `RowsMissingError`."""
         ids, start = line.prefix + line.tokens, len(line.prefix)
         ends = [*self._ends(start, len(ids)), len(ids)]
         try:
@@ -547,7 +547,7 @@ class TokenEndpoint:
             watched = [(ids[end],) if end < len(ids) else line.stop_ids for end in ends]
             starts = [start, *(end + 1 for end in ends[:-1])]
             parts = zip(starts, ends, watched, strict=True)
-            # a part ends at a block, and the next begins behind the token there, which the first decodes
+            # a part ends at a block, and the next begins after that position's token, which the first decodes
             judged_parts = await asyncio.gather(
                 *(self._part(model, ids[:end], first, ends) for first, end, ends in parts)
             )
@@ -558,34 +558,34 @@ class TokenEndpoint:
             raise RowsMissingError(str(error)) from error
 
     def _ends(self, start: int, size: int) -> range:
-        """Ends of blocks behind which rows of a line from `start` on may be missing."""
+        """Ends of blocks after which rows of a line from `start` on may be missing."""
         first = -(-start // self._block) * self._block
         return range(max(first, self._block), size, self._block)
 
     async def _part(
         self, model: str, ids: Sequence[int], start: int, watched: Sequence[int], cached: bool = True
     ) -> list[Place]:
-        """The places from `start` on, and the one behind."""
+        """The logprobs from `start` on, and those after the last token."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
         response = await self._told(model, ids, params, watched)
         rows, ids_of_part = response.get("prompt_logprobs") or [], ids[start:]
-        if cached and len(ids) > 2 * self._block:  # newer servers tell those alone that they computed
+        if cached and len(ids) > 2 * self._block:  # newer servers report only the rows that they computed
             self._tells_all = 2 * len(rows) > len(ids)
         if len(rows) < len(ids_of_part):
-            raise RowsMissingError("the server tells too few rows of a candidate")
+            raise RowsMissingError("the server returned too few rows of a candidate")
         places = [
             row_of(row, token) for row, token in zip(rows[len(rows) - len(ids_of_part) :], ids_of_part, strict=True)
         ]
         after = _generated(response, watched)[1]
         if not after:
-            raise RowsMissingError("the server decodes nothing behind a candidate")
+            raise RowsMissingError("the server decoded no token after a candidate")
         return [*places, after[0]]
 
     async def _told(self, model: str, ids: Sequence[int], params: Params, watched: Sequence[int]) -> dict[str, Any]:
-        # as many are told as are named, the decoded one among them: so one is named twice
+        # the number of rows equals the number of names and includes the decoded token: so one is named twice
         named = [*watched, *watched[-1:]]
         scored = {"logprobs": len(named), **({"logprob_token_ids": named} if named else {})}
-        # text is not wanted, and made of rows that nobody wrote it fails
+        # text is not needed, and detokenising uninitialised rows fails
         sampling = {"ignore_eos": True, "detokenize": False, **scored, **params}
         body = {"model": model, "token_ids": list(ids), "sampling_params": sampling}
         response = await self._client.post(PATH, body, steps=params["max_tokens"])
@@ -622,17 +622,17 @@ TOKEN_BY_TOKEN = (
 _FAILED = f"the server at %s failed under a grammar (%s). Where it always does, {TOKEN_BY_TOKEN}"
 _PENALTY, _TRIES = 8.0, 3
 _OTHERWISE = (ServerError, LookupError, TypeError, ValueError, AttributeError)
-"""What comes of an answer of another shape."""
+"""Turns a response with an unexpected structure into an error."""
 _CACHE_SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _SETTING = re.compile(r'(\w+)="(\w*)"')
 
 
 class VllmDialect:
-    """The server behind `client`, of which `model` is asked. Every method raises `ServerError`.
+    """The server of `client`, with its `model`. Every method raises `ServerError`.
 
-    `verification`: how it judges: "tokens" (one request a candidate at the token endpoint), "prefixes" (all prefixes
-    in one request, both behind its cache) or "prompt" (whole lines). `takes_grammars`: a draft may be bound by a Lark
-    grammar with ranges of tokens. `no_tokens`: why not "tokens".
+    `verification`: "tokens" (one request a candidate at the token endpoint), "prefixes" (all prefixes in one request,
+    both using its cache) or "prompt" (whole lines). `takes_grammars`: a draft may follow a Lark grammar with ranges of
+    tokens. `no_tokens`: the reason against "tokens".
     """
 
     def __init__(self, client: ServerClient, model: str) -> None:
@@ -646,7 +646,7 @@ class VllmDialect:
         self._tokens: TokenEndpoint | None = None
 
     async def facts(self) -> ServerFacts:
-        """What the server says of itself."""
+        """The server's description."""
         cards = self._client.read(await self._client.get("/v1/models"))["data"]
         version = await self._client.get("/version")
         metrics = await self._client.get("/metrics")
@@ -663,13 +663,13 @@ class VllmDialect:
         )
 
     async def tokenized(self, text: str) -> list[int] | None:
-        """Ids of a text as the server's tokenizer has them, without special tokens; None where it does not tell."""
+        """Ids of a text from the server's tokenizer, without special tokens; None if it does not report them."""
         return await self._client.tokenized(self.model, text)
 
     async def continued(self, request: Continuation) -> Continued:
-        """Ids up to the end of the turn, whether that came, and what the token endpoint tells of their places.
+        """Ids up to the end of the turn, whether it came, and the logprobs from the token endpoint.
 
-        Nothing where the server fails under the grammar, which not each of its libraries can follow.
+        None if the server fails under the grammar, which not all of its grammar libraries support.
         """
         try:
             return await self._continued(request)
@@ -687,7 +687,7 @@ class VllmDialect:
         if self._tokens is not None:
             watched = request.stop_ids[: MOST_IDS - 1]
             choice, places = await self._tokens.generated(self.model, request.prompt, body, watched)
-            if request.is_bound:  # log p of tokens that a grammar bars is told as if they could not come
+            if request.is_bound:  # log p of tokens that a grammar bars is reported as if they were impossible
                 places = []
         else:
             choice, places = await self._completions.generated(self.model, request.prompt, body), []
@@ -698,7 +698,7 @@ class VllmDialect:
         return Continued(cut_ids, ended, places[: len(cut_ids) + ended])
 
     async def judged(self, lines: Sequence[ScoredLine]) -> list[list[Place]]:
-        """The place of each token of each line, and the one behind, where there are stop ids."""
+        """The logprobs of each token of each line, and those after it, if there are stop ids."""
         if self._tokens is not None:
             return await self._by_tokens(self._tokens, lines)
         by_prefixes = self.verification == "prefixes"
@@ -734,7 +734,7 @@ class VllmDialect:
         if error <= ROUNDING and block_tokens:
             error = max(error, await self._settle_tokens(TokenEndpoint(self._client, block_tokens), lines, prefixes))
         elif not block_tokens:
-            self.no_tokens = "it does not tell the block size of its cache in /metrics, without which rows may be stale"
+            self.no_tokens = "/metrics lacks the block size of its cache, without which rows may be stale"
         return error
 
     async def _settle_tokens(
@@ -794,7 +794,7 @@ class VllmDialect:
 
 
 async def _persistently(endpoint: TokenEndpoint, model: str, line: ScoredLine) -> list[Place]:
-    """The places of a line, asked again where rows are missing: memory that nobody wrote differs each time."""
+    """The logprobs of a line, requested again if rows are missing: uninitialised memory differs each time."""
     for _ in range(_TRIES):
         try:
             return await endpoint.judged(model, line)
