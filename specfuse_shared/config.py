@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self
 
 from specfuse_shared import policies
-from specfuse_shared.bounded_http import is_private, server_address
+from specfuse_shared.addresses import is_private, server_address
 from specfuse_shared.errors import ConfigError
 from specfuse_shared.policies import AggregatePolicy, ExitPolicy, FeedbackPolicy, ScorePolicy
 from specfuse_shared.text.grammars.grammar import Grammar

@@ -24,7 +24,7 @@ from specfuse_shared.cli import commands, terminal
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
 from specfuse_shared.frameworks.settings import found, hidden
-from specfuse_shared.loading.pretrained import read_ensemble
+from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.serving import scheduler as streams
 from specfuse_shared.serving.scheduler import EventStream
 

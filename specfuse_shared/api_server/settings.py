@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specfuse_shared.bounded_http import is_loopback
+from specfuse_shared.addresses import is_loopback
 from specfuse_shared.client.engine import KEY_ENV
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading.pretrained import checked, ensembles_of, read_toml, table_of, tables_of
+from specfuse_shared.loading.config_files import checked, ensembles_of, read_toml, table_of, tables_of
 from specfuse_shared.validation import Settings, check
 
 _POSITIVE = (

@@ -44,7 +44,7 @@ from specfuse_shared.config import (
     SamplingParams,
 )
 from specfuse_shared.errors import ConfigError, SpecFuseError
-from specfuse_shared.loading.pretrained import read_ensemble
+from specfuse_shared.loading.config_files import read_ensemble
 from specfuse_shared.loading.sources import check_sources
 
 if TYPE_CHECKING:

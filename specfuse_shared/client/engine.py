@@ -35,7 +35,8 @@ from tenacity import (
 )
 
 from specfuse_shared import bounded_http
-from specfuse_shared.bounded_http import ResponseRefusedError, is_private, server_address, trusted
+from specfuse_shared.addresses import is_private, server_address, trusted
+from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.client import MAX_RETRIES
 from specfuse_shared.client.wire import error_from_json, event_from_json, request_to_json
 from specfuse_shared.config import EnsembleConfig, SamplingParams

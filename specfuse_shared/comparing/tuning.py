@@ -26,7 +26,7 @@ from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
 from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
-from specfuse_shared.loading.pretrained import ensemble_of_table, plain_config, read_toml, tables_of
+from specfuse_shared.loading.config_files import ensemble_of_table, plain_config, read_toml, tables_of
 from specfuse_shared.validation import check
 
 _POLICIES = ("score", "aggregate", "feedback", "exit")

@@ -32,7 +32,7 @@ from specfuse_shared.frameworks.settings import (
     config_of,
     members_of_model,
 )
-from specfuse_shared.loading.pretrained import plain_config
+from specfuse_shared.loading.config_files import plain_config
 from specfuse_shared.messages import CUT_MARK, SILENT_BLOCKS, TEXT_BLOCKS, Role, arguments_said, block_text
 from specfuse_shared.serving.calls import choice_of
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse

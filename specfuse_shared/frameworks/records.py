@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from specfuse_shared.errors import ClosedValueWarning, ConfigError, UnfinishedValueError
 from specfuse_shared.events import EnsembleResult, SegmentEvent, ThinkingEvent
-from specfuse_shared.loading.pretrained import plain
+from specfuse_shared.loading.config_files import plain
 from specfuse_shared.messages import Message
 from specfuse_shared.text.grammars.grammar import Grammar, schema_request
 from specfuse_shared.text.tool_calls import CALL_CLOSE, CallDelta, CallReader, TextDelta

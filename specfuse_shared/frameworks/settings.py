@@ -35,8 +35,9 @@ from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig, SamplingP
 from specfuse_shared.errors import ConfigError, MemberFailedWarning, SpecFuseError
 from specfuse_shared.events import Event, SegmentEvent, WarningEvent
 from specfuse_shared.frameworks.records import Detail
+from specfuse_shared.loading.config_files import plain, plain_config, read_ensemble
+from specfuse_shared.loading.context_limits import stated_context
 from specfuse_shared.loading.demo import demo_members
-from specfuse_shared.loading.pretrained import plain, plain_config, read_ensemble, stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.validation import unknown_setting

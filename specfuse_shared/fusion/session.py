@@ -7,10 +7,11 @@ those in prompts, and no tensors.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 
 from specfuse_shared.config import EnsembleConfig, SamplingParams
@@ -33,12 +34,9 @@ from specfuse_shared.fusion.round import (
     Ops,
     Results,
     Round,
-    RoundEnd,
-    RoundState,
-    SegmentLogprobs,
-    logprobs_after,
-    token_logprobs,
+    Steps,
 )
+from specfuse_shared.fusion.token_logprobs import SegmentLogprobs, logprobs_after, token_logprobs
 from specfuse_shared.members.stages import (
     Close,
     Closed,
@@ -59,8 +57,6 @@ from specfuse_shared.messages import Message
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from specfuse_shared.text.tool_calls import ToolUse
 from specfuse_shared.types import FinishReason, MemberFault, RoundRecord, StageName, TokenLogprob, Usage
-
-Work = Generator[Wanted, Results, None]
 
 _THINKING_PIECE = 16
 """Tokens of reasoning between two events."""
@@ -130,7 +126,7 @@ class AnswerSession:
     def max_thinking_tokens(self) -> int:
         return self._params.max_thinking_tokens
 
-    def run(self) -> Work:
+    def run(self) -> Steps:
         """Yields stages by member, is sent their results; ends when the answer does. Raises `GenerationError`.
 
         A result is reported after every member has released the answer.
@@ -142,23 +138,9 @@ class AnswerSession:
         self._prefilled = time.monotonic() - self._began
         self.events.append(StartEvent(tuple(self._active), len(self.participants.reference.prompt)))
         yield from self._think()
-        end = RoundEnd(None, TrimmedSegment("", None))
-        while end.segment.reason is None:
-            state = RoundState(self._policies, self.participants, self._answer, self._next, self._ask)
-            if end.uncommitted:
-                self._owed |= {name: self._owed.get(name, "") + end.uncommitted for name in self._active}
-            yield from self._gather(state)
-            self.events.extend(map(ExitEvent, self.participants.exits))
-            if self._active:
-                end = yield from Round(state).run()
-                self._late.count(self._active, self.participants.absent)
-                self._loops += [end.loop] if end.loop else []
-                if self._logprobs is not None and end.segment.reason is None:
-                    yield from self._judge(end, self._logprobs)
-                self._publish(end)
-            else:
-                end = RoundEnd(None, TrimmedSegment("", FinishReason.LENGTH))
-        self._finish(end)
+        last = yield from self._run_rounds()
+        end = TrimmedSegment("", FinishReason.LENGTH) if last is None else last.segment
+        self._finish(end, last)
         self._emit_last_exits()
         pending_text = self._hold_last_text()
         usage = self.participants.usage(self.text)
@@ -166,7 +148,26 @@ class AnswerSession:
             yield Wanted(closes, unwaited=self._let_go(closes))
         logprobs = (yield from self._score()) if self._params.logprobs else None
         self.events.extend(self._with_the_rest(event, logprobs) for event in pending_text)
-        self.events.append(FinishEvent(self._result(end.segment, usage, logprobs)))
+        self.events.append(FinishEvent(self._result(end, usage, logprobs)))
+
+    def _run_rounds(self) -> Generator[Wanted, Results, Round | None]:
+        """Rounds until the answer ends. Returns the last one, or None if no member is left."""
+        while True:
+            yield from self._gather()
+            self.events.extend(map(ExitEvent, self.participants.exits))
+            if not self._active:
+                return None
+            current = Round(self._policies, self.participants, self._answer, self._next, self._ask)
+            yield from current.run()
+            self._late.count(self._active, self.participants.absent)
+            self._loops += [current.loop] if current.loop else []
+            if self._logprobs is not None and current.segment.reason is None:
+                yield from self._judge(current, self._logprobs)
+            self._publish(current)
+            if current.segment.reason is not None:
+                return current
+            if current.uncommitted:
+                self._owed |= {name: self._owed.get(name, "") + current.uncommitted for name in self._active}
 
     @property
     def _active(self) -> list[str]:
@@ -181,7 +182,7 @@ class AnswerSession:
         seconds = self._policies.config.round_seconds
         return None if seconds is None else time.monotonic() + seconds
 
-    def _gather(self, state: RoundState) -> Work:
+    def _gather(self) -> Steps:
         """Begin a round: members that are late sit it out. Where all are, the answer waits for one of them."""
         config, late = self._policies.config, self._late.running
         for name in self._late.lost(config.late_rounds, config.late_rounds * (config.round_seconds or 0.0)):
@@ -190,7 +191,8 @@ class AnswerSession:
         while True:
             self.participants.absent, self._round_ends = set(late), self._end_of_round()
             # how many tokens there are matters now
-            if self.participants.present and (state.alone or self.participants.may_be_full(self._owed)):
+            plain = self._policies.decodes_plainly(self._active)
+            if self.participants.present and (plain or self.participants.may_be_full(self._owed)):
                 yield from self._ask({})
             self.participants.drop_full(self._next)
             if self.participants.present or not self._active:
@@ -202,7 +204,7 @@ class AnswerSession:
         seed, speculates = self.seed or 0, self._policies.config.speculation == "auto"
         return {n: Open(self.participants[n].prompt, self._params, seed, speculates) for n in self._active}
 
-    def _think(self) -> Work:
+    def _think(self) -> Steps:
         """Members that think do so at the same time, each for itself; the answer begins when all are done."""
         thinking = {n: self.participants.thinking_limit(n, self.max_thinking_tokens) for n in self._active}
         thinking = {n: limit for n, limit in thinking.items() if self.participants[n].member.info.thinks}
@@ -292,9 +294,9 @@ class AnswerSession:
 
     def _lose(self, name: str, stage: StageName, fault: Fault) -> None:
         if self._active == [name]:
-            what, nobody = f"member {name!r} failed in {stage}", "no member is left"
-            public = f"{what} ({fault.kind}; {nobody})"
-            message = f"{what}: {fault.message} ({nobody})"
+            what, why = f"member {name!r} failed in {stage}", "no member is left"
+            public = f"{what} ({fault.kind}; {why})"
+            message = f"{what}: {fault.message} ({why})"
             error = GenerationError(message, member=name, text=self.text, public=public)
             error.add_note(fault.details)
             raise error
@@ -307,17 +309,17 @@ class AnswerSession:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _judge(self, end: RoundEnd, logprobs: SegmentLogprobs) -> Work:
+    def _judge(self, current: Round, logprobs: SegmentLogprobs) -> Steps:
         """The reference member's log-probabilities of a segment, while the tokens of its drafts and verdicts are
         available.
 
         Once it has left, the rest is judged with the whole answer.
         """
-        name, text = self.participants.reference.member.name, end.segment.text
+        name, text = self.participants.reference.member.name, current.segment.text
         if logprobs.is_over:
             return
-        if end.judged is not None:
-            logprobs.drafted(end.judged)
+        if current.judged is not None:
+            logprobs.drafted(current.judged)
         elif text and name in self.participants.present:
             if name in self._owed:  # text that a grammar forces is committed with the next draft
                 yield from self._ask({})
@@ -342,13 +344,13 @@ class AnswerSession:
         assert self._logprobs is not None
         return replace(event, logprobs=logprobs_after(logprobs or (), self._logprobs.told))
 
-    def _publish(self, end: RoundEnd) -> None:
+    def _publish(self, current: Round) -> None:
         """Emit the round; `_finish` emits the last one."""
-        if end.record is None:
+        if current.record is None:
             return
-        self._rounds.append(end.record)
-        if end.segment.reason is None:
-            event = self._answer.add(end.record.text, end.record)
+        self._rounds.append(current.record)
+        if current.segment.reason is None:
+            event = self._answer.add(current.record.text, current.record)
             if self._logprobs is not None:
                 event = replace(event, logprobs=self._logprobs.take(event.text))
             self.events.append(event)
@@ -361,22 +363,22 @@ class AnswerSession:
             gone_now = [gone for gone in self.participants.take_exits() if gone not in recorded]
             self._rounds[-1] = replace(self._rounds[-1], exits=(*recorded, *gone_now))
 
-    def _finish(self, end: RoundEnd) -> None:
+    def _finish(self, end: TrimmedSegment, last: Round | None) -> None:
         """Release what was held back, up to the stop string, and close the answer; half a call may end it."""
-        is_cut = end.segment.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
-        constraint = self._policies.constraint if end.segment.stop is None else None
-        unfinished = constraint is not None and not constraint.accepts(end.segment.text)
+        is_cut = end.reason in (FinishReason.LENGTH, FinishReason.REPETITION)
+        constraint = self._policies.constraint if end.stop is None else None
+        unfinished = constraint is not None and not constraint.accepts(end.text)
         if is_cut and constraint is not None:
-            self._closing = end.closing or (end.segment.text if end.segment.text == constraint.finish() else "")
-        last = self._answer.finish(end.segment, end.record)
-        if last is not None:
-            self.events.append(last)
+            closing = "" if last is None else last.closing
+            self._closing = closing or (end.text if end.text == constraint.finish() else "")
+        event = self._answer.finish(end, None if last is None else last.record)
+        if event is not None:
+            self.events.append(event)
         if unfinished and not self._tools.begins(self.text):
-            reason = (
-                f"no room was left (max_tokens={self._params.max_tokens})" if is_cut else "nobody knew how to go on"
-            )
+            limit = f"max_tokens={self._params.max_tokens} was too small"
+            reason = limit if is_cut else "no member produced a valid continuation"
             loop = loop_of("", self.text)
-            looped = f", while it said {loop.said[:80]!r} again and again" if loop is not None and loop.closer else ""
+            looped = f", while it said {loop.said[:80]!r} repeatedly" if loop is not None and loop.closer else ""
             message = f"the answer could not be completed: {reason}{looped}"
             member, usage = self._active[0] if self._active else None, self.participants.usage(self.text)
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
@@ -427,3 +429,59 @@ class AnswerSession:
             closing=self._closing,
             loops=tuple(self._loops),
         )
+
+
+class ScoringSession:
+    """One prompt, put to members with texts that they shall judge; `scores` holds what each found.
+
+    A session like `AnswerSession`, whose answer is empty. A member that fails has no scores; where all do, it raises
+    `GenerationError`. Raises `RequestError` on construction if the request cannot be served.
+    """
+
+    text = ""
+    max_thinking_tokens = 0
+
+    def __init__(
+        self,
+        config: EnsembleConfig,
+        members: Sequence[Member],
+        messages: Sequence[Message],
+        texts: Sequence[str],
+        tools: ToolUse,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.participants = Participants(config, members, messages, tools.offered, check)
+        self._prompts = {name: self.participants.scoring_prompt(name, texts) for name in self.participants.sides}
+        self._questions = tuple(ScoringQuery(text, False) for text in texts)
+        thoughts = {name: len(prompt) - len(self.participants[name].prompt) for name, prompt in self._prompts.items()}
+        self.max_tokens = max(thoughts[m.name] + len(m.codec.encode(text)) for m in members for text in texts)
+        self.scores: dict[str, tuple[float, ...]] = {}
+        self.events: deque[Event] = deque()
+        self.finished = False
+
+    def run(self) -> Generator[Wanted, Results, None]:
+        """Yields stages by member, is sent their results."""
+        began, sides = time.monotonic(), self.participants.sides
+        params = SamplingParams(max_tokens=max(1, self.max_tokens))
+        opened = yield Wanted({name: Open(prompt, params, 0) for name, prompt in self._prompts.items()})
+        faults = {name: result.error for name, result in opened.items() if result.error is not None}
+        ready = [name for name in sides if name not in faults]
+        judged = (yield Wanted({name: Verify(self._questions) for name in ready})) if ready else {}
+        for name in ready:
+            if (fault := judged[name].error) is not None:
+                faults[name] = fault
+            elif isinstance(verdicts := judged[name].value, Verdicts):
+                self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in verdicts.each)
+        yield Wanted({name: Close(remember=name in self.scores) for name in sides})
+        self._finish(faults, time.monotonic() - began)
+
+    def _finish(self, faults: Mapping[str, Fault], seconds: float) -> None:
+        if not self.scores:
+            name, fault = next(iter(faults.items()))
+            what = f"member {name!r} could not judge the texts"
+            raise GenerationError(f"{what}: {fault.message}", member=name, text="", public=f"{what} ({fault.kind})")
+        self.finished = True
+        usage = self.participants.usage("")
+        members = tuple(self.participants.sides)
+        result = EnsembleResult("", FinishReason.STOP, None, usage, (), members, None, 0.0, None, seconds)
+        self.events.append(FinishEvent(result))

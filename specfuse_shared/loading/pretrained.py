@@ -2,33 +2,23 @@
 
 GGUF files are dequantised once; the result is kept as safetensors in a cache folder, keyed by the file's hash.
 Remote code is off and pickled weights are refused unless the member's configuration allows them.
-
-Configurations as plain values, and the files (TOML) that hold them in tables `[ensembles.NAME]`.
-
-The same file serves `specfuse-llm serve`, `ask` and `compare`, and `config=` of both chat models.
-
-The context of an ensemble before its members are loaded, from configurations on this machine. Imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
-import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specfuse_shared.config import BACKSLASHES, DEMO, EnsembleConfig, MemberConfig
-from specfuse_shared.errors import ConfigError, MemberLoadError, MissingExtraError, SpecFuseError
+from specfuse_shared.config import MemberConfig
+from specfuse_shared.errors import MemberLoadError, MissingExtraError, SpecFuseError
 from specfuse_shared.loading.gguf import (
     OnStage,
     cache_folder,
@@ -36,13 +26,11 @@ from specfuse_shared.loading.gguf import (
     converted,
     converted_tokenizer,
     gguf_file,
-    gguf_head,
 )
 from specfuse_shared.loading.sources import untested_versions
 from specfuse_shared.placement.plan import Assignment
 from specfuse_shared.runtime.mps import is_mps
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
-from specfuse_shared.validation import check, check_choice, check_type, plain_types, unknown_setting
 
 _ONE_THREAD_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -294,157 +282,4 @@ def _quiet() -> Iterator[None]:
             library_logging.enable_progress_bar()
 
 
-TABLES = ("server", "sampling", "ensembles", "clients")
-_OF_BACKSLASHES = ("Unescaped '", "Invalid hex value", "not a Unicode scalar")
-"""The library's error for "C:\\models" and "C:\\Users" in double quotes."""
-
-
-def read_ensemble(source: str | Path) -> EnsembleConfig:
-    """The ensemble of a TOML file: FILE where it holds one, FILE#NAME where it holds several. Raises `ConfigError`."""
-    file, mark, name = str(source), "", ""
-    if not Path(file).exists():
-        file, mark, name = file.rpartition("#") if "#" in file else (file, "", "")
-    data = read_toml(Path(file))
-    try:
-        ensembles = tables_of(data)["ensembles"]
-        if mark:
-            check_choice("the ensemble", name, tuple(ensembles))
-        else:
-            check(len(ensembles) == 1, f"it has several ensembles: name one, such as {file}#{next(iter(ensembles))}")
-            name = next(iter(ensembles))
-        return ensemble_of_table(name, ensembles[name])
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
-def read_toml(path: Path) -> Mapping[str, Any]:
-    """Raises `ConfigError` for a file that cannot be read or is no TOML. A byte order mark is none of its text."""
-    try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        hint = f"; {BACKSLASHES}" if any(words in str(error) for words in _OF_BACKSLASHES) else ""
-        raise ConfigError(f"{path} is no TOML: {error}{hint}") from error
-
-
-def tables_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The tables of a file, of which one at least is an ensemble. Raises `ConfigError`."""
-    for name in data:
-        if name in plain_types(EnsembleConfig):
-            raise ConfigError(f"{name} is outside every table: write [ensembles.demo] on a line above it")
-        if name not in TABLES:
-            raise unknown_setting("the file", name, TABLES)
-    tables = {name: table_of(name, data.get(name, {})) for name in TABLES}
-    check(bool(tables["ensembles"]), 'there is no ensemble: add [ensembles.demo] with members = "demo"')
-    return tables
-
-
-def ensembles_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, EnsembleConfig]:
-    return {name: ensemble_of_table(name, table) for name, table in tables["ensembles"].items()}
-
-
-def ensemble_of_table(name: str, table: Any) -> EnsembleConfig:
-    """The configuration in `[ensembles.NAME]`. Raises `ConfigError` that names the table and the expected value."""
-    where = f"[ensembles.{name}]"
-    settings = dict(checked(EnsembleConfig, table_of(f"ensembles.{name}", table), where, also=("preset",)))
-    members, preset = settings.pop("members", None), settings.pop("preset", "default")
-    check(members is not None, f'{where} has no members: add members = "demo", or a list of models')
-    try:
-        return EnsembleConfig.preset(preset, _members(members, where), **settings)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _members(value: Any, where: str) -> list[MemberConfig | str]:
-    if value == DEMO:
-        from specfuse_shared.loading.demo import demo_members
-
-        return list(demo_members())
-    check(isinstance(value, list), f'members is {value!r}: give "demo", or a list of models')
-    return [
-        MemberConfig.from_dict(checked(MemberConfig, member, f"a member of {where}"))
-        if isinstance(member, Mapping)
-        else member
-        for member in value
-    ]
-
-
-def table_of(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a table, [{name}], not {value!r}")
-    return value
-
-
-def checked(owner: type, table: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Mapping[str, Any]:
-    """The table, whose keys `owner` has and whose plain values are of the types that it says."""
-    plain = [*plain_types(owner), *also]
-    for key, value in table.items():
-        if key not in plain:
-            raise unknown_setting(where, key, plain)
-        check_type(f"{where}.{key}", value, plain_types(owner).get(key, (str,)))
-    return table
-
-
 # ── as plain values ──────────────────────────────────────────────────────────────────────────────
-
-
-def plain_config(config: EnsembleConfig | MemberConfig, *, changed: bool = True) -> dict[str, Any]:
-    """The settings (those that differ from their defaults) as plain JSON; a policy object appears as its repr."""
-    chosen = [f.name for f in fields(config) if not changed or getattr(config, f.name) != f.default]
-    return {name: plain(getattr(config, name), changed) for name in chosen}
-
-
-def plain(value: Any, changed: bool = True) -> Any:
-    if isinstance(value, (EnsembleConfig, MemberConfig)):
-        return plain_config(value, changed=changed)
-    if isinstance(value, Mapping):
-        return {str(k): plain(v, changed) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [plain(v, changed) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
-
-
-def stated_context(config: EnsembleConfig) -> int | None:
-    """Tokens of the smallest member's context, from configurations on this machine.
-
-    Reads no weights and contacts no hub; None if no member states it.
-    """
-    stated = [limit for member in config.member_configs if (limit := _stated_context(member))]
-    return min(stated, default=None)
-
-
-def _stated_context(config: MemberConfig) -> int | None:
-    with suppress(SpecFuseError, OSError, ValueError):
-        file = gguf_file(config, fetch=False)
-        stated = (
-            _configured_context(config.model, config.revision, config.trust_remote_code)
-            if file is None
-            else gguf_head(file).context
-        )
-        limits = [config.max_context, config.cache_tokens, stated]
-        return min((limit for limit in limits if limit), default=None)
-    return config.max_context
-
-
-@lru_cache(maxsize=256)
-def _configured_context(model: str, revision: str | None, trust_remote_code: bool) -> int | None:
-    """Of a folder or of a repository in the hub's cache. transformers is asked only where the file leaves it out."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        cached = try_to_load_from_cache(model, "config.json", revision=revision)
-        if not isinstance(cached, str):
-            return None
-        file = Path(cached)
-    stated = json.loads(file.read_text("utf-8"))
-    for settings in (stated.get("text_config"), stated):
-        if isinstance(settings, dict) and isinstance(limit := settings.get("max_position_embeddings"), int):
-            return limit
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(
-        model, revision=revision, trust_remote_code=trust_remote_code, local_files_only=True
-    )
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -18,8 +18,7 @@ import torch
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import RequestError
-from specfuse_shared.fusion.round import ScoringSession
-from specfuse_shared.fusion.session import AnswerSession
+from specfuse_shared.fusion.session import AnswerSession, ScoringSession
 from specfuse_shared.members.local.session import MOST_GUESSED
 from specfuse_shared.members.stages import MemberInfo
 from specfuse_shared.placement.plan import LOGIT_BYTES

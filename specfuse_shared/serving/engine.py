@@ -24,8 +24,8 @@ import torch
 from specfuse_shared.config import EnsembleConfig, MemberConfig, SamplingParams, as_config
 from specfuse_shared.errors import EngineClosedError, SpecFuseError
 from specfuse_shared.events import EnsembleResult, Event, FinishEvent, SideBySide
-from specfuse_shared.fusion.round import ScoringSession
-from specfuse_shared.loading.pretrained import stated_context
+from specfuse_shared.fusion.session import ScoringSession
+from specfuse_shared.loading.context_limits import stated_context
 from specfuse_shared.loading.progress import OnLoadProgress, loading_bar
 from specfuse_shared.members.assembly import Assembly, assemble_ensemble, read_prompts
 from specfuse_shared.members.stages import CacheUse, Member

@@ -41,8 +41,8 @@ from specfuse_shared.errors import (
 )
 from specfuse_shared.events import EnsembleResult, Event, FinishEvent
 from specfuse_shared.fusion.participants import Deadline, LaneStats, Wanted
-from specfuse_shared.fusion.round import ScoringSession
-from specfuse_shared.fusion.session import AnswerSession, Work
+from specfuse_shared.fusion.round import Steps
+from specfuse_shared.fusion.session import AnswerSession, ScoringSession
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Member, Open, StageRequest, StageResult
 from specfuse_shared.serving.admission import Budget, IdleTrim, Need
@@ -162,7 +162,7 @@ class Request:
     number: int = 0
     needs: Need = field(default_factory=Need)
     submitted: float = field(default_factory=time.monotonic)
-    work: Work | None = None
+    work: Steps | None = None
     asked: set[str] = field(default_factory=set)
     """Members that run a stage for it now, and that it waits for."""
     late: set[str] = field(default_factory=set)

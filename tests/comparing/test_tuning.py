@@ -11,7 +11,7 @@ from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig
 from specfuse_shared.comparing import ENSEMBLE, Question, Tuned, tune, write_ensemble
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.tuning import check_config_file, halves
-from specfuse_shared.loading.pretrained import read_ensemble
+from specfuse_shared.loading.config_files import read_ensemble
 from tests.comparing.fakes import Fakes, Script
 
 ROWS = [{"text": f"question {n}", "references": [f"word{n} sea"]} for n in range(60)]

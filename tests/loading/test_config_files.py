@@ -12,7 +12,7 @@ from langchain_specfuse import ChatSpecFuse
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.api_server.settings import read_config
-from specfuse_shared.loading.pretrained import read_ensemble
+from specfuse_shared.loading.config_files import read_ensemble
 from tests.support.tiny import save_pair
 
 

@@ -20,7 +20,7 @@ from specfuse_shared import (
     SamplingParams,
     demo_members,
 )
-from specfuse_shared.bounded_http import trusted
+from specfuse_shared.addresses import trusted
 from specfuse_shared.errors import MemberLoadError, ServerKeyError
 from specfuse_shared.loading.gguf import converted, gguf_file
 from tests.servers import vllm_server

@@ -24,7 +24,7 @@ from specfuse_shared.comparing.questions import Question
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import ConfigError, SpecFuseError
 from specfuse_shared.events import EnsembleResult
-from specfuse_shared.loading.pretrained import plain_config
+from specfuse_shared.loading.config_files import plain_config
 
 _BINARY = getattr(os, "O_BINARY", 0)
 """Windows would write other line ends."""

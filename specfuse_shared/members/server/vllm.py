@@ -33,7 +33,8 @@ from typing import Any, Literal
 import httpx
 
 from specfuse_shared import bounded_http
-from specfuse_shared.bounded_http import ResponseRefusedError, trusted
+from specfuse_shared.addresses import trusted
+from specfuse_shared.bounded_http import ResponseRefusedError
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import (
     ServerError,
