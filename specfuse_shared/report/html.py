@@ -310,14 +310,14 @@ def _verdict(record: RoundRecord) -> str:
     if record.verified:
         return f"{len(record.candidates)} candidates, judged by {len(record.present)} members"
     if len(record.active) == 1:
-        return "written alone, nothing to judge"
+        return "written alone, no vote was needed"
     if len(record.present) == 1:
-        return "written by the only member that was on time, nothing to judge"
+        return "written by the only member that was on time, no vote was needed"
     drafters = {name for c in record.candidates for name in c.drafters}
     if len(record.candidates) == 1 and drafters == set(record.present):
         dictated = record.candidates[0].tokens == 0
         return "forced by the grammar" if dictated else f"all {len(record.present)} members agreed, no vote was needed"
-    return "the only candidate, nothing to judge"
+    return "the only candidate, no vote was needed"
 
 
 # ── charts ───────────────────────────────────────────────────────────────────────────────────────

@@ -32,8 +32,8 @@ def test_the_verdict_is_printed_and_everything_is_kept(folder: Path, capsys: pyt
     assert main([*command, "--out", "report.html", "--vote", "vote.html", "--against", "second"]) == 0
     out, err = capsys.readouterr()
     assert "than the best member, first, on 22 questions" in " ".join(out.split())
-    assert "What it costs: " in out
-    assert "What this does not show:" in out
+    assert "Cost: " in out
+    assert "Limits of this comparison:" in out
     assert "66/66 many at a time" in err
     assert "0/66 loading first" in err
     assert err.endswith("report: report.html\nvoting page: vote.html\nanswers: compare.jsonl\n")
@@ -138,7 +138,7 @@ def test_members_are_suggested_without_an_ensemble(folder: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert out.startswith("Use first alone: for the most promising ensemble, first + second, -")
     assert "Too far apart: first + second: members are " in out
-    assert "What this does not show:" in out
+    assert "Limits of this comparison:" in out
     assert "44/44 many at a time" in err
     assert "loading first, second" not in err
     assert main([*command, "--suggest", "--json"]) == 0

@@ -27,7 +27,7 @@ def test_the_plan_shows_members_and_devices(five: list[str], capsys: pytest.Capt
     assert rows["llama-3-8b"].endswith(" 10.0 GiB")
     assert rows["gemma-2-9b"].startswith("gemma-2-9b cuda:0 bfloat16 17.2 GiB 1.3 GiB ")
     assert rows["cuda:0"].startswith("cuda:0 74.5 GiB 74.")
-    assert "room for 1 × 4,096 tokens" in out
+    assert "space for 1 × 4,096 tokens" in out
 
 
 def test_a_split_member_shows_its_parts(five: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,9 +42,9 @@ def test_a_plan_that_does_not_fit_fails_with_one_line_of_advice(
 ) -> None:
     assert main(["doctor", "--plan", "--devices", "24GB", "--quantization", "auto", *five]) == 1
     out, err = capsys.readouterr()
-    assert out.count("no room") == 2
+    assert out.count("no memory") == 2
     assert err.count("\n") == 1
-    assert err.startswith("specfuse-llm: no device has room for ")
+    assert err.startswith("specfuse-llm: no device has enough memory for ")
     assert "mistral-7b (5.1 GiB)" in err
     assert "leaving out glm-4-9b, gemma-2-9b" in err
 

@@ -155,8 +155,8 @@ def test_without_references_nothing_is_asked_and_the_reason_is_told() -> None:
     made = fakes()
     found = compared(made, [{"text": f"question {n}"} for n in range(3)])
     assert made.sampled == 0
-    assert told(found, "Equal compute").startswith("not told: no question has references")
-    assert told(found, "Equal seconds").startswith("not told: no question has references")
+    assert told(found, "Equal compute").startswith("unknown: no question has references")
+    assert told(found, "Equal seconds").startswith("unknown: no question has references")
 
 
 def test_questions_without_references_are_not_sampled() -> None:
@@ -171,7 +171,7 @@ def test_questions_without_references_are_not_sampled() -> None:
 
 def test_unknown_sizes_are_named_and_seconds_are_told_all_the_same() -> None:
     found = compared(fakes(sizes={"first": 1000}), timed=2)
-    assert told(found, "Equal compute") == "not told: how many parameters second has is not known."
+    assert told(found, "Equal compute") == "unknown: how many parameters second has is not known."
     assert "the ensemble has" in told(found, "Equal seconds")
 
 
@@ -192,7 +192,7 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
     found = compared(fakes(disturb=disturb), run=run)
     assert len(found.questions) == 30
     reason = told(found, "Equal compute")
-    assert reason.startswith("not told: ")
+    assert reason.startswith("unknown: ")
     assert "of 90 samples failed (first: " in reason
     assert "out of order" in reason
     well = fakes()

@@ -106,7 +106,7 @@ def test_marks_that_agree_with_references_by_chance_alone_are_said_to(judges: Fa
     references = [GOOD if n % 4 == 1 else "an owl" for n in range(24)]
     found = rate(comparison(references), CONFIG, make_engine=judges)
     assert found.agreed[1] > 20
-    assert "no better than chance, as far as these tell" in found.point.text
+    assert "no better than chance, on these pairs" in found.point.text
 
 
 def test_without_references_nothing_is_said_of_agreement(judges: Fakes) -> None:

@@ -54,7 +54,7 @@ def test_a_gain_is_recommended_where_its_interval_is_above_zero() -> None:
     assert found.headline.startswith("Try one + two: +16.7 [+")
     unsure = suggestion_of({"one": points(20), "two": points(20, first=2)})
     assert unsure.recommended is None
-    assert unsure.headline.startswith("These questions cannot tell whether to try one + two: +")
+    assert unsure.headline.startswith("These questions cannot show whether one + two are worth a try: +")
     worse = suggestion_of({"one": points(20), "two": points(2)})
     assert worse.headline.startswith("Use one alone: for the most promising ensemble, one + two, -")
 
@@ -138,7 +138,7 @@ def test_a_member_that_fails_is_left_out_by_name() -> None:
 def test_what_cannot_be_suggested_is_refused() -> None:
     with pytest.raises(ConfigError, match="two members or more"):
         suggest(["one"], ROWS, make_engine=Fakes(SCRIPT))
-    with pytest.raises(ConfigError, match="takes questions with references"):
+    with pytest.raises(ConfigError, match="needs questions with references"):
         suggest(NAMES, ["question 1"], make_engine=Fakes(SCRIPT))
 
     def disturb(request: StageRequest) -> Fault | None:

@@ -105,7 +105,7 @@ def test_members_more_than_six_points_apart_are_named() -> None:
 
 def test_the_best_alone_is_said_to_be_no_better_where_that_is_not_seen() -> None:
     close = made({"one": [GOOD, BAD] * 20 + [GOOD], "two": [BAD, GOOD] * 20 + [BAD], ENSEMBLE: [GOOD] * 41})
-    assert "not told apart from two" in title(close, "Best alone")
+    assert "not distinguishable from two" in title(close, "Best alone")
     clear = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
     assert "not told apart" not in title(clear, "Best alone")
 
@@ -113,13 +113,13 @@ def test_the_best_alone_is_said_to_be_no_better_where_that_is_not_seen() -> None
 def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
     texts = {"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4}
     timed = made(texts, alone=True, seconds=3.0, first_seconds=1.0)
-    assert title(timed, "What it costs") == (
+    assert title(timed, "Cost") == (
         "an answer takes 3.00 s, 1.0 × one's 3.00 s, first words 1.00 s to 1.00 s (medians of 4); "
-        "1.50 forwards a token to 1.50."
+        "1.50 forward passes a token to 1.50."
     )
     assert any("of this machine" in limit for limit in timed.verdict.limits)
     together = made(texts, alone=False, seconds=3.0, first_seconds=1.0)
-    assert "an answer takes" not in title(together, "What it costs")
+    assert "an answer takes" not in title(together, "Cost")
 
 
 def test_half_precision_is_said_to_change_answers_between_runs() -> None:
@@ -132,7 +132,7 @@ def test_half_precision_is_said_to_change_answers_between_runs() -> None:
 def test_circles_are_told() -> None:
     loop = "so it goes on " * 4
     found = made({"one": [GOOD] * 9 + [loop], "two": [GOOD] * 10, ENSEMBLE: [GOOD] * 10})
-    assert title(found, "In circles").endswith("one 10 %, two 0 %, the ensemble 0 %.")
+    assert title(found, "Repetition").endswith("one 10 %, two 0 %, the ensemble 0 %.")
 
 
 def test_each_kind_has_its_metric_and_its_best_member() -> None:

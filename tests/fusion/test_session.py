@@ -393,10 +393,10 @@ def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFac
         result = engine.generate("Hi.", asked)
         assert result.logprobs is None
         assert (
-            "could not score the answer: a text ends behind the context of member 'small': it holds 240"
+            "could not score the answer: a text exceeds the context of member 'small': it holds 240"
             in result.warnings[-1].message
         )
-        with pytest.raises(RequestError, match="behind the context of member 'small': it holds 240 tokens"):
+        with pytest.raises(RequestError, match="exceeds the context of member 'small': it holds 240 tokens"):
             engine.log_probabilities("Hi.", ["word " * 400])
 
 

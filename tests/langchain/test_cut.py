@@ -195,7 +195,7 @@ def test_a_value_in_circles_is_closed_and_one_with_a_warning(tmp_path: Path, met
         assert record["finish_reason"] == "repetition"
         assert len(record["loops"]) == 1
         strict = model.with_structured_output(Line, method=method, strict=True)
-        with pytest.raises(exceptions.OutputParserException, match=r"went in circles .*people sleep"):
+        with pytest.raises(exceptions.OutputParserException, match=r"repeated itself .*people sleep"):
             strict.invoke("Speak.")
 
 

@@ -47,7 +47,7 @@ def test_a_plan_counts_all_parts(whole: Path) -> None:
 def test_a_missing_part_is_named(whole: Path, named: int) -> None:
     parts = split_gguf(whole, 2)
     parts[1 - named].unlink()
-    with pytest.raises(MemberLoadError, match=rf"one of 2 parts of a model, and {parts[1 - named].name} is not"):
+    with pytest.raises(MemberLoadError, match=rf"one of 2 parts of a model, and {parts[1 - named].name} is missing"):
         answer(parts[named])
 
 

@@ -192,10 +192,10 @@ def test_a_card_says_which_candidate_repeats() -> None:
 @pytest.mark.parametrize(
     ("active", "drafters", "tokens", "said"),
     [
-        (("alpha", "beta"), ("alpha", "beta"), 5, "all 2 members agreed, nothing to judge"),
-        (("alpha", "beta"), ("alpha", "beta"), 0, "dictated by the grammar"),
-        (("alpha", "beta"), ("alpha",), 5, "the only candidate, nothing to judge"),
-        (("alpha",), ("alpha",), 5, "written alone, nothing to judge"),
+        (("alpha", "beta"), ("alpha", "beta"), 5, "all 2 members agreed, no vote was needed"),
+        (("alpha", "beta"), ("alpha", "beta"), 0, "forced by the grammar"),
+        (("alpha", "beta"), ("alpha",), 5, "the only candidate, no vote was needed"),
+        (("alpha",), ("alpha",), 5, "written alone, no vote was needed"),
     ],
 )
 def test_a_round_that_nobody_judged_says_why(
@@ -213,7 +213,7 @@ def test_what_guesses_saved_is_told_of() -> None:
     alpha = replace(plain.usage.members["alpha"], forwards=13, answer=20, guessed=9, accepted=5)
     usage = replace(plain.usage, members={**plain.usage.members, "alpha": alpha})
     page = Page(fragment(replace(plain, usage=usage)))
-    assert "alpha: 0.65 forwards a token, 5 of 9 guesses right." in " ".join(page.texts("muted"))
+    assert "alpha: 0.65 forward passes a token, 5 of 9 guesses right." in " ".join(page.texts("muted"))
 
 
 def test_exits_and_faults_tell_who_left_when_and_why() -> None:
@@ -416,7 +416,7 @@ def test_it_says_who_was_late_in_which_rounds_and_who_left_for_it() -> None:
     )
     page = Page(replace(result, rounds=rounds).to_html())
     cards = [" ".join(text.split()) for text in page.texts("card")]
-    assert "written by the only member that was on time, nothing to judge" in cards[0]
+    assert "written by the only member that was on time, no vote was needed" in cards[0]
     assert "beta sat this round out: late with its draft" in cards[0]
     assert "gamma sat this round out: late with its verdicts" in cards[1]
     assert "2 candidates, judged by 2 members" in cards[1]
