@@ -55,7 +55,7 @@ picture: $(STAMP) ## Draw the pictures of a report and of the page (needs Chromi
 	$(BIN)/python docs/picture.py
 	$(BIN)/python docs/page.py
 
-rooms: $(STAMP) ## Draw the rooms of the code into docs/architecture.md
+rooms: $(STAMP) ## Write the table of packages into docs/architecture.md
 	$(BIN)/python docs/rooms.py
 
 lint: $(STAMP) ## Check style, format, types, and who may import whom
