@@ -43,13 +43,15 @@ def compare(folder: Path) -> None:
     assert not run.with_name("run.jsonl.lock").exists()
 
 
-def serve() -> None:
+def serve(folder: Path) -> None:
+    log = folder / "serve.log"  # a pipe of Windows is full after 4 KiB
     group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}
-    process = subprocess.Popen([*COMMAND, "serve", "--port", "8123"], stderr=subprocess.PIPE, text=True, **group)
+    with log.open("wb") as errors:
+        process = subprocess.Popen([*COMMAND, "serve", "--port", "8123"], stderr=errors, **group)
     try:
         until, ready = time.monotonic() + SECONDS, False
         while not ready:
-            assert process.poll() is None, f"the server ended: {process.communicate()[1]}"
+            assert process.poll() is None, f"the server ended: {log.read_text('utf-8', 'replace')}"
             assert time.monotonic() < until, "the server is not ready"
             time.sleep(0.5)
             ready = answers("/health")
@@ -62,10 +64,11 @@ def serve() -> None:
         with urllib.request.urlopen(asked, timeout=SECONDS) as reply:
             said(f"serve: {json.load(reply)['choices'][0]['message']['content']!r}")
         process.send_signal(signal.CTRL_BREAK_EVENT if sys.platform == "win32" else signal.SIGTERM)
-        errors = process.communicate(timeout=60)[1]
-        assert process.returncode == 0, f"the server ended with {process.returncode}: {errors}"
+        code = process.wait(timeout=60)
+        assert code == 0, f"the server ended with {code}: {log.read_text('utf-8', 'replace')}"
     finally:
         process.kill()
+        process.wait()
 
 
 def answers(path: str) -> bool:
@@ -91,4 +94,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         ask(Path(place))
         compare(Path(place))
-    serve()
+        serve(Path(place))

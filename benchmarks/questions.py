@@ -53,11 +53,11 @@ def page(answers: Sequence[tuple[dict[str, Any], str]], right: int) -> str:
     lines = [
         "# Twenty questions",
         "",
-        "The demo ensemble answers unselected questions over `examples/documents`, with the chain of",
+        "The demo ensemble answers all questions over `examples/documents`, with the chain of",
         "`examples/rag_langchain.py` (`python benchmarks/questions.py --out FILE`).",
-        f"{right} of {len(answers)} answers hold the fact; they are cut after {SHOWN} words here.",
-        "The members were trained on no document here, nor on the wording of the prompt; 12 questions have a form",
-        "that made-up facts were asked in ([what they have seen](experiments.md#what-the-members-have-seen)).",
+        f"{right} of {len(answers)} answers contain the fact. Answers are cut after {SHOWN} words here.",
+        "The members were not trained on these documents or on the wording of the prompt. 12 questions have the form",
+        "of training questions about synthetic facts ([training data](experiments.md#training-data)).",
         "",
     ]
     for row, answer in answers:

@@ -1,6 +1,6 @@
-"""Draws the report and the voting page of a comparison of the demo members: docs/compare.png and docs/vote.png.
+"""Draw the report and the voting page of a comparison of the demo members: docs/compare.png and docs/vote.png.
 
-python docs/comparison.py [RUN]    a file of `specfuse-llm compare`; compare.jsonl, if unset. Needs Chromium.
+python docs/comparison.py [RUN]    RUN: a file of `specfuse-llm compare`, by default compare.jsonl. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specfuse_shared.comparing import compare
 HERE = Path(__file__).parent
 WIDTH, SCALE, COLOURS = 1120, 2, 96
 PICTURES = {"compare.png": 960, "vote.png": 520}
-"""Picture → how much of its page it shows, from the top."""
+"""Picture → its height in pixels, from the top of the page."""
 
 
 def main(run: str = "compare.jsonl") -> None:

@@ -1,7 +1,7 @@
-"""Draws the page of `specfuse-llm serve` in a real browser: docs/page.png while the demo members answer, docs/each.png
-with each member's own answer beside the joint one.
+"""Draw the page of `specfuse-llm serve` in a browser: docs/page.png during an answer of the demo members, docs/each.png
+with the joint answer and each member's own.
 
-python docs/page.py [ADDRESS]    of a server of the demo that runs; without it, one is started. Needs Chromium.
+python docs/page.py [ADDRESS]    ADDRESS: a running demo server; by default one is started. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ QUESTION, FACTS = "Why is exercise good for you?", "Who was the first person on 
 WIDTH, HEIGHT, SCALE, COLOURS = 1280, 880, 2, 96
 WHILE, EACH = (Path(__file__).with_name(name) for name in ("page.png", "each.png"))
 GROWN = 5
-"""Segments to wait for: by then the answer has a few lines, and is still being written."""
+"""Segments to wait for: the answer then has a few lines and is not finished."""
 
 
 def grow(page: Page, address: str) -> None:
-    """Two answers, the second one while it grows."""
+    """Ask two questions; wait until the second answer has some segments."""
     page.goto(address)
     expect(page.locator("#status")).to_have_text("Ready", timeout=600_000)
     page.fill("#tokens", "12")
@@ -40,7 +40,7 @@ def grow(page: Page, address: str) -> None:
 
 
 def ask_each(page: Page, address: str) -> None:
-    """One answer, with each member's own beside it."""
+    """Ask one question with each member's own answer."""
     page.goto(address)
     expect(page.locator("#status")).to_have_text("Ready", timeout=600_000)
     page.fill("#tokens", "60")
@@ -58,13 +58,13 @@ def save(page: Page, target: Path) -> None:
 
 @contextmanager
 def served() -> Iterator[str]:
-    """The address of a server of the demo, which ends with the block."""
-    asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0"]
-    with subprocess.Popen(asked, stderr=subprocess.PIPE, text=True) as process:
+    """Address of a demo server that stops with the block."""
+    command = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            found = next(found for line in process.stderr if (found := re.search(r"listening at (http://\S+)", line)))
-            yield found[1]
+            matches = (re.search(r"listening at (http://\S+)", line) for line in process.stderr)
+            yield next(match[1] for match in matches if match)
         finally:
             process.terminate()
 
@@ -85,8 +85,8 @@ def main(address: str | None = None) -> None:
     if address is not None:
         draw(address)
         return
-    with served() as own:
-        draw(own)
+    with served() as started:
+        draw(started)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Draws the report of a real answer of the demo members, one round pointed at: docs/report.png, and docs/round.png, the
-README's picture, which is its upper part: the answer and the round.
+"""Draw the report of an answer of the demo members with one round selected: docs/report.png.
+
+Its upper part, the answer and the round, is the README's picture: docs/round.png.
 
 Needs Chromium. The picture in the repository was drawn with the font Inter installed (Debian: fonts-inter).
 """
@@ -27,7 +28,7 @@ def answer() -> EnsembleResult:
 
 
 def middle(result: EnsembleResult) -> int:
-    """Number of the round to point at: the middle one of those with rivals."""
+    """Index of the round to select: the middle one of all rounds with rival drafts."""
     verified = [r.index for r in result.rounds if r.verified]
     return verified[len(verified) // 2]
 

@@ -1,4 +1,4 @@
-"""What the retrieval examples share: the documents."""
+"""The documents of the retrieval examples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _unwrap(markdown: str) -> str:
 
 
 def fingerprint(documents: list[Page], *settings: object) -> str:
-    """Changes when a document or a setting of the index does."""
+    """A hash of the documents and the settings of the index."""
     parts = [part for page in documents for part in (page.name, page.text)] + [repr(setting) for setting in settings]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

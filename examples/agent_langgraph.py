@@ -1,7 +1,7 @@
 """A LangGraph agent with two real tools: the ensemble fills in the calls, Python computes, tokens stream.
 
-The graph decides when a tool is called; `create_agent(llm, tools)` from `langchain.agents` leaves that to the ensemble,
-whose members have to be good enough not to call again what they know already.
+The graph decides when a tool is called. `create_agent(llm, tools)` from `langchain.agents` leaves this to the ensemble,
+whose members must be good enough not to repeat a call.
 """
 
 from __future__ import annotations

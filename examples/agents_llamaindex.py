@@ -3,7 +3,7 @@
     python examples/agents_llamaindex.py [--react] ["Your question?"]
 
 LlamaIndex's parts: FunctionAgent (or, with --react, ReActAgent), and SpecFuseLLM as the model. Models this small follow
-examples rather than instructions, so the agent sees two worked examples as its history; a grammar holds ReAct's form.
+examples rather than instructions, so the history has two worked examples. A grammar enforces the ReAct format.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def ticket_price(visitor: str) -> str:
 
 
 def worked(month: str, visitor: str, react: bool) -> list[ChatMessage]:
-    """A conversation in which the task was done with the two tools."""
+    """A conversation that solves the task with the two tools."""
     hours, price = opening_hours(month), ticket_price(visitor)
     answer = f"In {month} it is open from {hours}, and a {visitor} pays {price}."
     return [
@@ -58,7 +58,7 @@ def worked(month: str, visitor: str, react: bool) -> list[ChatMessage]:
 
 
 def call(thought: str, tool: str, arguments: dict[str, Any], result: str, react: bool) -> list[ChatMessage]:
-    """A call and its result, as messages of either kind of agent."""
+    """A call and its result, as messages for the chosen agent."""
     if react:
         step = f"Thought: {thought}\nAction: {tool}\nAction Input: {json.dumps(arguments)}"
         return [ChatMessage(step, role="assistant"), ChatMessage(f"Observation: {result}")]
@@ -71,7 +71,7 @@ def call(thought: str, tool: str, arguments: dict[str, Any], result: str, react:
 
 
 async def answer(question: str, react: bool) -> None:
-    """Run the agent; print its calls and its words as they come."""
+    """Run the agent; print its calls and its text as they arrive."""
     llm = SpecFuseLLM(members="demo", max_tokens=60, grammar=Grammar.regex(STEP) if react else None)
     tools = [FunctionTool.from_defaults(opening_hours), FunctionTool.from_defaults(ticket_price)]
     agent = (
@@ -92,7 +92,7 @@ async def answer(question: str, react: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("question", nargs="?", default=QUESTION)
-    parser.add_argument("--react", action="store_true", help="a ReActAgent, which calls tools in words")
+    parser.add_argument("--react", action="store_true", help="use a ReActAgent, which writes its tool calls as text")
     options = parser.parse_args()
     _corpus.quiet()
     asyncio.run(answer(options.question, options.react))

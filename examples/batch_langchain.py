@@ -1,4 +1,4 @@
-"""Many questions at once: answers arrive as they are finished, each with its index."""
+"""Many questions at once: each answer arrives with its index when it is finished."""
 
 from __future__ import annotations
 

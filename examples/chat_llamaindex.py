@@ -1,4 +1,4 @@
-"""Two small models chat, and remember what was said.
+"""Two small models chat, with a memory of the conversation.
 
     python examples/chat_llamaindex.py ["First message" "Second message" ...]
 

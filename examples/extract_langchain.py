@@ -1,4 +1,4 @@
-"""Structured extraction: every value fits the Pydantic class, whatever the members would have written."""
+"""Structured extraction: a grammar makes every value match the Pydantic class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two small models fill a form from a page of an observatory; every answer is valid, since a grammar holds it.
+"""Two small models fill in a form from a note to an observatory. A grammar makes every value valid.
 
 python examples/extraction_llamaindex.py
 """

@@ -44,7 +44,7 @@ PROMPT = ChatPromptTemplate.from_template(
 
 
 class MiniLM(Embeddings):
-    """The packaged sentence encoder behind LangChain's interface."""
+    """The packaged sentence encoder with LangChain's interface."""
 
     def __init__(self) -> None:
         self._encoder = demo_encoder()
@@ -58,7 +58,7 @@ class MiniLM(Embeddings):
 
 
 def split(documents: list[_corpus.Page]) -> list[Document]:
-    """One passage a section, headed by its titles; long sections are cut further."""
+    """One passage per section, with its titles; long sections are split again."""
     by_header = MarkdownHeaderTextSplitter([("#", "title"), ("##", "section")])
     by_length = RecursiveCharacterTextSplitter(chunk_size=SECTION_CHARACTERS, chunk_overlap=0)
     passages = []
@@ -71,7 +71,7 @@ def split(documents: list[_corpus.Page]) -> list[Document]:
 
 
 def open_store(folder: Path, embedding: Embeddings) -> QdrantVectorStore:
-    """The vectors on disk; they are made again when a document changed."""
+    """The vector store on disk; it is rebuilt after a document has changed."""
     documents = _corpus.pages()
     current = folder / f"langchain-{_corpus.fingerprint(documents, SECTION_CHARACTERS)}"
     if not (current / "complete").exists():
@@ -88,7 +88,7 @@ def open_store(folder: Path, embedding: Embeddings) -> QdrantVectorStore:
 def build_chain(store: QdrantVectorStore, model: ChatSpecFuse) -> Runnable[str, dict[str, Any]]:
     """question → {question, documents, answer}."""
     retriever = store.as_retriever(search_kwargs={"k": NEIGHBOURS})
-    context = RunnablePassthrough.assign(context=RunnableLambda(lambda retrieved: join(retrieved["documents"])))
+    context = RunnablePassthrough.assign(context=RunnableLambda(lambda state: join(state["documents"])))
     retrieved = RunnableParallel(question=RunnablePassthrough(), documents=retriever)
     return retrieved.assign(answer=context | PROMPT | model)
 
@@ -98,7 +98,7 @@ def join(documents: list[Document]) -> str:
 
 
 class Display:
-    """Prints the segments as they come, one line each, then the answer and its sources."""
+    """Prints each segment on a line as it arrives, then the answer and its sources."""
 
     def __init__(self, console: Console, members: tuple[str, ...]) -> None:
         self.console, self.colours = console, dict(zip(members, cycle(COLOURS), strict=False))

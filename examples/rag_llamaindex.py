@@ -41,7 +41,7 @@ PROMPT = PromptTemplate(
 
 
 class MiniLM(BaseEmbedding):
-    """The packaged sentence encoder behind LlamaIndex's interface."""
+    """The packaged sentence encoder with LlamaIndex's interface."""
 
     _encoder: Any = PrivateAttr(default_factory=demo_encoder)
 
@@ -60,7 +60,7 @@ class MiniLM(BaseEmbedding):
 
 
 def split(documents: list[_corpus.Page]) -> list[BaseNode]:
-    """One passage a section, headed by its titles."""
+    """One passage per section, with its titles."""
     sections = MarkdownNodeParser(include_prev_next_rel=False, header_path_separator=": ")
     passages: list[BaseNode] = []
     for page in documents:
@@ -81,7 +81,7 @@ def split(documents: list[_corpus.Page]) -> list[BaseNode]:
 
 
 def open_index(folder: Path, client: QdrantClient, embedding: MiniLM) -> VectorStoreIndex:
-    """The index over the vectors on disk; they are made when the store is new."""
+    """The index over the vectors on disk; a new store is filled first."""
     store = QdrantVectorStore(COLLECTION, client=client, index_doc_id=False)  # a store on disk has no such indexes
     if client.collection_exists(COLLECTION):
         return VectorStoreIndex.from_vector_store(store, embed_model=embedding)
@@ -90,7 +90,7 @@ def open_index(folder: Path, client: QdrantClient, embedding: MiniLM) -> VectorS
 
 
 def store_folder(folder: Path) -> Path:
-    """Where the vectors of the documents as they are now live; those of older documents are removed."""
+    """Folder for the vectors of the current documents; folders of older documents are removed."""
     current = folder / f"llamaindex-{_corpus.fingerprint(_corpus.pages())}"
     for old in folder.glob("llamaindex-*"):
         if old != current:

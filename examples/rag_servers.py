@@ -1,10 +1,10 @@
-"""The question over the documents again, answered by two members whose models vLLM servers run.
+"""Two members on vLLM servers answer the question over the documents.
 
     vllm serve Qwen/Qwen3-4B --port 8001
     vllm serve google/gemma-3-4b-it --port 8002
     python examples/rag_servers.py Qwen/Qwen3-4B=http://127.0.0.1:8001/v1 google/gemma-3-4b-it=http://127.0.0.1:8002/v1
 
-Only the retriever, tokenizers and templates are here. Where the servers have a key, it is in $SPECFUSE_SERVER_KEY.
+Only the retriever, tokenizers and templates run in this process. If the servers need a key, set $SPECFUSE_SERVER_KEY.
 """
 
 from __future__ import annotations

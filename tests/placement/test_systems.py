@@ -76,6 +76,13 @@ def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypa
     assert not backends.has_accelerator()
 
 
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_is_no_restriction(value: str, mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workflow that sets the variable for one system leaves it empty on the others."""
+    monkeypatch.setenv(DEVICES_ENV, value)
+    assert [d.name for d in find_devices()] == ["cpu", "mps"]
+
+
 @pytest.mark.parametrize("value", ["mps", "none", "0"])
 def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICES_ENV, value)

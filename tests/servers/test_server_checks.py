@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams
-from specfuse_shared import addresses
+from specfuse_shared import ConfigError, EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, addresses
 from specfuse_shared.api_server.settings import read_config
 from specfuse_shared.cli.commands import main
 from specfuse_shared.cli.doctor import examine

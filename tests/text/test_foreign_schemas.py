@@ -63,7 +63,7 @@ def test_the_pairs_are_those_of_json_schema_itself(foreign: Foreign) -> None:
 
 
 def test_the_numbers_in_the_docs_are_those_that_hold() -> None:
-    page, groups = PAGE.read_text(), {**FOREIGN, "JSON Schema, by keyword": BY_KEYWORD}
+    page, groups = PAGE.read_text("utf-8"), {**FOREIGN, "JSON Schema, by keyword": BY_KEYWORD}
     for library, some in groups.items():
         taken, refused = (sum(len(getattr(f, kind)) for f in some.values()) for kind in ("taken", "refused"))
         assert f"| {library} | {len(some)} | {taken} | {refused} |" in page
