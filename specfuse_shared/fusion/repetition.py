@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from specfuse_shared.text.tool_calls import CALL_OPEN
 
@@ -31,7 +32,7 @@ def repeats(answer: str, segment: str) -> bool:
 
     Such a candidate loses against one that does neither.
     """
-    words = (answer + segment).split()
+    words = _last_words(answer + segment)
     if ends_in_loop(words) or ends_in_loop(words, 2, _LONG_STRETCH):
         return True
     return _repeats_line(answer, segment) or is_stuck(answer, segment)
@@ -46,7 +47,7 @@ def is_stuck(answer: str, segment: str) -> bool:
     row.
     """
     text = answer + segment
-    words = text.split()
+    words = _last_words(text)
     length = circle(words)
     if length and _is_running(words[-length:]):
         return True
@@ -55,6 +56,11 @@ def is_stuck(answer: str, segment: str) -> bool:
     if _is_one_word(words[-_REFRAIN:]):
         return True
     return _begins_again(words, len(segment.split())) or _has_line_again(text, segment)
+
+
+def _last_words(text: str) -> list[str]:
+    """The words that a loop at the end of a text can reach: four stretches, and the beginning of another one."""
+    return text.rsplit(None, 5 * _LONGEST_STRETCH)[-5 * _LONGEST_STRETCH :]
 
 
 def ends_in_loop(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRETCH) -> bool:
@@ -161,7 +167,7 @@ def loop_of(answer: str, segment: str) -> ValueLoop | None:
     begins = 0 if begins < 0 else begins + len(CALL_OPEN)
     if text[begins : begins + 1] not in ("{", "[", '"'):
         return None
-    opened, string = _open_parts(text, begins)
+    opened, string = _open_parts(answer, text, begins)
     if string is not None and (loop := _loop_of_string(text, string + 1, len(answer))) is not None:
         return loop
     for container in reversed(opened):
@@ -170,9 +176,25 @@ def loop_of(answer: str, segment: str) -> ValueLoop | None:
     return None
 
 
-def _open_parts(text: str, begins: int) -> tuple[list[_Container], int | None]:
-    """The lists and objects that are open at the end of a text, and where an open string begins."""
-    opened: list[_Container] = []
+def _open_parts(answer: str, text: str, begins: int) -> tuple[list[_Container], int | None]:
+    """The lists and objects that are open at the end of `text`, and where an open string begins.
+
+    All candidates of a round share the scan of the `answer` before them.
+    """
+    if begins > len(answer):
+        return _scan(text, begins, [])
+    opened, resume = _answer_parts(answer, begins)
+    return _scan(text, resume, [_Container(c.closer, c.begins, c.items.copy()) for c in opened])
+
+
+@lru_cache(maxsize=32)
+def _answer_parts(answer: str, begins: int) -> tuple[list[_Container], int]:
+    """The open parts of an answer, and where to resume the scan: at an open string, else at its end."""
+    opened, string = _scan(answer, begins, [])
+    return opened, len(answer) if string is None else string
+
+
+def _scan(text: str, begins: int, opened: list[_Container]) -> tuple[list[_Container], int | None]:
     for token in _TOKEN.finditer(text, begins):
         mark, at = token[0], token.start()
         if mark in "[{":
@@ -193,20 +215,24 @@ def _open_parts(text: str, begins: int) -> tuple[list[_Container], int | None]:
 
 
 def _loop_of_items(text: str, container: _Container, committed: int) -> ValueLoop | None:
-    items = [text[begin:end].strip() for begin, end in container.items]
-    begun = text[container.begins :].strip()
+    count, begun = len(container.items), text[container.begins :].strip()
+
+    def item(number: int) -> str:
+        begin, end = container.items[number]
+        return text[begin:end].strip()
+
     for length in range(1, _LONGEST_CYCLE + 1):
-        cycle = items[-length:]
-        if len(cycle) < length or not cycle[0].startswith(begun):
+        first = count - length
+        if first < 0 or not item(first).startswith(begun):
             continue
-        first = len(items) - length
-        while first > 0 and items[first - 1] == items[first - 1 + length]:
+        cycle = [item(number) for number in range(first, count)]
+        while first > 0 and item(first - 1) == item(first - 1 + length):
             first -= 1
-        missing = _times_of_items(cycle) - (len(items) - first) // length
+        missing = _times_of_items(cycle) - (count - first) // length
         ends = [end for _, end in container.items[first + length - 1 :] if end >= committed]
         if missing > 1 or not ends:
             continue
-        repeated = ", ".join(items[first : first + length])
+        repeated = ", ".join(item(number) for number in range(first, first + length))
         if missing == 1 and ends[-1] > committed:  # without its comma, a list may still end there
             return ValueLoop(repeated, text[committed : ends[-1]], "")
         if missing == 1 and 2 * len(begun) < len(cycle[0]):

@@ -22,6 +22,7 @@ from specfuse_shared import (
     Usage,
 )
 from specfuse_shared.frameworks.records import check_whole, finish_reason, is_closed_nearby
+from specfuse_shared.fusion import repetition
 from specfuse_shared.fusion.repetition import ends_in_loop, is_stuck, repeats
 from tests.support.serving import reciting
 
@@ -202,3 +203,17 @@ def test_brackets_and_quotes_make_nothing_up_but_perhaps_half_a_number(text: str
     else:
         with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
             check_whole(result, may_close=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"a": ["x\"y", "z\\", 1, [2, {"b": "c, ]d"}, "open \u00e9 and',
+        '["one", "two", {"three": 4}, "',
+        '[[], [[]], "a\\',
+    ],
+)
+def test_an_answer_is_scanned_once_for_all_candidates(text: str) -> None:
+    """The scan that resumes after the answer finds the same open parts, wherever the answer ends."""
+    for cut in range(len(text) + 1):
+        assert repetition._open_parts(text[:cut], text, 0) == repetition._scan(text, 0, [])
