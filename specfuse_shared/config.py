@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast, get_args
 
 from specfuse_shared import policies
 from specfuse_shared.addresses import is_private, server_address
@@ -297,8 +297,8 @@ AGGREGATES: dict[str, AggregatePolicy] = {
     "geometric_mean": policies.geometric_mean,
 }
 FIRST_WEIGHTS = ("size", "equal")
-FEEDBACKS = ("uniform", "constant", "sqrt_decay", "paper")
-EXITS = ("entropy", "fixed", "never")
+FEEDBACKS = ("uniform", *get_args(policies.Schedule))
+EXITS = (*get_args(policies.Temperature), "never")
 WHEN_BUSY = ("wait", "raise")
 EXECUTIONS = ("auto", "static", "dynamic")
 DEMO: Final = "demo"
@@ -570,14 +570,14 @@ class EnsembleConfig(Settings):
             return self.feedback
         if self.feedback == "uniform":
             return policies.uniform
-        return policies.OnlineFeedback(self.feedback, self.feedback_rate)  # type: ignore[arg-type]
+        return policies.OnlineFeedback(cast(policies.Schedule, self.feedback), self.feedback_rate)
 
     def exit_policy(self) -> ExitPolicy:
         if not isinstance(self.exit, str):
             return self.exit
         if self.exit == "never" or len(self.members) <= self.min_active:
             return policies.never
-        return policies.RetentionExit(self.exit, self.exit_threshold, self.min_active)  # type: ignore[arg-type]
+        return policies.RetentionExit(cast(policies.Temperature, self.exit), self.exit_threshold, self.min_active)
 
 
 def as_config(config: EnsembleConfig | Sequence[MemberConfig | str], **settings: Any) -> EnsembleConfig:

@@ -27,6 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+Schedule = Literal["constant", "sqrt_decay", "paper"]
+Temperature = Literal["entropy", "fixed"]
+Unit = Literal["token", "byte"]
+
 Matrix = Sequence[Sequence[float]]
 """`[j][i]`: verifier j's value for candidate i."""
 ROUNDING = 0.3
@@ -200,7 +204,7 @@ class OnlineFeedback:
     verifiers to which two candidates are unthinkable do not compare them.
     """
 
-    schedule: Literal["constant", "sqrt_decay", "paper"] = "constant"
+    schedule: Schedule = "constant"
     rate: float = 0.5
 
     def eta(self, n: int, round_index: int) -> float:
@@ -234,7 +238,7 @@ class RetentionExit:
     members still active; the best one always stays.
     """
 
-    temperature: Literal["entropy", "fixed"] = "entropy"
+    temperature: Temperature = "entropy"
     threshold: float = 0.5
     min_active: int = 1
 
@@ -285,7 +289,7 @@ class MeanLogprob:
 class MeanProb:
     """Mean p (the papers' score). Per byte, a token of b bytes counts as b bytes of probability p^(1/b)."""
 
-    per: Literal["token", "byte"] = "token"
+    per: Unit = "token"
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         return [self._mean(c.logprobs, c.token_bytes) for c in candidates]
@@ -315,7 +319,7 @@ class Stretch:
     first tokens. A continuation may represent it.
     """
 
-    per: Literal["token", "byte"] = "token"
+    per: Unit = "token"
 
     def __call__(self, candidates: Sequence[CandidateLogprobs]) -> list[float]:
         ending = sorted((c for c in candidates if c.ends), key=lambda c: c.size)
@@ -352,9 +356,7 @@ def whether_to_call(candidates: Sequence[CandidateLogprobs]) -> list[float] | No
     return [p if c.call_bytes else 1 - p for c in candidates]
 
 
-def log_beginning(
-    candidate: CandidateLogprobs, reach: int, per: Literal["token", "byte"] = "token"
-) -> tuple[float, int]:
+def log_beginning(candidate: CandidateLogprobs, reach: int, per: Unit = "token") -> tuple[float, int]:
     """log p of the first `reach` bytes, and of how many bytes the tokens are that were counted."""
     count = len(candidate.logprobs) - candidate.ends
     # an encoding may reach back into the answer: bytes before the candidate have negative positions

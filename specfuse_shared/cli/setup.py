@@ -65,7 +65,7 @@ EnsembleFileOption = Annotated[
         "--config", metavar="FILE", help="TOML file of an ensemble (FILE#NAME picks one of several); not with --member."
     ),
 ]
-KEY_ENV = "SPECFUSE_SERVER_KEY"
+MEMBER_KEY_ENV = "SPECFUSE_SERVER_KEY"
 """The environment variable with the key of the members' servers."""
 CHATTY = ("accelerate", "huggingface_hub", "torchao", "torch.utils._pytree")
 """Libraries that warn of compiled parts that a machine has no use for, of offloaded weights, and of each retry."""
@@ -117,7 +117,9 @@ def member_of(model: str, settings: Mapping[str, Any]) -> MemberConfig:
     name, at, rest = model.partition("@http")
     if not at:
         return MemberConfig(model, **settings)
-    return MemberConfig(name, server=f"http{rest}", api_key_env=KEY_ENV if os.environ.get(KEY_ENV) else None)
+    return MemberConfig(
+        name, server=f"http{rest}", api_key_env=MEMBER_KEY_ENV if os.environ.get(MEMBER_KEY_ENV) else None
+    )
 
 
 def configure_logging(verbose: bool) -> None:
