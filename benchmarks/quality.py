@@ -39,7 +39,7 @@ from shortened import shortened
 from variants import BARS, VARIANTS, ensemble, with_further
 
 from specfuse_shared.comparing.intervals import Interval, difference
-from specfuse_shared.comparing.run.asking import EvalRun, EvalSystem
+from specfuse_shared.comparing.run.asking import Asker, EvalRun
 from specfuse_shared.comparing.run.run_file import RunFile
 
 COMPARED_TASKS = ("open", "rag", "rag-sentence", "ifeval")
@@ -72,7 +72,7 @@ def run(
     asked = read_rows(data, tasks, half, rows, tokens)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in variants:
-        start, asker = time.monotonic(), EvalSystem(name, ensemble(name, together))
+        start, asker = time.monotonic(), Asker(name, ensemble(name, together))
         with RunFile(answers_file(stored_as(name, tokens))) as file, Progress() as progress:
             before, bar = len(file), progress.add_task(name, total=None)
             asking = EvalRun(

@@ -677,10 +677,10 @@ class SamplingParams(Settings):
         )
 
     @classmethod
-    def on_top(cls, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> Self:
+    def on_top(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
         """`defaults` overridden by `given`; a call with `logprobs=False` also drops `top_logprobs`."""
-        none = {"top_logprobs": 0} if overrides.get("logprobs") is False else {}
-        return cls.from_dict({**defaults, **none, **overrides})
+        none = {"top_logprobs": 0} if given.get("logprobs") is False else {}
+        return cls.from_dict({**defaults, **none, **given})
 
     @property
     def stops(self) -> tuple[str, ...]:

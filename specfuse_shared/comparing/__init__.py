@@ -9,7 +9,7 @@ from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.pages.voting import Votes, votes_on
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalSystem, OnProgress, Progress
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, OnProgress, Progress
 from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits
@@ -20,12 +20,12 @@ from specfuse_shared.comparing.verdict import Point, Verdict
 __all__ = [
     "ENSEMBLE",
     "Answer",
+    "Asker",
     "Column",
     "Combination",
     "Comparison",
     "Cost",
     "EqualCompute",
-    "EvalSystem",
     "Habits",
     "Interval",
     "OnProgress",

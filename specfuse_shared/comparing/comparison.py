@@ -14,7 +14,7 @@ from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.pages.voting import Votes, counted, voting_page
 from specfuse_shared.comparing.question_files import QuestionSet, own_questions, read_questions
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalRun, EvalSystem, MakeEngine, OnProgress, systems_of
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, EvalRun, MakeEngine, OnProgress, systems_of
 from specfuse_shared.comparing.run.run_file import Answer, RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Sampling
 from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of, columns_of, cost_of, habits_of
@@ -38,7 +38,7 @@ class Comparison:
     """
 
     questions: tuple[Question, ...]
-    askers: tuple[EvalSystem, ...]
+    askers: tuple[Asker, ...]
     answers: Mapping[str, Mapping[str, Answer]]
     weights: Mapping[str, int]
     remarks: tuple[str, ...] = ()
@@ -221,7 +221,7 @@ def compared(asking: EvalRun, questions: QuestionSet) -> Comparison:
     )
 
 
-def enough_answers(asking: EvalRun) -> tuple[dict[str, dict[str, Answer]], list[EvalSystem], list[str]]:
+def enough_answers(asking: EvalRun) -> tuple[dict[str, dict[str, Answer]], list[Asker], list[str]]:
     """All answers, the systems that answered enough questions, and remarks about missing answers."""
     answers = asking.answers()
     minimum = LEAST_ANSWERED * len(asking.questions)
@@ -230,7 +230,7 @@ def enough_answers(asking: EvalRun) -> tuple[dict[str, dict[str, Answer]], list[
 
 
 def rows_of_all(
-    asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[EvalSystem], remarks: list[str]
+    asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[Asker], remarks: list[str]
 ) -> list[Question]:
     """The questions that all of them have answered; a remark is added on others. Raises `SpecFuseError` for none."""
     rows = [q for q in asking.questions if all(q.id in answers[asker.name] for asker in complete)]
@@ -241,7 +241,7 @@ def rows_of_all(
     return rows
 
 
-def _missing(asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[EvalSystem]) -> list[str]:
+def _missing(asking: EvalRun, answers: Mapping[str, Mapping[str, Answer]], complete: Sequence[Asker]) -> list[str]:
     """Who could not answer how many questions, and the first reason."""
     remarks = []
     for asker in asking.askers:

@@ -20,7 +20,7 @@ import numpy as np
 
 from specfuse_shared.comparing.metrics import final_answer, score
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalSystem
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
 from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.run.sampling import Sampler, Timed, Wanted
 from specfuse_shared.comparing.scores import ALL, Column, flop_of, mains_of
@@ -144,7 +144,7 @@ class _Sampled:
         weight = max(self._comparison.weights.get(name, 0) for name in members)
         return replace(
             self._comparison,
-            askers=(*self._comparison.askers, *(EvalSystem(name, alone, is_sampled=True) for name in answers)),
+            askers=(*self._comparison.askers, *(Asker(name, alone, is_sampled=True) for name in answers)),
             answers={**self._comparison.answers, **answers},
             weights={**self._comparison.weights, **dict.fromkeys(answers, weight)},
             equal=equal,

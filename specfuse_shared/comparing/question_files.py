@@ -47,9 +47,9 @@ class QuestionSet:
     own: bool = False
 
     @classmethod
-    def of(cls, items: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
+    def of(cls, given: Sequence[Question | str | Mapping[str, Any]], remarks: Sequence[str] = ()) -> QuestionSet:
         """Questions with unique ids. Raises `ConfigError` if none is left."""
-        made = [_as_question(question) for question in items]
+        made = [_as_question(question) for question in given]
         questions, more = numbered(made)
         return cls(tuple(questions), (*remarks, *more))
 

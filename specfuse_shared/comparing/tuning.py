@@ -21,7 +21,7 @@ from specfuse_shared.comparing.libraries import check_libraries, library
 from specfuse_shared.comparing.metrics import score
 from specfuse_shared.comparing.question_files import QuestionSet
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalRun, EvalSystem, MakeEngine, OnProgress, systems_of
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker, EvalRun, MakeEngine, OnProgress, systems_of
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.verdict import FEWEST_ROWS, Point
 from specfuse_shared.config import EnsembleConfig, MemberConfig
@@ -165,12 +165,12 @@ def tune(
         return _confirmed(config, best, tried, choosing, confirming, tuning)
 
 
-def tunable(config: EnsembleConfig, questions: QuestionSet) -> tuple[list[Question], list[Question]]:
+def tunable(config: EnsembleConfig, asked: QuestionSet) -> tuple[list[Question], list[Question]]:
     """The halves of the questions that can be scored. Raises `ConfigError` where they are too few to confirm anything,
     or the ensemble could not be written to a file."""
     check(len(config.names) > 1, "tuning takes two members or more")
     check_writable_config(config)
-    scored = [question for question in questions.questions if question.scored]
+    scored = [question for question in asked.questions if question.scored]
     choosing, confirming = halves(scored)
     check(
         len(confirming) >= FEWEST_ROWS,
@@ -204,7 +204,7 @@ class _Tuning:
     on_progress: OnProgress
     make_engine: MakeEngine | None
 
-    def points(self, askers: Sequence[EvalSystem], questions: Sequence[Question]) -> dict[str, dict[str, float]]:
+    def points(self, askers: Sequence[Asker], questions: Sequence[Question]) -> dict[str, dict[str, float]]:
         """Asker → question → points by the metric that counts first. What fails is missing."""
         asking = EvalRun(
             askers,
@@ -261,7 +261,7 @@ def _spread(config: EnsembleConfig) -> float:
 
 
 def _mean(config: EnsembleConfig, questions: Sequence[Question], tuning: _Tuning) -> float:
-    points = tuning.points([EvalSystem(ENSEMBLE, config)], questions)[ENSEMBLE]
+    points = tuning.points([Asker(ENSEMBLE, config)], questions)[ENSEMBLE]
     if len(points) < len(questions):
         missing = len(questions) - len(points)
         raise SpecFuseError(f"{missing} of {len(questions)} questions were not answered: run it again to continue")
@@ -278,7 +278,7 @@ def _confirmed(
 ) -> Tuned:
     """The best settings against the original ones, on both halves; and against the best member of the choosing half."""
     members = [asker for asker in systems_of(config) if asker.is_member]
-    askers = [EvalSystem("before", config), EvalSystem("after", best), *members]
+    askers = [Asker("before", config), Asker("after", best), *members]
     ours, theirs = tuning.points(askers, choosing), tuning.points(askers, confirming)
     rival = max(members, key=lambda m: statistics.mean(ours[m.name].values() or [0.0])).name
     return Tuned(

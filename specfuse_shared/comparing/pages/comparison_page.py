@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specfuse_shared.comparing.intervals import Interval
 from specfuse_shared.comparing.metrics import LABELS, is_looping
 from specfuse_shared.comparing.questions import Question
-from specfuse_shared.comparing.run.asking import ENSEMBLE, EvalSystem
+from specfuse_shared.comparing.run.asking import ENSEMBLE, Asker
 from specfuse_shared.comparing.run.run_file import Answer
 from specfuse_shared.comparing.scores import ALL, Column, flop_text
 from specfuse_shared.comparing.verdict import FEWEST_ROWS
@@ -104,7 +104,7 @@ def view(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def marks_of(askers: Sequence[EvalSystem]) -> dict[str, Mark]:
+def marks_of(askers: Sequence[Asker]) -> dict[str, Mark]:
     """Members in the same colours as in every report; ensembles in the text's colour."""
     marks: dict[str, Mark] = {}
     for i, asker in enumerate(asker for asker in askers if asker.is_member):
@@ -115,7 +115,7 @@ def marks_of(askers: Sequence[EvalSystem]) -> dict[str, Mark]:
     return {asker.name: marks[asker.name] for asker in askers}
 
 
-def _sign(asker: EvalSystem, marks: Mapping[str, Mark]) -> str:
+def _sign(asker: Asker, marks: Mapping[str, Mark]) -> str:
     if asker.is_sampled:
         return "×n"
     without = marks.get(asker.without or "")

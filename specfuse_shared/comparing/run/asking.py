@@ -52,7 +52,7 @@ MakeEngine = Callable[[EnsembleConfig], "EnsembleEngine"]
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSystem:
+class Asker:
     """A member alone, the whole ensemble, or the ensemble without a member. `config`: with these members only.
 
     `is_sampled`: the answers were chosen among several samples of a member (`specfuse_shared.comparing.EqualCompute`).
@@ -81,15 +81,13 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-def systems_of(config: EnsembleConfig, leave_one_out: bool = False) -> list[EvalSystem]:
+def systems_of(config: EnsembleConfig, leave_one_out: bool = False) -> list[Asker]:
     """Each member, the ensemble, and, if wished, the ensemble without each; of two members, that is the other one."""
     names = config.names
-    askers = [*(EvalSystem(name, config.only([name])) for name in names), EvalSystem(ENSEMBLE, config)]
+    askers = [*(Asker(name, config.only([name])) for name in names), Asker(ENSEMBLE, config)]
     if leave_one_out and len(names) > 2:
         remaining = {name: [each for each in names if each != name] for name in names}
-        askers += [
-            EvalSystem(f"without {name}", config.only(names_left), name) for name, names_left in remaining.items()
-        ]
+        askers += [Asker(f"without {name}", config.only(names_left), name) for name, names_left in remaining.items()]
     return askers
 
 
@@ -117,7 +115,7 @@ class EvalRun:
 
     def __init__(
         self,
-        askers: Sequence[EvalSystem],
+        askers: Sequence[Asker],
         questions: Sequence[Question],
         run: RunFile,
         *,
@@ -165,14 +163,14 @@ class EvalRun:
         records = {a.name: self.run.get(key_of(a.config, "member")) or {} for a in self.askers if a.is_member}
         return tuple(name for name, record in records.items() if record.get("dtype") in HALF)
 
-    def weight_bytes(self, asker: EvalSystem) -> int:
+    def weight_bytes(self, asker: Asker) -> int:
         """Bytes of its members' weights; 0 where one is not known."""
         sizes = [self._member_bytes(asker.config.only([name])) for name in asker.config.names]
         return sum(sizes) if all(sizes) else 0
 
     # ── one at a time ────────────────────────────────────────────────────────────────────────────
 
-    def _ask_alone(self, engine: EnsembleEngine, asker: EvalSystem) -> None:
+    def _ask_alone(self, engine: EnsembleEngine, asker: Asker) -> None:
         todo = [question for question in self._timed if self._is_open(asker, question)]
         if todo:
             with suppress(SpecFuseError):  # the first call includes one-time costs
@@ -183,7 +181,7 @@ class EvalRun:
 
     # ── many at once ─────────────────────────────────────────────────────────────────────────────
 
-    def _engines(self) -> Iterator[tuple[EnsembleConfig, list[EvalSystem]]]:
+    def _engines(self) -> Iterator[tuple[EnsembleConfig, list[Asker]]]:
         """The systems that one engine can answer for: members of the same ensemble."""
         pending = [a for a in self.askers if any(self._is_open(a, q) for q in self.questions)]
         for whole in sorted(self.askers, key=lambda a: -len(a.config.names)):
@@ -193,7 +191,7 @@ class EvalRun:
                 names = {name for asker in served for name in asker.config.names}
                 yield whole.config.only([n for n in whole.config.names if n in names]), served
 
-    def _ask_together(self, engine: EnsembleEngine, askers: Sequence[EvalSystem]) -> None:
+    def _ask_together(self, engine: EnsembleEngine, askers: Sequence[Asker]) -> None:
         self._tell("many at a time")
         for (asker, question), done in asked_together(
             engine, self._open(askers), lambda pair: self._generate(engine, *pair)
@@ -201,7 +199,7 @@ class EvalRun:
             self._keep(asker, question, done.result)
             self._tell("many at a time")
 
-    def _open(self, askers: Sequence[EvalSystem]) -> Iterator[tuple[EvalSystem, Question]]:
+    def _open(self, askers: Sequence[Asker]) -> Iterator[tuple[Asker, Question]]:
         """What is not answered; all answers to a question near each other, so that they share its prompt."""
         begun: set[str] = set()
         for question in self.questions:
@@ -213,13 +211,11 @@ class EvalRun:
 
     # ── common ───────────────────────────────────────────────────────────────────────────────────
 
-    def _generate(self, engine: EnsembleEngine, asker: EvalSystem, question: Question) -> Answer:
+    def _generate(self, engine: EnsembleEngine, asker: Asker, question: Question) -> Answer:
         params = question.params(self._max_tokens)
         return Answer.of(engine.generate(question.prompt, params, members=list(asker.config.names)))
 
-    def _keep(
-        self, asker: EvalSystem, question: Question, answer: Callable[[], Answer], *, alone: bool = False
-    ) -> None:
+    def _keep(self, asker: Asker, question: Question, answer: Callable[[], Answer], *, alone: bool = False) -> None:
         """An answer goes to the file at once; one that failed is named, and asked again by the next run."""
         try:
             result = replace(answer(), alone=alone)
@@ -251,7 +247,7 @@ class EvalRun:
     def _member_bytes(self, config: EnsembleConfig) -> int:
         return size_of(self.run, config, "memory_bytes")
 
-    def _is_open(self, asker: EvalSystem, question: Question) -> bool:
+    def _is_open(self, asker: Asker, question: Question) -> bool:
         place = asker.name, question.id
         return self._keys[place] not in self.run and place not in self.failures
 
