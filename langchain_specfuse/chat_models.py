@@ -631,10 +631,30 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """A model that may call `tools`: functions, classes, `BaseTool`s or dictionaries.
+        """A model that may call tools.
 
-        `tool_choice`: None, False or "auto" (the ensemble decides), "any", "required" or True (a call is forced),
-        "none", a tool's name, or a dictionary of these. `strict` refuses schemas that no grammar can enforce."""
+        Args: tools: Functions, classes, `BaseTool`s or dictionaries. tool_choice: None, False or "auto" (the ensemble
+        decides), "any", "required" or True (a call is forced), "none", a tool's name, or a dictionary of these.
+        strict: Refuse schemas that no grammar can enforce. parallel_tool_calls: One answer may call several tools.
+        **kwargs: Further options of each call.
+
+        Returns:
+            A runnable that returns an `AIMessage`.
+
+        Example:
+            ```python
+            from langchain_specfuse import ChatSpecFuse
+
+
+            def weather(city: str) -> str:
+                '''The weather of a city.'''
+                return f"sunny in {city}"
+
+
+            model = ChatSpecFuse(members="demo", max_tokens=60).bind_tools([weather], tool_choice="any")
+            print(model.invoke("How is the weather in Oslo?").tool_calls)
+            ```
+        """
         with as_langchain():
             bound = to_tools(tools, strict)
             options: dict[str, Any] = {"tool_choice": to_choice(tool_choice, bound)}
@@ -651,11 +671,32 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """A model that answers with values of `schema`: a Pydantic class, a TypedDict or a JSON schema.
+        """A model that answers with values of a schema. With every method the values fit the schema.
 
-        With every method the values fit the schema. "json_schema" describes it to the members, "function_calling" makes
-        it a tool that must be called, and "json_mode" does not describe it; without a schema, "json_mode" gives any
-        object. With `include_raw` the result is {"raw": message, "parsed": value, "parsing_error": error}.
+        Args: schema: A Pydantic class, a TypedDict or a JSON schema; None for any object, with "json_mode".
+        include_raw: Return {"raw": message, "parsed": value, "parsing_error": error}. method: "json_schema" describes
+        the schema to the members, "function_calling" makes it a tool that must be called, "json_mode" does not
+        describe it. strict: Refuse schemas that cannot be enforced. **kwargs: Further options of each call.
+
+        Returns:
+            A runnable that returns a value.
+
+        Raises:
+            UnfinishedValueError: When called, if `max_tokens` is too small for the value.
+
+        Example:
+            ```python
+            from langchain_specfuse import ChatSpecFuse
+            from pydantic import BaseModel
+
+
+            class Capital(BaseModel):
+                city: str
+
+
+            model = ChatSpecFuse(members="demo", max_tokens=60).with_structured_output(Capital)
+            print(model.invoke("The capital of France?"))
+            ```
         """
         with as_langchain():
             return structured_output(self, schema, include_raw=include_raw, method=method, strict=strict, **kwargs)
@@ -663,18 +704,47 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of the reference member, or of `custom_get_token_ids`; reads a tokenizer and no weights."""
+        """Token ids of the reference member, or of `custom_get_token_ids`. Reads a tokenizer and no weights.
+
+        Args:
+            text: The text to encode.
+
+        Returns:
+            The ids.
+
+        Example:
+            ```python
+            from langchain_specfuse import ChatSpecFuse
+
+            print(len(ChatSpecFuse(members="demo").get_token_ids("The tide rises.")))
+            ```
+        """
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         with as_langchain():
             return self._resolve_engine().tokenize(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
-        """Tokens of the whole prompt in the reference member's chat template, tools included.
+        """Tokens of the whole prompt in the reference member's chat template.
 
-        System messages by themselves count as what they add to a conversation, which may be less than nothing where
-        they replace the template's own. So `trim_messages`, which counts them apart from the turns, keeps what fits.
-        With `custom_get_token_ids`, the texts of the messages are counted.
+        System messages alone count as their addition to a conversation, which may be negative if they replace the
+        template's own. So `trim_messages`, which counts them separately, keeps a conversation that fits. With
+        `custom_get_token_ids`, the texts of the messages are counted.
+
+        Args:
+            messages: The conversation.
+            tools: Tools to offer; their descriptions count.
+
+        Returns:
+            The number of tokens.
+
+        Example:
+            ```python
+            from langchain_core.messages import HumanMessage
+            from langchain_specfuse import ChatSpecFuse
+
+            print(ChatSpecFuse(members="demo").get_num_tokens_from_messages([HumanMessage("Hello")]))
+            ```
         """
         if not messages:
             return 0

@@ -499,12 +499,50 @@ class EnsembleConfig(Settings):
 
     @classmethod
     def preset(cls, name: str, members: Sequence[MemberConfig | str], **settings: Any) -> Self:
-        """The settings of a preset ("default", "fast", "specfuse", "specem"); `settings` replace some of them."""
+        """The settings of a preset.
+
+        Args:
+            name: "default", "fast" (first words earlier), "specfuse" or "specem" (the papers').
+            members: Models or `MemberConfig`s.
+            **settings: Settings that override the preset's.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: An unknown preset, or an invalid setting.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig, demo_members
+
+            config = EnsembleConfig.preset("fast", demo_members(), max_concurrent=4)
+            print(config.exit)
+            ```
+        """
         check_choice("preset", name, tuple(PRESETS))
         return cls.from_dict({**PRESETS[name], **settings, "members": members})
 
     def only(self, names: Sequence[str] | None) -> Self:
-        """The same ensemble with these members only; all of them if None. Raises `ConfigError` for an unknown name."""
+        """The same ensemble with a part of its members.
+
+        Args:
+            names: Names of the members to keep; None keeps all.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: An unknown name.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleConfig, demo_members
+
+            config = EnsembleConfig(demo_members())
+            print(config.only(config.names[:1]).names)
+            ```
+        """
         if names is None:
             return self
         check(not isinstance(names, str), f"members is {names!r}: give a list of names")

@@ -19,8 +19,25 @@ class EnsembleResult(AnswerRecord):
     __slots__ = ()
 
     def to_html(self, title: str | None = None) -> str:
-        """A report of the answer as one HTML file that needs no network. `title`: its heading, for example the
-        question."""
+        """A report of the answer as one HTML file that needs no network.
+
+        Args:
+            title: The heading, for example the question.
+
+        Returns:
+            The HTML document.
+
+        Example:
+            ```python
+            from pathlib import Path
+            from tempfile import mkdtemp
+
+            from specfuse_shared import SamplingParams
+
+            result = engine.generate("Name a colour.", SamplingParams(max_tokens=8))
+            Path(mkdtemp(), "answer.html").write_text(result.to_html("Name a colour."), "utf-8")
+            ```
+        """
         from specfuse_shared.report.html import document
 
         return document(self, title)

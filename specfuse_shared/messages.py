@@ -40,9 +40,23 @@ class Tool:
 
     @classmethod
     def from_dict(cls, tool: Mapping[str, Any]) -> Self:
-        """A tool as OpenAI's clients describe it: {"type": "function", "function": {"name": …, "parameters": …}}.
+        """A tool in the form of OpenAI's clients.
 
-        Raises `RequestError` for tools that a provider runs itself, such as {"type": "web_search"}.
+        Args:
+            tool: {"type": "function", "function": {"name": …, "description": …, "parameters": …}}.
+
+        Returns:
+            The tool.
+
+        Raises:
+            RequestError: The description is invalid, or names a tool that a provider runs, such as "web_search".
+
+        Example:
+            ```python
+            from specfuse_shared import Tool
+
+            print(Tool.from_dict({"type": "function", "function": {"name": "now", "parameters": {}}}).name)
+            ```
         """
         function = tool.get("function", tool)
         if tool.get("type", "function") != "function" or not isinstance(function, Mapping) or "name" not in function:
@@ -74,7 +88,24 @@ class ToolCall:
 
     @classmethod
     def from_dict(cls, call: Mapping[str, Any]) -> Self:
-        """A call as OpenAI's clients write it, its arguments as JSON. Raises `RequestError`."""
+        """A call in the form of OpenAI's clients, with its arguments as JSON.
+
+        Args:
+            call: {"id": …, "function": {"name": …, "arguments": …}}.
+
+        Returns:
+            The call.
+
+        Raises:
+            RequestError: The call is invalid.
+
+        Example:
+            ```python
+            from specfuse_shared import ToolCall
+
+            print(ToolCall.from_dict({"id": "1", "function": {"name": "now", "arguments": "{}"}}).name)
+            ```
+        """
         function = call.get("function")
         if not isinstance(function, Mapping) or "name" not in function:
             raise RequestError(f"a tool call needs a function with a name, not {dict(call)!r}")
@@ -149,9 +180,23 @@ class Message:
 
     @classmethod
     def from_dict(cls, message: Mapping[str, Any]) -> Self:
-        """A message as OpenAI's clients write it; its content is text, or parts of it. Raises `RequestError`.
+        """A message in the form of OpenAI's clients. Turns of models and tools are read leniently.
 
-        Turns of models and tools are read leniently: see `earlier_fields`, `calls_before`.
+        Args: message: `role`, `content` (text, or a list of text parts), and for calls `tool_calls`, `tool_call_id`,
+        `name`.
+
+        Returns:
+            The message.
+
+        Raises:
+            RequestError: The message is invalid.
+
+        Example:
+            ```python
+            from specfuse_shared import Message
+
+            print(Message.from_dict({"role": "user", "content": "Hello"}))
+            ```
         """
         message = earlier_fields(message)
         if unknown := sorted(set(message) - set(_FIELDS)):

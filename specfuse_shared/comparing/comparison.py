@@ -146,12 +146,33 @@ def compare(
 ) -> Comparison:
     """Compare an ensemble with its members on questions. Answers are greedy, samples are not.
 
-    `questions`: a file (`read_questions`), a list of questions, or None for this package's questions. `run`: a file
-    that stores the answers, so that a run can be resumed. `leave_one_out`: also ask the ensemble without each of its
-    members. `equal_compute`: also ask the best member as often as the ensemble's compute, and its seconds, pay for
-    (`EqualCompute`). `timed`: how many questions are asked one at a time, to measure time. `max_tokens`: of every
-    answer, instead of the default of its kind. `make_engine`: makes the engines. Raises `ConfigError` for questions
-    that cannot be asked, `MissingExtraError` without the extra "compare", and `MemberLoadError`."""
+    Args:
+        members: The ensemble, its members, or "demo".
+        questions: A file (see `read_questions`), a list of questions, or None for this package's questions.
+        run: A file that stores the answers, so that a run can be resumed.
+        leave_one_out: Also ask the ensemble without each of its members.
+        equal_compute: Also sample the best member for the ensemble's compute, and for its seconds (`EqualCompute`).
+        timed: Number of questions to ask one at a time, to measure time.
+        max_tokens: Limit of every answer, instead of its kind's default.
+        on_progress: Called after each answer.
+        make_engine: Makes the engines.
+
+    Returns:
+        Answers, scores with 95 % intervals, and a verdict.
+
+    Raises:
+        ConfigError: The questions cannot be asked.
+        MissingExtraError: The extra "compare" is not installed.
+        MemberLoadError: A member cannot be loaded.
+
+    Example:
+        ```python
+        from specfuse_shared.comparing import compare
+
+        asked = [{"text": "Name the capital of France.", "references": ["Paris"]}]
+        print(compare("demo", asked, max_tokens=8, timed=0).verdict.headline)
+        ```
+    """
     check_libraries()
     config = config_of(members)
     check(len(config.names) > 1, "a comparison takes two members or more: an ensemble of one is that member")

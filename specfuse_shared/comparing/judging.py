@@ -160,7 +160,18 @@ def rate(
     on_progress: OnProgress = lambda progress: None,
     make_engine: MakeEngine = new_engine,
 ) -> Ratings:
-    """Have the members rate each other's answers of a comparison. `run`: the file that stores answers and marks."""
+    """Let the members rate each other's answers of a comparison.
+
+    Args:
+        comparison: Answers to rate.
+        config: The ensemble whose members judge.
+        run: A file that stores answers and marks.
+        on_progress: Called after each mark.
+        make_engine: Makes the engines.
+
+    Returns:
+        Marks, and how often they agree with references.
+    """
     judges = {name: config.only([name]) for name in config.names}
     with RunFile(run) as file:
         judging = _Judging(file, config, on_progress, make_engine)

@@ -61,7 +61,29 @@ def own_questions() -> QuestionSet:
 
 
 def read_questions(path: str | Path) -> QuestionSet:
-    """Questions of a `.txt`, `.csv`, `.tsv` or `.jsonl` file. Raises `ConfigError` for a file without any."""
+    """Questions of a file.
+
+    Args:
+        path: A `.txt` file (one question a line), or a `.csv`, `.tsv` or `.jsonl` file with columns.
+
+    Returns:
+        The questions, with remarks about ignored columns and rows.
+
+    Raises:
+        ConfigError: The file is unreadable or has no question.
+
+    Example:
+        ```python
+        from pathlib import Path
+        from tempfile import mkdtemp
+
+        from specfuse_shared.comparing import read_questions
+
+        file = Path(mkdtemp(), "questions.txt")
+        file.write_text("Why is the sky blue?", "utf-8")
+        print(read_questions(file).questions[0].prompt)
+        ```
+    """
     path = Path(path)
     tabs = partial(_table, delimiter="\t")
     readers: dict[str, Callable[[str], Rows]] = {

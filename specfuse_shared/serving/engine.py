@@ -118,10 +118,24 @@ class EnsembleEngine:
         return min((limit for m in self._members if (limit := m.context_limit)), default=None)
 
     def load(self, on_progress: OnLoadProgress | None = None) -> Self:
-        """Plan where the members go, then load each into its place. Does nothing if they are loaded.
+        """Load the members, unless they are loaded: plan their devices, then load one after another.
 
-        Each step is passed to `on_progress`; unset, a bar on the terminal or in the notebook shows it.
-        Raises `MemberLoadError`; where the members do not fit, `PlacementError`, before any weight is read.
+        Args:
+            on_progress: Called with each step. By default a bar on the terminal or in the notebook shows them.
+
+        Returns:
+            This engine.
+
+        Raises:
+            PlacementError: The members do not fit; no weight was read.
+            MemberLoadError: A member's files are missing or unusable.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleEngine, demo_members
+
+            engine = EnsembleEngine(demo_members()).load()
+            ```
         """
         self._check_open()
         with self._loading:
@@ -145,16 +159,41 @@ class EnsembleEngine:
         return self
 
     def prepare_grammars(self) -> None:
-        """Read every member's vocabulary, which the first grammar would wait for. `load` does that, too."""
+        """Read every member's vocabulary, which the first grammar would wait for. `load` does that, too.
+
+        Example:
+            ```python
+            engine.prepare_grammars()
+            ```
+        """
         self.load()._assembly.read_vocabularies()
 
     def describe(self) -> tuple[MemberReport, ...]:
-        """A report of each loaded member; loads them if necessary."""
+        """Describe the loaded members; loads them if necessary.
+
+        Returns:
+            A report for each member: device, number format, memory, verification, probe error.
+
+        Example:
+            ```python
+            for report in engine.describe():
+                print(report.name, report.device, report.verification)
+            ```
+        """
         infos = {info.name: info for lane in self.load()._assembly.lanes for info in lane.members}
         return tuple(infos[member.name].report for member in self._members)
 
     def metrics(self) -> MetricsSnapshot:
-        """Counters and histograms since the start; does not load the members."""
+        """Counters and histograms since the start. Does not load the members.
+
+        Returns:
+            A snapshot; sizes are in bytes, durations in seconds.
+
+        Example:
+            ```python
+            print(engine.metrics().to_dict())
+            ```
+        """
         running, waiting = self._scheduler.load if self._scheduler else (0, 0)
         use = sum((lane.cache_use() for lane in self._assembly.lanes), CacheUse())
         return self._metrics.snapshot(
@@ -168,8 +207,22 @@ class EnsembleEngine:
     def tokenize(self, text: str, *, members: Sequence[str] | None = None) -> list[int]:
         """Token ids of a text in the reference member, which counts `max_tokens` and usage.
 
-        `members`: names of the members that take part, if not all do; the reference is then one of them. Before the
-        members are loaded, this reads a tokenizer and no weights. Raises `MemberLoadError` if it cannot.
+        Before the members are loaded, this reads a tokenizer and no weights.
+
+        Args:
+            text: The text to encode.
+            members: Names of the participating members, if not all do; the reference is then one of them.
+
+        Returns:
+            The ids, without special tokens.
+
+        Raises:
+            MemberLoadError: The tokenizer cannot be read.
+
+        Example:
+            ```python
+            print(len(engine.tokenize("The tide rises twice a day.")))
+            ```
         """
         check_texts("tokenize", [text])
         return self._reference_prompts(members).codec.encode(text)
@@ -181,9 +234,25 @@ class EnsembleEngine:
         *,
         members: Sequence[str] | None = None,
     ) -> int:
-        """Number of tokens of a prompt in the reference member's chat template, with `tools`.
+        """Number of tokens of a prompt in the reference member's chat template.
 
-        Before the members are loaded, this reads a tokenizer and no weights. Raises `MemberLoadError` if it cannot.
+        Before the members are loaded, this reads a tokenizer and no weights.
+
+        Args:
+            messages: A conversation, or one question as a string.
+            tools: Tools to offer; their descriptions count.
+            members: Names of the participating members, if not all do.
+
+        Returns:
+            The number of tokens.
+
+        Raises:
+            MemberLoadError: The tokenizer cannot be read.
+
+        Example:
+            ```python
+            print(engine.count_tokens("Why is the sky blue?"))
+            ```
         """
         offered = ToolUse(tools_of(tools)).offered
         return len(self._reference_prompts(members).encode(conversation_of(messages), offered))
@@ -193,17 +262,57 @@ class EnsembleEngine:
     def generate(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
-        """Answer a conversation or one question. Raises what `stream` raises."""
+        """Answer a conversation or one question.
+
+        Args:
+            messages: A conversation, or one question as a string.
+            params: Sampling settings; by default greedy decoding.
+            **options: See `CallOptions`: `tools`, `tool_choice`, `parallel_tool_calls`, `timeout`, `members`.
+
+        Returns:
+            The text with its record: rounds, usage, agreement.
+
+        Raises:
+            RequestError: The request cannot be served.
+            GenerationError: The answer failed; the error has the text so far.
+
+        Example:
+            ```python
+            from specfuse_shared import SamplingParams
+
+            result = engine.generate("Why is the sky blue?", SamplingParams(max_tokens=24))
+            print(result.text)
+            ```
+        """
         return result_of(self.stream(messages, params, **options))
 
     def stream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> Iterator[Event]:
-        """Answer a conversation as typed events; verified text arrives at once, in `SegmentEvent`.
+        """Answer a conversation as typed events. Verified text arrives at once, in `SegmentEvent`.
 
-        Raises `RequestError` here, before any work, if the request cannot be served; while it runs,
-        `GenerationError` with the text so far. Closing or dropping the iterator stops the answer within one
-        forward pass and frees its caches.
+        Closing or dropping the iterator stops the answer within one forward pass and frees its caches.
+
+        Args:
+            messages: A conversation, or one question as a string.
+            params: Sampling settings; by default greedy decoding.
+            **options: See `CallOptions`.
+
+        Returns:
+            An iterator of events, from `StartEvent` to `FinishEvent`.
+
+        Raises:
+            RequestError: The request cannot be served; raised by this call, before any work.
+            GenerationError: The answer failed; raised by the iterator, with the text so far.
+
+        Example:
+            ```python
+            from specfuse_shared import SamplingParams, SegmentEvent
+
+            for event in engine.stream("Why is the sky blue?", SamplingParams(max_tokens=24)):
+                if isinstance(event, SegmentEvent):
+                    print(event.text, end="")
+            ```
         """
         return self._begin(PendingCall(self.config, messages, params, options))[1]
 
@@ -215,9 +324,27 @@ class EnsembleEngine:
         return_exceptions: bool = False,
         **options: Unpack[CallOptions],
     ) -> list[EnsembleResult | BaseException]:
-        """Answer conversations at the same time; results come in their order. `params`: one for all, or one for each.
+        """Answer several conversations concurrently.
 
-        The first error is raised when all have ended; `return_exceptions=True` returns errors in their places instead.
+        Args:
+            conversations: Conversations or questions.
+            params: Sampling settings for all, or one per conversation.
+            return_exceptions: Return errors in the place of results.
+            **options: See `CallOptions`.
+
+        Returns:
+            Results in the order of the conversations.
+
+        Raises:
+            SpecFuseError: The first error, after all answers have ended, unless `return_exceptions`.
+
+        Example:
+            ```python
+            from specfuse_shared import SamplingParams
+
+            results = engine.generate_batch(["Name a colour.", "Name a fruit."], SamplingParams(max_tokens=8))
+            print([result.text for result in results])
+            ```
         """
         requests = zip(conversations, one_each(conversations, params), strict=True)
         return results_of(
@@ -230,7 +357,24 @@ class EnsembleEngine:
     ) -> SideBySide:
         """The joint answer and each member's own answer, computed concurrently.
 
-        Raises the errors of `generate` for the joint answer; a member that fails alone is named in `SideBySide.failed`.
+        Args:
+            messages: A conversation, or one question as a string.
+            params: Sampling settings; by default greedy decoding.
+            **options: See `CallOptions`.
+
+        Returns:
+            The answers. A member that fails alone is in `SideBySide.failed`.
+
+        Raises:
+            SpecFuseError: The joint answer failed, as in `generate`.
+
+        Example:
+            ```python
+            from specfuse_shared import SamplingParams
+
+            answers = engine.generate_each("Name a colour.", SamplingParams(max_tokens=8))
+            print(answers.joint.text, {name: result.text for name, result in answers.alone.items()})
+            ```
         """
         names = list(self.config.only(options.get("members")).names)
         calls: list[CallOptions] = [{**options, "members": each} for each in (names, *([name] for name in names))]
@@ -249,10 +393,24 @@ class EnsembleEngine:
     def log_probabilities(
         self, messages: Conversation, texts: Sequence[str], **options: Unpack[CallOptions]
     ) -> dict[str, tuple[float, ...]]:
-        """Score given texts: for each member, the natural log p of each text as the beginning of its answer.
+        """Score given texts as the beginning of the answer; nothing is generated.
 
-        Members that fail are missing. Raises `RequestError` before any work if there is nothing to score or the request
-        cannot be served, and `GenerationError` if all members fail.
+        Args:
+            messages: A conversation, or one question as a string.
+            texts: The texts to score.
+            **options: See `CallOptions`.
+
+        Returns:
+            Member → natural log p of each text. Members that fail are missing.
+
+        Raises:
+            RequestError: There is nothing to score, or the request cannot be served.
+            GenerationError: All members failed.
+
+        Example:
+            ```python
+            print(engine.log_probabilities("Is the sky blue?", ["Yes", "No"]))
+            ```
         """
         check_texts("log_probabilities", texts if all(texts) else ())
         request, events = self._begin(PendingCall(self.config, messages, None, options, texts))
@@ -265,7 +423,28 @@ class EnsembleEngine:
     async def agenerate(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> EnsembleResult:
-        """`generate` without blocking the event loop; cancelling the task stops the answer."""
+        """`generate` without blocking the event loop. Cancelling the task stops the answer.
+
+        Args:
+            messages: A conversation, or one question as a string.
+            params: Sampling settings; by default greedy decoding.
+            **options: See `CallOptions`.
+
+        Returns:
+            The text with its record.
+
+        Raises:
+            SpecFuseError: As in `generate`.
+
+        Example:
+            ```python
+            import asyncio
+
+            from specfuse_shared import SamplingParams
+
+            print(asyncio.run(engine.agenerate("Name a colour.", SamplingParams(max_tokens=8))).text)
+            ```
+        """
         events = self.astream(messages, params, **options)
         try:
             async for event in events:
@@ -278,7 +457,35 @@ class EnsembleEngine:
     async def astream(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncIterator[Event]:
-        """`stream` without blocking the event loop; closing it or cancelling its task stops the answer."""
+        """`stream` without blocking the event loop. Closing it or cancelling its task stops the answer.
+
+        Args:
+            messages: A conversation, or one question as a string.
+            params: Sampling settings; by default greedy decoding.
+            **options: See `CallOptions`.
+
+        Yields:
+            Events, from `StartEvent` to `FinishEvent`.
+
+        Raises:
+            SpecFuseError: As in `stream`.
+
+        Example:
+            ```python
+            import asyncio
+
+            from specfuse_shared import SamplingParams, SegmentEvent
+
+
+            async def show() -> None:
+                async for event in engine.astream("Name a colour.", SamplingParams(max_tokens=8)):
+                    if isinstance(event, SegmentEvent):
+                        print(event.text, end="")
+
+
+            asyncio.run(show())
+            ```
+        """
         loop, items = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def deliver(item: Event | Exception) -> None:
@@ -302,14 +509,32 @@ class EnsembleEngine:
             opener.cancel(request)
 
     def check_busy(self) -> None:
-        """Raises `EngineBusyError` if a request would be refused now; costs nothing and takes no place."""
+        """Check for a free queue slot. Costs nothing and takes no slot.
+
+        Raises:
+            EngineBusyError: A request would be refused now.
+
+        Example:
+            ```python
+            engine.check_busy()
+            ```
+        """
         if self._opener is not None:
             self._opener.check()
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Free the members. Running answers end with an error that carries their text. Safe to call twice."""
+        """Free the members. Running answers end with an error that has their text. Safe to call twice.
+
+        Example:
+            ```python
+            from specfuse_shared import EnsembleEngine, demo_members
+
+            with EnsembleEngine(demo_members()) as short_lived:  # closes at the end
+                print(short_lived.closed)
+            ```
+        """
         with self._loading:
             self._closed = True
             scheduler, self._scheduler, self._assembly = self._scheduler, None, Assembly(())
@@ -389,7 +614,7 @@ class EngineLease:
         self._give_back: Callable[[bool], None] | None = release
 
     def close(self) -> None:
-        """Give the share back. Safe to call twice."""
+        """Return the share. Safe to call twice."""
         self._release(close=True)
 
     def _release(self, close: bool) -> None:
@@ -451,13 +676,36 @@ if hasattr(os, "register_at_fork"):
 
 
 def lease_engine(config: EnsembleConfig) -> EngineLease:
-    """A share in this process's engine for a configuration. The engine loads on first use."""
+    """A share in this process's engine for a configuration. The engine loads on first use.
+
+    Args:
+        config: The ensemble. Equal configurations share one engine.
+
+    Returns:
+        A lease; the engine is freed with its last lease.
+
+    Example:
+        ```python
+        from specfuse_shared import EnsembleConfig, demo_members, lease_engine
+
+        lease = lease_engine(EnsembleConfig(demo_members()))
+        lease.close()
+        ```
+    """
     return _registry.lease(config)
 
 
 def close_idle_engines() -> int:
-    """Close the engines of this process without a lease, such as those of models that were dropped without `close`.
+    """Close the engines of this process without a lease, for example after models were dropped without `close`.
 
-    Returns how many were closed.
+    Returns:
+        The number of closed engines.
+
+    Example:
+        ```python
+        from specfuse_shared import close_idle_engines
+
+        print(close_idle_engines())
+        ```
     """
     return _registry.close_idle()

@@ -14,9 +14,28 @@ if TYPE_CHECKING:
 
 
 def prometheus_collector(engine: EnsembleEngine | Mapping[str, EnsembleEngine], prefix: str = "specfuse") -> Any:
-    """A collector to register: `prometheus_client.REGISTRY.register(prometheus_collector(engine))`.
+    """A collector for `prometheus_client`.
 
-    The label "ensemble" separates several engines by their name.
+    Args:
+        engine: An engine, or several by name; the label "ensemble" then has the name.
+        prefix: Prefix of the metrics' names.
+
+    Returns:
+        The collector.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+
+    Example:
+        ```python
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        from specfuse_shared import prometheus_collector
+
+        registry = CollectorRegistry()
+        registry.register(prometheus_collector(engine))
+        print(generate_latest(registry)[:60])
+        ```
     """
     try:
         from prometheus_client import metrics_core

@@ -42,10 +42,27 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, *, strict: bool = True) -> Self:
-        """JSON values of a schema, written on one line; properties come in the schema's order.
+        """JSON values of a schema, written on one line, with properties in the schema's order.
 
-        Objects have only the properties that the schema names, unless it says otherwise. A keyword that cannot
-        be enforced (`not`, `uniqueItems`, `contains`, …) is refused if `strict`, else ignored.
+        Objects have only the properties that the schema names, unless it says otherwise.
+
+        Args: schema: A JSON schema, as a mapping or as JSON. strict: Refuse keywords that cannot be enforced (`not`,
+        `uniqueItems`, `contains`, …); otherwise ignore them.
+
+        Returns:
+            The grammar.
+
+        Raises:
+            GrammarError: The schema is invalid or cannot be enforced.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar, SamplingParams
+
+            schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+            params = SamplingParams(max_tokens=40, grammar=Grammar.json_schema(schema))
+            print(engine.generate("The capital of France as JSON?", params).text)
+            ```
         """
         if not isinstance(schema, (str, Mapping)):
             raise GrammarError(f"a JSON schema is a mapping or JSON text, not {type(schema).__name__}")
@@ -53,22 +70,83 @@ class Grammar:
 
     @classmethod
     def json(cls) -> Self:
-        """Any JSON object."""
+        """Any JSON object.
+
+        Returns:
+            The grammar.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar
+
+            print(Grammar.json().kind)
+            ```
+        """
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Texts that match the whole expression (syntax of Rust's regex crate, without look-around)."""
+        """Texts that match the whole expression.
+
+        Args:
+            pattern: A regular expression in the syntax of Rust's regex crate, without look-around.
+
+        Returns:
+            The grammar.
+
+        Raises:
+            GrammarError: The expression is invalid.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar, SamplingParams
+
+            params = SamplingParams(max_tokens=8, grammar=Grammar.regex("[0-9]{4}"))
+            print(engine.generate("In which year did the Titanic sink?", params).text)
+            ```
+        """
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, options: Sequence[str]) -> Self:
-        """One of these strings."""
+        """One of several strings.
+
+        Args:
+            options: The allowed answers.
+
+        Returns:
+            The grammar.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar, SamplingParams
+
+            params = SamplingParams(max_tokens=4, grammar=Grammar.choice(["yes", "no"]))
+            print(engine.generate("Is the sky blue?", params).text)
+            ```
+        """
         return cls("choice", _dumps(_checked_options(options)))
 
     @classmethod
     def lark(cls, source: str) -> Self:
-        """A context-free grammar in llguidance's dialect of Lark; its first rule is `start`."""
+        """A context-free grammar.
+
+        Args:
+            source: The grammar in llguidance's dialect of Lark; its first rule is `start`.
+
+        Returns:
+            The grammar.
+
+        Raises:
+            GrammarError: The grammar is invalid.
+
+        Example:
+            ```python
+            from specfuse_shared import Grammar
+
+            print(Grammar.lark('start: "a" "b"+').kind)
+            ```
+        """
         return cls("lark", source)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,74 @@
+"""The examples of public docstrings run, and their arguments are those of the functions."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import langchain_specfuse
+import llamaindex_specfuse
+import specfuse_shared
+import specfuse_shared.comparing
+from specfuse_shared import EnsembleEngine
+
+PACKAGES = (specfuse_shared, specfuse_shared.comparing, langchain_specfuse, llamaindex_specfuse)
+BLOCK = re.compile(r"^Example:\n    ```python\n(.*?)^    ```$", re.MULTILINE | re.DOTALL)
+ARGUMENT = re.compile(r"^    (\*{0,2}\w+): ", re.MULTILINE)
+
+
+def is_ours(thing: object) -> bool:
+    module = getattr(thing, "__module__", None) or ""
+    return module.split(".")[0] in ("specfuse_shared", "langchain_specfuse", "llamaindex_specfuse")
+
+
+def documented() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Name, function and docstring of every public function and method of ours."""
+    seen = set[int]()
+    for package in PACKAGES:
+        for name in package.__all__:
+            thing = getattr(package, name)
+            if id(thing) in seen or not is_ours(thing):
+                continue
+            seen.add(id(thing))
+            if inspect.isfunction(thing):
+                yield name, thing, inspect.getdoc(thing) or ""
+            elif inspect.isclass(thing):
+                for attribute, value in list(vars(thing).items()):
+                    function = getattr(value, "__func__", value)
+                    if inspect.isfunction(function) and is_ours(function) and not attribute.startswith("_"):
+                        yield f"{name}.{attribute}", function, inspect.getdoc(function) or ""
+
+
+FUNCTIONS = {name: (function, doc) for name, function, doc in documented()}
+EXAMPLES = {name: textwrap.dedent(found[1]) for name, (_, doc) in FUNCTIONS.items() if (found := BLOCK.search(doc))}
+
+
+def test_the_main_functions_have_examples() -> None:
+    methods = {name for name in FUNCTIONS if name.startswith(("EnsembleEngine.", "Grammar."))}
+    without = {"Grammar.behind", "Grammar.as_rule"}  # called by the engine only
+    assert methods - without <= EXAMPLES.keys()
+    assert {"ChatSpecFuse.bind_tools", "ChatSpecFuse.with_structured_output", "compare"} <= EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, (_, doc) in FUNCTIONS.items() if "\nArgs:\n" in doc])
+def test_every_argument_is_described(name: str) -> None:
+    function, doc = FUNCTIONS[name]
+    section = re.split(r"^\w+:$", doc.partition("\nArgs:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = [
+        stars.get(parameter.kind, "") + parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name not in ("self", "cls")
+    ]
+    assert ARGUMENT.findall(section) == parameters
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, demo_engine: EnsembleEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(EXAMPLES[name], name, "exec"), {"__name__": "__main__", "engine": demo_engine})
+    assert "print(" not in EXAMPLES[name] or capsys.readouterr().out
