@@ -160,7 +160,7 @@ def test_without_a_stream_of_its_own_a_member_captures_nothing(driver: Driver) -
         pass
     graphs = Graphs(torch.device("cpu"), "late")
     assert graphs.capture(lambda: None, torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)) is None
-    assert "no CUDA stream is left" in graphs.report
+    assert "no exclusive CUDA stream is left" in graphs.report
     del taken
     assert ModelStream(CUDA)._stream is not None
 
