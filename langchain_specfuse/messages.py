@@ -33,13 +33,10 @@ from pydantic import BaseModel, Field
 
 from specfuse_shared import (
     ConfigError,
-    EnsembleResult,
     Event,
-    FinishEvent,
     Grammar,
     Message,
     SegmentEvent,
-    ThinkingEvent,
     Tool,
     ToolCall,
     Usage,
@@ -49,21 +46,16 @@ from specfuse_shared.frameworks import (
     RESPONSE_FORMATS,
     SILENT_BLOCKS,
     TEXT_BLOCKS,
-    CallDelta,
+    AnswerEnd,
+    AnswerPart,
+    AnswerReader,
     CallReader,
     Detail,
     Role,
-    TextDelta,
-    Thoughts,
     Whole,
     arguments_said,
     block_text,
-    check_whole,
     choice_of,
-    finish_reason,
-    last_parts,
-    ledger,
-    openai_logprobs,
     reasoning_tokens,
     response_schema,
     segment_record,
@@ -197,9 +189,7 @@ class SegmentChunk(ChatGenerationChunk):
 class ChunkBuilder:
     """Turns events into chunks: reasoning, one chunk per verified segment, then an empty one with usage and the record.
 
-    `detail`: how much of the record to include. `reader`: reads calls if tools were offered; it holds back text that
-    may become a call. `whole`: the kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it.
-    `may_close`: accept such an answer if closing brackets and quotes completed it.
+    `detail`: how much of the record to include. For the rest see `AnswerReader`.
     """
 
     def __init__(
@@ -213,45 +203,40 @@ class ChunkBuilder:
     ) -> None:
         self._model_name = model_name
         self._detail = detail
-        self._whole = whole
-        self._may_close = may_close
-        self._reader = reader
-        self._thoughts = Thoughts()
+        self._answer = AnswerReader(reader, detail, whole=whole, may_close=may_close)
 
     def chunks(self, event: Event) -> Iterator[ChatGenerationChunk]:
         """The chunks of an event."""
-        if isinstance(event, ThinkingEvent):
-            yield from _reasoning(self._thoughts.feed(event))
-        if isinstance(event, (SegmentEvent, FinishEvent)):
-            yield from _reasoning(self._thoughts.rest())
+        part = self._answer.read(event)
+        yield from _reasoning(part.thoughts)
         if isinstance(event, SegmentEvent):
-            parts = self._reader.feed(event.text) if self._reader else (TextDelta(event.text),)
-            first, *rest = _chunks(parts, **self._kept({"specfuse_segments": [record := segment_record(event)]}))
+            first, *rest = _chunks(part, **self._kept({"specfuse_segments": [record := segment_record(event)]}))
             yield SegmentChunk(message=first.message, segment={"text": first.message.text, **record})
             yield from rest
-        if isinstance(event, FinishEvent):
-            yield from self._end(event.result)
+        elif part.text or part.calls:
+            yield from _chunks(part)
+        if part.end is not None:
+            yield self._last(part.end)
 
     def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {} if self._detail == "none" else {"additional_kwargs": kwargs}
 
-    def _end(self, result: EnsembleResult) -> Iterator[ChatGenerationChunk]:
-        check_whole(result, self._whole, self._reader, may_close=self._may_close)
-        usage = usage_metadata(result.usage)
-        if rest := last_parts(self._reader, result, may_close=self._may_close):
-            yield from _chunks(rest)
+    def _last(self, end: AnswerEnd) -> ChatGenerationChunk:
         info: dict[str, Any] = {
-            "finish_reason": finish_reason(result, bool(self._reader and self._reader.calling)),
+            "finish_reason": end.finish_reason,
             "model_name": self._model_name(),
             "model_provider": PROVIDER,
         }
-        if (logprobs := openai_logprobs(result)) is not None:
-            info["logprobs"] = logprobs
-        record = {"specfuse": details} if (details := ledger(result, self._detail)) else {}
+        if end.logprobs is not None:
+            info["logprobs"] = end.logprobs
+        record = {"specfuse": end.record} if end.record else {}
         last = AIMessageChunk(
-            content="", chunk_position="last", usage_metadata=usage, response_metadata={**info, **record}
+            content="",
+            chunk_position="last",
+            usage_metadata=usage_metadata(end.result.usage),
+            response_metadata={**info, **record},
         )
-        yield ChatGenerationChunk(message=last, generation_info=info)
+        return ChatGenerationChunk(message=last, generation_info=info)
 
 
 def usage_metadata(of: Usage) -> UsageMetadata:
@@ -268,30 +253,26 @@ def usage_metadata(of: Usage) -> UsageMetadata:
 def _reasoning(thoughts: str) -> Iterator[ChatGenerationChunk]:
     """`content_blocks` makes reasoning blocks of this key, as it does for ChatOllama."""
     if thoughts:
-        yield from _chunks((), additional_kwargs={"reasoning_content": thoughts})
+        yield from _chunks(AnswerPart(), additional_kwargs={"reasoning_content": thoughts})
 
 
-def _chunks(parts: Iterable[TextDelta | CallDelta], **fields: Any) -> Iterator[ChatGenerationChunk]:
+def _chunks(part: AnswerPart, **fields: Any) -> Iterator[ChatGenerationChunk]:
     """One chunk, or one of text and one of calls: LangChain makes blocks of calls only where there is no text."""
-    text, calls = "", dict[int, ToolCallChunk]()
-    for part in parts:
-        if isinstance(part, TextDelta):
-            text += part.text
-        elif (started := calls.get(part.index)) is not None:  # a message holds one chunk of a call
-            started["args"] = f"{started['args']}{part.arguments}"
-        else:
-            calls[part.index] = ToolCallChunk(
-                name=part.name,
-                args=part.arguments,
-                id=part.id,
-                index=_FIRST_CALL + part.index,
+    if part.text or not part.calls:
+        yield ChatGenerationChunk(message=AIMessageChunk(content=part.text, **fields))
+    if part.calls:
+        calls = [
+            ToolCallChunk(
+                name=call.name,
+                args=call.arguments,
+                id=call.id,
+                index=_FIRST_CALL + call.index,
                 type="tool_call_chunk",
             )
-    if text or not calls:
-        yield ChatGenerationChunk(message=AIMessageChunk(content=text, **fields))
-    if calls:
-        rest = {} if text else fields
-        yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[*calls.values()], **rest))
+            for call in part.calls
+        ]
+        rest = {} if part.text else fields
+        yield ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=calls, **rest))
 
 
 Foreign = Mapping[str, Any] | type | Callable[..., Any] | BaseTool

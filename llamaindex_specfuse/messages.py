@@ -46,26 +46,23 @@ from pydantic_core import from_json
 
 from specfuse_shared import EnsembleResult, Message, TokenLogprob, Tool, ToolCall, TopLogprob
 from specfuse_shared.errors import RequestError, UnfinishedValueError, ValueTooLongError
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent, ThinkingEvent
+from specfuse_shared.events import Event, SegmentEvent, ThinkingEvent
 from specfuse_shared.frameworks import (
     CLOSED,
     CUT_MARK,
+    AnswerEnd,
+    AnswerPart,
+    AnswerReader,
     CallDelta,
     CallReader,
     Detail,
     Role,
-    TextDelta,
     Whole,
     arguments_said,
     block_text,
     candidate_records,
-    check_whole,
     choice_of,
-    finish_reason,
-    last_parts,
-    ledger,
     segment_record,
-    usage_record,
 )
 
 _ROLES: dict[MessageRole, Role] = {
@@ -356,9 +353,8 @@ class AnswerStep:
 class AnswerFold:
     """Folds the events of one answer into pieces, and reports each segment to all listeners.
 
-    Made in the body of an endpoint, where the call's span is still open; every segment carries its id. `whole`: the
-    kind of answer that raises `UnfinishedValueError` when `max_tokens` cuts it. `may_close`: accept such an answer if
-    closing brackets and quotes completed it.
+    Made in the body of an endpoint, where the call's span is still open; every segment carries its id. For `whole` and
+    `may_close` see `AnswerReader`.
     """
 
     def __init__(
@@ -373,11 +369,9 @@ class AnswerFold:
     ) -> None:
         self._observe = observe
         self._detail = detail
-        self._whole = whole
-        self._may_close = may_close
         self._model_name = model_name
+        self._answer = AnswerReader(reader, detail, whole=whole, may_close=may_close)
         self._text = ""
-        self._reader = reader
         self._begun: list[BegunCall] = []
         self._thoughts: dict[str, str] = {}
         self._span = active_span_id.get()
@@ -386,42 +380,35 @@ class AnswerFold:
     def piece(self, event: Event) -> AnswerStep | None:
         """The piece that an event adds to the answer, or None."""
         self._observe(event)
+        part = self._answer.read(event)
         if isinstance(event, ThinkingEvent):
             return self._thought(event)
         if isinstance(event, SegmentEvent):
-            return self._segment(event)
-        if isinstance(event, FinishEvent):
-            return self._last(event.result)
-        return None
+            return self._segment(event, part)
+        return None if part.end is None else self._last(part, part.end)
 
     def _thought(self, event: ThinkingEvent) -> AnswerStep:
         self._thoughts[event.member] = self._thoughts.get(event.member, "") + event.text
         record = {"specfuse": {"member": event.member, "thinking": event.text}}
-        return replace(self._grown([], record), thinking_delta=event.text)
+        return replace(self._grown(AnswerPart(), record), thinking_delta=event.text)
 
-    def _segment(self, event: SegmentEvent) -> AnswerStep:
+    def _segment(self, event: SegmentEvent, part: AnswerPart) -> AnswerStep:
         record = {**segment_record(event), "candidates": candidate_records(event)}
         _dispatcher.event(SpecFuseSegmentEvent(text=event.text, record=record, span_id=self._span, tags=self._tags))
-        parts = self._reader.feed(event.text) if self._reader else [TextDelta(event.text)]
-        return self._grown(parts, {} if self._detail == "none" else {"specfuse": record})
+        return self._grown(part, {} if self._detail == "none" else {"specfuse": record})
 
-    def _last(self, result: EnsembleResult) -> AnswerStep:
-        check_whole(result, self._whole, self._reader, may_close=self._may_close)
-        parts = last_parts(self._reader, result, may_close=self._may_close)
-        usage, reason = usage_record(result.usage), finish_reason(result, called=bool(self._begun))
-        record = {"specfuse": details} if (details := ledger(result, self._detail)) else {}
-        raw = {"model": self._model_name(), "usage": usage, "finish_reason": reason, **record}
-        last = self._grown(parts, raw)
-        return replace(last, counted={**usage, "finish_reason": reason}, logprobs=_logprobs(result))
+    def _last(self, part: AnswerPart, end: AnswerEnd) -> AnswerStep:
+        record = {"specfuse": end.record} if end.record else {}
+        raw = {"model": self._model_name(), "usage": end.usage, "finish_reason": end.finish_reason, **record}
+        counted = {**end.usage, "finish_reason": end.finish_reason}
+        return replace(self._grown(part, raw), counted=counted, logprobs=_logprobs(end.result))
 
-    def _grown(self, parts: Sequence[TextDelta | CallDelta], raw: dict[str, Any]) -> AnswerStep:
-        delta = "".join(part.text for part in parts if isinstance(part, TextDelta))
-        self._text += delta
-        for part in parts:
-            if isinstance(part, CallDelta):
-                self._write(part)
-        calls = tuple(self._reader.calls) if self._reader else ()
-        return AnswerStep(delta, self._text, raw, calls, tuple(self._begun), tuple(map(_block, self._thoughts.items())))
+    def _grown(self, part: AnswerPart, raw: dict[str, Any]) -> AnswerStep:
+        self._text += part.text
+        for call in part.calls:
+            self._write(call)
+        thoughts = tuple(map(_block, self._thoughts.items()))
+        return AnswerStep(part.text, self._text, raw, self._answer.complete_calls, tuple(self._begun), thoughts)
 
     def _write(self, part: CallDelta) -> None:
         if part.index == len(self._begun):

@@ -3,6 +3,7 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
+from specfuse_shared.frameworks.answer_reader import AnswerEnd, AnswerPart, AnswerReader
 from specfuse_shared.frameworks.records import (
     CLOSED,
     RESPONSE_FORMATS,
@@ -44,6 +45,9 @@ __all__ = [
     "SILENT_BLOCKS",
     "TEXT_BLOCKS",
     "TRANSPORT_OPTIONS",
+    "AnswerEnd",
+    "AnswerPart",
+    "AnswerReader",
     "CallDelta",
     "CallReader",
     "Detail",

@@ -71,6 +71,8 @@ def ends_in_loop(words: list[str], times: int = TIMES, shortest: int = _SHORTEST
 def circle(words: list[str], times: int = TIMES, shortest: int = _SHORTEST_STRETCH) -> int:
     """Words of the stretch that ends the text `times` times in a row; 0 if there is none."""
     for n in range(shortest, min(len(words) // times, _LONGEST_STRETCH) + 1):
+        if words[-n - 1] != words[-1]:  # most lengths end here
+            continue
         tail = words[-n:]
         if all(words[-n * (k + 1) : -n * k] == tail for k in range(1, times)):
             return n

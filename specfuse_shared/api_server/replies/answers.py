@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,12 @@ from specfuse_shared.api_server.requests.bodies import Extension
 from specfuse_shared.api_server.requests.calls import Call
 from specfuse_shared.client.wire import error_to_json, event_to_json
 from specfuse_shared.errors import UnfinishedValueError
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent, ThinkingEvent
+from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent
 from specfuse_shared.frameworks import (
+    AnswerReader,
     CallDelta,
-    TextDelta,
-    Thoughts,
-    finish_reason,
-    last_parts,
-    ledger,
     logprobs_content,
-    openai_logprobs,
     segment_record,
-    usage_record,
 )
 
 
@@ -56,8 +50,8 @@ class ChoiceReader:
         self.usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._call = call
         self._extension = extension
-        self._reader = call.use.reader() if not extension.events else None  # ours read by themselves
-        self._thoughts = Thoughts()
+        calls = call.use.reader() if not extension.events else None  # our own clients read calls themselves
+        self._answer = AnswerReader(calls, "none" if extension.events else extension.ledger)
         questions = [turn.content for turn in call.choices[index].messages if turn.role == "user"]
         self._growing = GrowingAnswer(questions[-1] if questions else "")
 
@@ -87,31 +81,21 @@ class ChoiceReader:
     def _piece(self, event: Event) -> ChoicePiece:
         if self._extension.report:
             self._growing.observe(event)
-        piece = ChoicePiece(begins=isinstance(event, StartEvent))
+        part = self._answer.read(event)
+        piece = ChoicePiece(part.text, part.thoughts, list(map(_as_openai, part.calls)), isinstance(event, StartEvent))
         if isinstance(event, StartEvent):
             self._count(event.prompt_tokens, 0)
-        elif isinstance(event, ThinkingEvent):
-            piece.thoughts = self._thoughts.feed(event)
         elif isinstance(event, SegmentEvent):
-            piece.thoughts = self._thoughts.rest()
-            self._write(piece, self._reader.feed(event.text) if self._reader else [TextDelta(event.text)])
             piece.logprobs = logprobs_content(event.logprobs) if event.logprobs else None
             piece.specfuse["segments"] = [segment_record(event)]
-        elif isinstance(event, FinishEvent):
-            self._finish(piece, event)
+        elif part.end is not None:
+            self.usage, piece.finish_reason = part.end.usage, part.end.finish_reason
+            piece.all_logprobs = part.end.logprobs
+            if part.end.record:
+                piece.specfuse["record"] = part.end.record
         if self._extension.events:
             piece.specfuse = {"events": [event_to_json(event)]}
         return piece
-
-    def _finish(self, piece: ChoicePiece, event: FinishEvent) -> None:
-        result = event.result
-        self.usage = usage_record(result.usage)
-        piece.thoughts = self._thoughts.rest()
-        self._write(piece, last_parts(self._reader, result))
-        piece.finish_reason = finish_reason(result, bool(self._reader and self._reader.calling))
-        piece.all_logprobs = openai_logprobs(result)
-        if not self._extension.events and (details := ledger(result, self._extension.ledger)):
-            piece.specfuse["record"] = details
 
     def _cut(self, error: UnfinishedValueError) -> ChoicePiece:
         if not self.usage["completion_tokens"]:
@@ -124,23 +108,12 @@ class ChoiceReader:
         usage = {"prompt_tokens": prompt, "completion_tokens": completion}
         self.usage = {**usage, "total_tokens": prompt + completion}
 
-    def _write(self, piece: ChoicePiece, parts: Iterable[TextDelta | CallDelta]) -> None:
-        """Text and calls; a delta holds one piece of each call, and only a call's first has its id and name."""
-        by_index: dict[int, dict[str, Any]] = {}
-        for part in parts:
-            if isinstance(part, TextDelta):
-                piece.text += part.text
-            elif part.index in by_index:
-                by_index[part.index]["function"]["arguments"] += part.arguments
-            else:
-                named = {"id": part.id, "type": "function"} if part.id else {}
-                function = {"name": part.name} if part.name else {}
-                by_index[part.index] = {
-                    "index": part.index,
-                    **named,
-                    "function": {**function, "arguments": part.arguments},
-                }
-        piece.calls += by_index.values()
+
+def _as_openai(call: CallDelta) -> dict[str, Any]:
+    """A delta holds one piece of each call, and only a call's first has its id and name."""
+    named = {"id": call.id, "type": "function"} if call.id else {}
+    function = {"name": call.name} if call.name else {}
+    return {"index": call.index, **named, "function": {**function, "arguments": call.arguments}}
 
 
 class Folded:
