@@ -89,6 +89,7 @@ from specfuse_shared.frameworks import (
     ToolUse,
     Whole,
     config_of,
+    fold_async,
     members_of_model,
 )
 
@@ -615,7 +616,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             async with aclosing(cast("AsyncGenerator[Event]", events)):
                 async for event in events:
                     self._observe(event)
-                    for chunk in request.answer.chunks(event):
+                    for chunk in await fold_async(request.answer.all_chunks, event):
                         if run_manager is not None:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk

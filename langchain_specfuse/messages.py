@@ -218,6 +218,9 @@ class ChunkBuilder:
         if part.end is not None:
             yield self._last(part.end)
 
+    def all_chunks(self, event: Event) -> list[ChatGenerationChunk]:
+        return list(self.chunks(event))
+
     def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {} if self._detail == "none" else {"additional_kwargs": kwargs}
 

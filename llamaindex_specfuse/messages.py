@@ -62,6 +62,7 @@ from specfuse_shared.frameworks import (
     block_text,
     candidate_records,
     choice_of,
+    fold_async,
     segment_record,
 )
 
@@ -445,7 +446,7 @@ async def afold(answer: AnswerFold, events: AsyncIterator[Event]) -> AsyncGenera
     with seen():
         async with aclosing(cast(AsyncGenerator[Event], events)):
             async for event in events:
-                if piece := answer.piece(event):
+                if piece := await fold_async(answer.piece, event):
                     yield piece
 
 

@@ -3,7 +3,7 @@
 Needs pydantic, which both frameworks bring along. The engine never imports this package.
 """
 
-from specfuse_shared.frameworks.answer_reader import AnswerEnd, AnswerPart, AnswerReader
+from specfuse_shared.frameworks.answer_reader import AnswerEnd, AnswerPart, AnswerReader, fold_async
 from specfuse_shared.frameworks.records import (
     CLOSED,
     RESPONSE_FORMATS,
@@ -68,6 +68,7 @@ __all__ = [
     "choice_of",
     "config_of",
     "finish_reason",
+    "fold_async",
     "last_parts",
     "ledger",
     "logprobs_content",

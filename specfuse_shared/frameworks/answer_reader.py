@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from specfuse_shared.events import EnsembleResult, Event, FinishEvent, SegmentEvent, ThinkingEvent
 from specfuse_shared.frameworks.records import (
@@ -20,6 +21,8 @@ from specfuse_shared.frameworks.records import (
 )
 from specfuse_shared.messages import ToolCall
 from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,13 @@ class AnswerReader:
             openai_logprobs(result),
             ledger(result, self._detail),
         )
+
+
+async def fold_async(fold: Callable[[Event], T], event: Event) -> T:
+    """`fold(event)`. The end of an answer is folded in a thread: the record of a very long answer takes a second."""
+    if isinstance(event, FinishEvent):
+        return await asyncio.to_thread(fold, event)
+    return fold(event)
 
 
 def _add(part: AnswerPart, deltas: Iterable[TextDelta | CallDelta]) -> None:

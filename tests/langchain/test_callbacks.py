@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine
+from specfuse_shared.frameworks import answer_reader
 
 QUESTION = "What does the sea do?"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -190,3 +192,17 @@ async def test_segment_events_come_once_where_streams_are_switched_off(
     later = AsyncRecorder()
     whole = "".join([chunk.text async for chunk in model.astream(QUESTION, {"callbacks": [later]})])
     assert "".join(data["text"] for _, data in later.events) == whole != ""
+
+
+async def test_the_record_of_an_answer_is_made_outside_the_event_loop(
+    chat: ChatSpecFuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(
+        answer_reader, "ledger", lambda result, detail: threads.append(threading.current_thread()) or {"seed": 1}
+    )
+    answer = await chat.ainvoke(QUESTION)
+    assert answer.response_metadata["specfuse"] == {"seed": 1}
+    assert threading.main_thread() not in threads
+    chat.invoke(QUESTION)
+    assert threads[-1] is threading.main_thread(), "without a loop there is no other thread"

@@ -13,10 +13,11 @@ from specfuse_shared.api_server.requests.bodies import Extension
 from specfuse_shared.api_server.requests.calls import Call
 from specfuse_shared.client.wire import error_to_json, event_to_json
 from specfuse_shared.errors import UnfinishedValueError
-from specfuse_shared.events import Event, FinishEvent, SegmentEvent, StartEvent
+from specfuse_shared.events import Event, SegmentEvent, StartEvent
 from specfuse_shared.frameworks import (
     AnswerReader,
     CallDelta,
+    fold_async,
     logprobs_content,
     segment_record,
 )
@@ -59,11 +60,7 @@ class ChoiceReader:
         """A piece for every event that clients see."""
         try:
             async for event in events:
-                event_for_client = public(event)
-                if isinstance(event_for_client, FinishEvent):  # the record of a very long answer takes a second
-                    piece = await asyncio.to_thread(self._piece, event_for_client)
-                else:
-                    piece = self._piece(event_for_client)
+                piece = await fold_async(self._piece, public(event))
                 if piece != ChoicePiece() or self._extension.report:
                     yield piece
         except UnfinishedValueError as error:
