@@ -81,7 +81,7 @@ class Counts:
 
 class Census(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts, self.muted = counts, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,7 +251,7 @@ if __name__ == "__main__":
         fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
     _setup_privateuseone_for_python_backend("absent")
     vars(attention)["causal_lower_right"] = lower_right
-    fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]
+    fake_tensor.CONSTANT_NUMEL_LIMIT = -1
     with FakeTensorMode(allow_non_fake_inputs=True):
         for chosen in models:
             for step, counts in census_of(chosen, torch.device("absent")):

@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -21,9 +22,9 @@ SEGMENT = 10
 class LoadedEngine(EnsembleEngine):
     """An engine over loaded members. Random weights repeat themselves, which is no reason to end an answer."""
 
-    def __init__(self, members: Sequence[LocalMember], **settings: object) -> None:
+    def __init__(self, members: Sequence[LocalMember], **settings: Any) -> None:
         names = [MemberConfig(member.name, name=member.name) for member in members]
-        usual = {
+        usual: dict[str, Any] = {
             "segment_tokens": SEGMENT,
             "first_segment_tokens": None,
             "exit": "never",
@@ -39,7 +40,7 @@ class LoadedEngine(EnsembleEngine):
 
 @contextmanager
 def engine_over(
-    some: Sequence[LocalMember], every: Sequence[LocalMember] = (), **settings: object
+    some: Sequence[LocalMember], every: Sequence[LocalMember] = (), **settings: Any
 ) -> Iterator[EnsembleEngine]:
     """An engine over some of the members; what earlier ones left with any of `every` is given back before."""
     for member in every or some:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +21,7 @@ def noisy(member: MemberConfig, noise: float, folder: Path) -> MemberConfig:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
-                    parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(noise * parameter.std() * torch.randn(parameter.shape, generator=generator))
         _write(model, tokenizer, target)
     return MemberConfig(str(target), name=f"{member.label}+{noise:g}", adapter=member.adapter, dtype=member.dtype)
 
@@ -38,11 +39,11 @@ def shallow(member: MemberConfig, layers: int, folder: Path) -> MemberConfig:
     return MemberConfig(str(target), name=f"{member.label}/{layers}", dtype=member.dtype)
 
 
-def _read(member: MemberConfig) -> tuple[torch.nn.Module, object]:
+def _read(member: MemberConfig) -> tuple[Any, Any]:
     source = converted(Path(member.model), None, lambda stage: None)
     return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
 
 
-def _write(model: torch.nn.Module, tokenizer: object, target: Path) -> None:
-    model.to(torch.bfloat16).save_pretrained(target)  # type: ignore[operator]
-    tokenizer.save_pretrained(target)  # type: ignore[attr-defined]
+def _write(model: Any, tokenizer: Any, target: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
-from specfuse_shared.serving import admission as memory
+from specfuse_shared.serving import admission
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
 from tests.support.against_naive import FAULT_ROW, EngineOver, local_members
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Each engine that a test closes collects garbage, which searches all libraries unless they are set aside."""
-    memory.settle()
+    admission.settle()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def judged(text: str, drafts: dict[str, str], **changes: object) -> RoundRecord:
     """A round won by alpha with `text`, in which each member drafted its own."""
     candidates = tuple(Candidate(draft, (name,), False, 3) for name, draft in drafts.items())
     told = {"candidates": candidates, "weights": WEIGHTS, **changes}
-    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **told)  # type: ignore[arg-type]
+    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **told)
 
 
 def test_members_that_draft_the_same_agree() -> None:
@@ -281,7 +282,8 @@ def test_no_text_whatever_raises_and_all_of_it_is_plain_json() -> None:
         rounds = [(text := some(), {"beta": some(), "gamma": text[: chance.randrange(9)] + some()}) for _ in range(4)]
         answer = differing(rounds, THREE, over=chance.random() < 0.5)
         answer = replace(answer, text=answer.text[: chance.randrange(60)])
-        for each in (*answer.differences, *answer.fields):
+        found: list[Any] = [*answer.differences, *answer.fields]
+        for each in found:
             assert 0 <= each.start <= each.end <= len(answer.text)
             assert each.text == answer.text[each.start : each.end]
             assert each.others or each.share in (None, 1.0)

@@ -57,4 +57,4 @@ def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
 @pytest.mark.parametrize("value", [8.0, 2.5, True])
 def test_a_count_is_a_whole_number(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams.{name} must be a whole number, not {value!r}"):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})

@@ -25,7 +25,7 @@ from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
 from specfuse_shared.frameworks.settings import found, hidden
 from specfuse_shared.loading.config_files import read_ensemble
-from specfuse_shared.serving import scheduler as streams
+from specfuse_shared.serving import scheduler
 from specfuse_shared.serving.scheduler import EventStream
 
 BOM = b"\xef\xbb\xbf"
@@ -172,7 +172,7 @@ def test_other_mistakes_are_not_taken_for_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["model", "adapter", "tokenizer", "gguf_file"])
 def test_a_path_whose_backslashes_were_read_is_explained(setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"MemberConfig.{setting} is 'C:\\new\\x08ig', which has a control"):
-        MemberConfig(**{"model": "a/b", setting: "C:\new\big"})  # type: ignore[arg-type]
+        MemberConfig(**{"model": "a/b", setting: "C:\new\big"})
 
 
 def test_a_file_that_an_editor_holds_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_a_question_on_standard_input_may_begin_with_a_byte_order_mark(monkeypat
 
 def test_a_wait_for_an_answer_ends_where_ctrl_c_is_seen_between_waits_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that raises the signal while the main one waits without end would wait for ever on such a system."""
-    monkeypatch.setattr(streams, "_SECONDS_OF_A_WAIT", 0.02)
+    monkeypatch.setattr(scheduler, "_SECONDS_OF_A_WAIT", 0.02)
     waits: list[float | None] = []
 
     class Items(SimpleQueue[Event | Exception]):
@@ -265,7 +265,7 @@ def test_a_wait_for_an_answer_ends_where_ctrl_c_is_seen_between_waits_only(monke
 
 
 def test_an_item_that_comes_between_two_waits_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_SECONDS_OF_A_WAIT", 0.01)
+    monkeypatch.setattr(scheduler, "_SECONDS_OF_A_WAIT", 0.01)
     items = SimpleQueue[Event | Exception]()
     threading.Timer(0.05, items.put, [ConfigError("here")]).start()
     began = time.monotonic()

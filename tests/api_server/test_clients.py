@@ -184,7 +184,7 @@ def test_what_no_request_can_hold_is_refused_here_as_there(tiny: EnsembleEngine,
         there = RemoteEngine(str(client.base_url))
         for engine in (there, tiny):
             with pytest.raises(ConfigError, match="params must be SamplingParams, not dict"):
-                engine.generate("Hi", {"max_tokens": 4})  # type: ignore[arg-type]
+                engine.generate("Hi", {"max_tokens": 4})
             with pytest.raises((RequestError, ConfigError)):
                 engine.generate("Hi", tools=[schema])
         short = SamplingParams(max_tokens=4)
@@ -263,7 +263,7 @@ def test_a_client_keeps_its_key_to_itself(client: httpx.Client) -> None:
         assert b"very-secret" not in pickle.dumps(model)
         assert pickle.loads(pickle.dumps(model)).base_url == model.base_url
         assert copy.deepcopy(model).api_key.get_secret_value() == "very-secret"
-    assert ChatSpecFuse(base_url="https://x", api_key="k")._remote()._api_key == "k"  # type: ignore[union-attr]
+    assert ChatSpecFuse(base_url="https://x", api_key="k")._remote()._api_key == "k"
 
 
 def test_a_model_is_here_or_there(tiny: EnsembleEngine) -> None:

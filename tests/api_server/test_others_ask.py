@@ -16,7 +16,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("clock", "bell", "lamp")
 ]
-FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_the_sdk_may_allow_some_tools(sdk: openai.OpenAI) -> None:
         messages=QUESTION,
         tools=TOOLS,
         tool_choice=choice,
-        max_tokens=60,  # type: ignore[arg-type]
+        max_tokens=60,
     )
     [call] = reply.choices[0].message.tool_calls or []
     assert call.type == "function"
@@ -81,7 +81,7 @@ def test_tokens_are_counted_before_they_are_asked(
     sdk: openai.OpenAI, client: httpx.Client, more: dict[str, Any]
 ) -> None:
     """Pydantic AI does so, to stay under a limit."""
-    told = sdk.responses.input_tokens.count(model="tiny", input=QUESTION, **more)  # type: ignore[arg-type]
+    told = sdk.responses.input_tokens.count(model="tiny", input=QUESTION, **more)
     assert told.object == "response.input_tokens"
     asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 40, **more}
     assert told.input_tokens == client.post("/v1/responses", json=asked).json()["usage"]["input_tokens"]

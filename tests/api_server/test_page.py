@@ -91,7 +91,7 @@ def test_an_answer_grows_while_it_is_written(
     ask(page, tokens=3000)
     for _ in range(3):
         count = max(1, segments(page))
-        until(lambda before=count: segments(page) > before)  # type: ignore[misc]
+        until(lambda before=count: segments(page) > before)
         assert page.locator("#report .facts dd").first.inner_text() == "not yet"
         assert page.locator("#status").inner_text() == "The members are writing …"
         assert shown_card(page).startswith("Round ")
@@ -330,7 +330,7 @@ def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..
         asked = {"model": f"tiny/{name}", "messages": [{"role": "user", "content": "Why is the sea salty?"}]}
         answer = client.post("/v1/chat/completions", json={**asked, "max_tokens": 24}).json()
         assert text == answer["choices"][0]["message"]["content"]
-    tops = [page.locator("#beside article").nth(n).bounding_box()["y"] for n in range(3)]  # type: ignore[index]
+    tops = [page.locator("#beside article").nth(n).bounding_box()["y"] for n in range(3)]
     assert len(set(tops)) == 1, "side by side"
     ask(page, "And without?", 8)
     page.get_by_label("Each member by itself, too").uncheck()
@@ -417,7 +417,7 @@ def test_answers_side_by_side_can_be_read_on_a_phone(
     ratios = page.evaluate(CONTRASTS)
     assert ratios[0][0] >= 4.5, ratios[:5]
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
-    lefts = {page.locator("#beside article").nth(n).bounding_box()["x"] for n in range(3)}  # type: ignore[index]
+    lefts = {page.locator("#beside article").nth(n).bounding_box()["x"] for n in range(3)}
     assert len(lefts) == 1, "below each other"
 
 
@@ -438,7 +438,7 @@ def test_every_text_has_enough_contrast_and_a_phone_never_scrolls_sideways(
 def test_everything_has_a_name_for_those_who_cannot_see_it(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     for role, name in [("textbox", "Question"), ("combobox", "Model"), ("spinbutton", "Tokens"), ("button", "Ask")]:
-        assert page.get_by_role(role, name=name).count() >= 1  # type: ignore[arg-type]
+        assert page.get_by_role(role, name=name).count() >= 1
     ask(page, tokens=16)
     expect(page.locator("#status")).to_have_text("Finished")
     assert page.get_by_role("log").count() == 1

@@ -19,7 +19,7 @@ from tests.support.serving import ADD, DIGIT, QUESTION, chat, serving, untimed
 from tests.support.tiny import THINKING
 
 ASKED: str = QUESTION[0]["content"]
-TOOL = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
+TOOL = {"type": "function", **ADD["function"]}
 FORMAT = {"format": {"type": "json_schema", "name": "digit", "schema": DIGIT, "strict": True}}
 ENDLESS = {"kind": "lark", "source": "start: /(ab|cd){2000}/"}
 

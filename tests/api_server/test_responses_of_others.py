@@ -92,7 +92,7 @@ def test_the_sdk_goes_on_with_what_a_tool_gave(sdk: openai.OpenAI) -> None:
     turns: list[Any] = [{"role": "user", "content": QUESTION}]
     first = sdk.responses.create(model="tiny", input=turns, tools=[tool], tool_choice="required", max_output_tokens=90)
     turns += [item.model_dump(exclude_none=True) for item in first.output]
-    turns.append({"type": "function_call_output", "call_id": first.output[0].call_id, "output": "4"})  # type: ignore[union-attr]
+    turns.append({"type": "function_call_output", "call_id": first.output[0].call_id, "output": "4"})
     second = sdk.responses.create(model="tiny", input=turns, tools=[tool], tool_choice="auto", max_output_tokens=9)
     assert second.usage is not None
     assert first.usage is not None

@@ -86,9 +86,9 @@ def asked(gate: Gate, way: str, **settings: Any) -> str:
     if way == "batch":
         return chat.batch(["Hi"])[0].text
     if way == "complete":
-        return llm.complete("Hi").text
+        return str(llm.complete("Hi"))
     assert way == "acomplete"
-    return asyncio.run(llm.acomplete("Hi")).text
+    return str(asyncio.run(llm.acomplete("Hi")))
 
 
 WAYS = ("invoke", "stream", "ainvoke", "batch", "complete", "acomplete")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from suggested import app, correlations, outcomes_of, rank_correlation
@@ -20,7 +21,7 @@ def answers(right: int, first: int = 0) -> list[str]:
     return [GOOD if first <= n < first + right else BAD for n in range(24)]
 
 
-def comparison(second: list[str], gain: int) -> dict[str, object]:
+def comparison(second: list[str], gain: int) -> Any:
     """Beside a member that is right 12 times; the ensemble is right `gain` times more often."""
     return json.loads(json.dumps(made({"one": answers(12), "two": second, ENSEMBLE: answers(12 + gain)}).to_dict()))
 

@@ -27,11 +27,11 @@ COLUMN = "first, 3 samples (equal compute)"
 
 
 def fakes(**given: object) -> Fakes:
-    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **given})  # type: ignore[arg-type]
+    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **given})
 
 
 def compared(made: Fakes, rows: list[dict[str, object]] = ROWS, timed: int = 0, **how: object) -> Comparison:  # type: ignore[assignment]
-    return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})  # type: ignore[arg-type]
+    return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})
 
 
 def told(found: Comparison, title: str) -> str:
@@ -69,7 +69,7 @@ def test_a_single_sample_is_the_greedy_answer() -> None:
     assert made.sampled == 0
     name = "first, 1 sample (equal compute and seconds)"
     assert {q: a.text for q, a in found.answers[name].items()} == {q: a.text for q, a in found.answers["first"].items()}
-    assert "ceiling" not in found.equal.columns  # type: ignore[union-attr]
+    assert "ceiling" not in found.equal.columns
     assert "pays for: 3.0 (at most 1 are asked)" in told(found, "Equal compute")
 
 
@@ -196,7 +196,7 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
     assert "of 90 samples failed (first: " in reason
     assert "out of order" in reason
     well = fakes()
-    assert compared(well, run=run).equal.columns["compute"] == COLUMN  # type: ignore[union-attr]
+    assert compared(well, run=run).equal.columns["compute"] == COLUMN
     assert 0 < well.sampled < 2 * 3 * 30, "only what failed is asked again"
 
 

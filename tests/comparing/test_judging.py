@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ class JudgeLane(ScriptedLane):
 
     blind = False
     seen: list[tuple[str, ...]]
+    about: dict[Any, tuple[int, ...]]
 
     def _value(self, key, request):  # type: ignore[no-untyped-def]
         if isinstance(request.op, Verify):

@@ -104,7 +104,7 @@ def test_an_instruction_that_cannot_be_checked_is_named() -> None:
         {"name": "keywords:existence"},
     ):
         with pytest.raises(ConfigError, match="instruction"):
-            check_instruction(wrong)  # type: ignore[arg-type]
+            check_instruction(wrong)
 
 
 def test_passages_are_scored_by_shared_words_without_articles_and_marks() -> None:

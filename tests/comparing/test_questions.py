@@ -210,4 +210,4 @@ def test_questions_may_be_given_as_texts_and_mappings() -> None:
     with pytest.raises(ConfigError, match="did you mean 'references'"):
         QuestionSet.of([{"text": "Who?", "reference": ["Ann"]}])
     with pytest.raises(ConfigError, match="not int"):
-        QuestionSet.of([5])  # type: ignore[list-item]
+        QuestionSet.of([5])

@@ -94,7 +94,7 @@ NAMES = ["one", "two", "three"]
 
 
 def suggested(fakes: Fakes, **how: object) -> Suggestion:
-    return suggest(NAMES, ROWS, make_engine=fakes, **{"timed": 0, **how})  # type: ignore[arg-type]
+    return suggest(NAMES, ROWS, make_engine=fakes, **{"timed": 0, **how})
 
 
 def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:

@@ -161,7 +161,7 @@ def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_p
             own = with_settings(engine.config, early_margin=margin)
             for seed in (None, 3, 4, 5):
                 chance = {} if seed is None else {"temperature": 1.2, "seed": seed}
-                params = SamplingParams(max_tokens=200, **chance)  # type: ignore[arg-type]
+                params = SamplingParams(max_tokens=200, **chance)
                 records = assert_equals_naive(own, local_members(engine), MESSAGES, params, rounds=3)
                 lengths.add(max(c.tokens for c in records[0].candidates))
     assert len(lengths) > 1, "some were clear at an early look, some were not"

@@ -81,7 +81,7 @@ def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str],
 
 def test_members_behind_servers_share_a_lane_and_take_no_turns() -> None:
     both: Any = [SimpleNamespace(name=name, devices={}) for name in ("small", "large")]
-    traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)  # type: ignore[arg-type]
+    traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
     assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
     for seconds, pays in ((EVEN, False), (UNEVEN, True)):
         found = LeaderPolicy(replace(traffic, step_seconds=lambda own=seconds: own))  # type: ignore[misc]
@@ -144,7 +144,7 @@ def test_an_engine_measures_what_its_leaders_are_chosen_by(tmp_path: Any) -> Non
     with EnsembleEngine(EnsembleConfig(members)) as engine:
         engine.generate("moon", SamplingParams(max_tokens=8))
         counted = engine.metrics()
-        traffic = engine._scheduler.traffic  # type: ignore[union-attr]
+        traffic = engine._scheduler.traffic
         for name, seconds in traffic.step_seconds().items():
             assert seconds == pytest.approx(counted.forward_seconds[name] / counted.forwards[name])
         assert set(traffic.step_seconds()) == {"one", "two"}

@@ -88,10 +88,10 @@ def test_stop_strings_end_an_answer_that_ignores_ends_of_turn(engine: EnsembleEn
 def test_what_cannot_be_is_refused(tiny_engine: EnsembleEngine) -> None:
     for settings in ({"min_tokens": 3}, {"ignore_eos": True}):
         with pytest.raises(ConfigError, match="which decide when an answer is complete"):
-            SamplingParams(grammar=Grammar.choice(["yes"]), **settings)  # type: ignore[arg-type]
+            SamplingParams(grammar=Grammar.choice(["yes"]), **settings)
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
         with pytest.raises(ConfigError, match="which decide when an answer is complete"):
-            tiny_engine.generate("x", SamplingParams(**settings), tools=[tool])  # type: ignore[arg-type]
+            tiny_engine.generate("x", SamplingParams(**settings), tools=[tool])
     with pytest.raises(ConfigError, match=r"min_tokens must be between 0 and 5, not 6"):
         SamplingParams(max_tokens=5, min_tokens=6)
 

@@ -111,7 +111,7 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
     tiny_engine: EnsembleEngine, chance: dict[str, float], score: str
 ) -> None:
     """Inside a segment, across the borders of two, and of several stops the first."""
-    params = SamplingParams(max_tokens=40, **chance)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=40, **chance)
     whole = result_of(tiny_engine, params, score=score)
     text, across = whole.text, 0
     for record in whole.rounds[1:-1:2]:

@@ -14,7 +14,7 @@ from specfuse_shared import EnsembleEngine, SegmentEvent, ThinkingEvent
 from specfuse_shared.frameworks import CallReader
 
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"city": {"const": "Rome"}}}}}
-NOW["function"]["parameters"]["required"] = ["city"]  # type: ignore[index]
+NOW["function"]["parameters"]["required"] = ["city"]
 CALLED = [{"name": "now", "args": {"city": "Rome"}}]
 
 
@@ -32,7 +32,7 @@ async def test_text_and_a_call_behind_it_are_two_blocks(caller: EnsembleEngine, 
     model = ChatSpecFuse(engine=caller, max_tokens=200, output_version=version).bind_tools([NOW])
     answers = [
         model.invoke("When?"),
-        whole(model.stream("When?")),  # type: ignore[arg-type]
+        whole(model.stream("When?")),
         await model.ainvoke("When?"),
         whole(iter([chunk async for chunk in model.astream("When?")])),  # type: ignore[misc]
     ]

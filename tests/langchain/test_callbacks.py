@@ -31,7 +31,7 @@ class Recorder(BaseCallbackHandler):
         self.tokens.append(token)
         self.runs.add(run_id)
 
-    def on_custom_event(self, name: str, data: Any, *, run_id: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def on_custom_event(self, name: str, data: Any, *, run_id: Any, **kwargs: Any) -> None:
         self.events.append((name, data))
         self.runs.add(run_id)
 
@@ -42,7 +42,7 @@ class AsyncRecorder(AsyncCallbackHandler):
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
 
-    async def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    async def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
         self.events.append((name, data))
 
 

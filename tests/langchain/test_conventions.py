@@ -178,7 +178,7 @@ def test_each_generation_says_how_it_ended(chat: ChatSpecFuse) -> None:
             "chat+base",
             "specfuse",
         )
-        assert generation.message.response_metadata["finish_reason"] == "length"  # type: ignore[attr-defined]
+        assert generation.message.response_metadata["finish_reason"] == "length"
 
 
 def test_a_message_carries_a_summary_unless_told_otherwise(tiny: EnsembleEngine) -> None:
@@ -205,7 +205,7 @@ def test_a_call_and_a_value_tell_the_agreement_of_each_field(tiny: EnsembleEngin
     assert told.keys() == {"$.name", "$.arguments.crew"}
     assert int(told["$.arguments.crew"]["text"]) == called.tool_calls[0]["args"]["crew"]
     found = model.with_structured_output(boat, include_raw=True).invoke(QUESTION)
-    [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]  # type: ignore[index]
+    [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]
     assert field["path"].endswith("crew")
     assert all(0 <= field["share"] <= 1 for field in told.values() if field["share"] is not None)
     quiet = model.model_copy(update={"ledger": "none"}).bind_tools([boat], tool_choice="any").invoke(QUESTION)

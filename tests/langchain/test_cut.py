@@ -68,7 +68,7 @@ def test_plain_text_is_no_value(chat: ChatSpecFuse) -> None:
     assert answer.response_metadata["finish_reason"] == "length"
 
 
-class Forced(AgentMiddleware):  # type: ignore[type-arg]
+class Forced(AgentMiddleware):
     """Every call of the model has to call a tool."""
 
     def wrap_model_call(self, request: ModelRequest, handler: Any) -> Any:
@@ -104,7 +104,7 @@ async def test_a_call_that_was_cut_is_invalid_in_every_way_to_ask(writer: Runnab
     assert is_cut(writer.invoke("Write."))
     assert is_cut(await writer.ainvoke("Write."))
     assert all(map(is_cut, writer.batch(["Write.", "Go on."])))
-    assert is_cut(folded(list(writer.stream("Write."))))  # type: ignore[arg-type]
+    assert is_cut(folded(list(writer.stream("Write."))))
     assert is_cut(folded([chunk async for chunk in writer.astream("Write.")]))  # type: ignore[misc]
 
 
@@ -127,8 +127,8 @@ def test_an_agent_carries_out_no_call_that_was_cut_and_goes_on_with_the_next_tur
 
 def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
     failed = {"type": "invalid_tool_call", "id": "c", "name": "write_file", "error": None}
-    closed = AIMessage("", invalid_tool_calls=[{**failed, "args": '{"path": "a"}} ' + CUT_MARK}])  # type: ignore[list-item]
-    other = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])  # type: ignore[list-item]
+    closed = AIMessage("", invalid_tool_calls=[{**failed, "args": '{"path": "a"}} ' + CUT_MARK}])
+    other = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])
     answer = ToolMessage("It was truncated.", tool_call_id="c")
     asked = HumanMessage("Write.")
     assert to_messages([asked, closed, answer])[1].tool_calls[0].arguments == {"path": "a"}
@@ -139,7 +139,7 @@ def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse, method: Any) -> None:
     strict = chat.with_structured_output(Note, method=method, strict=True)
-    structured = strict.bind(max_tokens=100)  # type: ignore[attr-defined]
+    structured = strict.bind(max_tokens=100)
     for asked in (structured.invoke, lambda prompt: list(structured.stream(prompt))):
         with pytest.raises(exceptions.OutputParserException, match="max_tokens cut") as caught:
             asked("Note it.")

@@ -60,7 +60,7 @@ def test_blocks_of_version_one_are_one_text_block(model: ChatSpecFuse, demo_engi
     new = ChatSpecFuse(engine=demo_engine, max_tokens=10, output_version="v1")
     whole: AIMessageChunk | None = None
     for chunk in new.stream(QUESTION):
-        whole = chunk if whole is None else whole + chunk  # type: ignore[assignment]
+        whole = chunk if whole is None else whole + chunk
     assert whole is not None
     [block] = whole.content_blocks
     assert (block["type"], block.get("text")) == ("text", model.invoke(QUESTION).content)
@@ -158,9 +158,9 @@ def test_the_profile_says_what_the_model_can_do(model: ChatSpecFuse, demo_engine
 def rag_chain(llm: Runnable[Any, Any]) -> Runnable[Any, str]:
     """A retrieval chain as tutorials write it; only its model is ours."""
     documents = [Document("The observatory opens at seven in the evening."), Document("Tickets cost nine euros.")]
-    retriever = RunnableLambda(lambda question: [d for d in documents if "opens" in d.page_content])
+    retriever: Any = RunnableLambda(lambda question: [d for d in documents if "opens" in d.page_content])
     prompt = ChatPromptTemplate.from_template("Context: {context}\nQuestion: {question}\nAnswer briefly.")
-    context = retriever | RunnableLambda(lambda found: "\n".join(d.page_content for d in found))
+    context: Any = retriever | (lambda found: "\n".join(d.page_content for d in found))
     return {"context": context, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
 
 

@@ -48,7 +48,7 @@ def test_configurable_fields_and_retries_keep_the_engine(model: ChatSpecFuse, de
     forwards = demo_engine.metrics().forwards
     chosen = model.configurable_fields(max_tokens=ConfigurableField(id="room"))
     short = chosen.invoke(QUESTION, {"configurable": {"room": 3}})
-    assert short.usage_metadata["output_tokens"] == 3  # type: ignore[index]
+    assert short.usage_metadata["output_tokens"] == 3
     assert model.with_retry().invoke(QUESTION).content == model.bind(max_tokens=12).invoke(QUESTION).content
     assert demo_engine.metrics().forwards != forwards, "all of them ran on the one engine"
 

@@ -12,8 +12,9 @@ from jsonschema import validate
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.messages import Thoughts, to_messages
+from langchain_specfuse.messages import to_messages
 from specfuse_shared import EnsembleConfig, EnsembleEngine, ThinkingEvent
+from specfuse_shared.frameworks.records import Thoughts
 from tests.support.tiny import THINKING
 
 QUESTION = "How do the tides follow the moon?"
@@ -64,10 +65,10 @@ async def test_thoughts_are_blocks_of_version_one(thinking: EnsembleEngine) -> N
     model = ChatSpecFuse(engine=thinking, max_tokens=12, max_thinking_tokens=12, output_version="v1")
     whole: AIMessageChunk | None = None
     async for chunk in model.astream(QUESTION):
-        whole = chunk if whole is None else whole + chunk  # type: ignore[assignment]
+        whole = chunk if whole is None else whole + chunk
     assert whole is not None
     assert [block["type"] for block in whole.content_blocks] == ["reasoning", "text"]
-    assert [block["type"] for block in model.invoke(QUESTION).content] == ["reasoning", "text"]  # type: ignore[index]
+    assert [block["type"] for block in model.invoke(QUESTION).content] == ["reasoning", "text"]
 
 
 def test_values_and_calls_begin_after_the_thoughts(thinker: ChatSpecFuse) -> None:

@@ -124,7 +124,7 @@ def test_many_with_one_beginning_read_it_once_and_say_the_same(llama_engine: Ens
                 return decode(tokens)
 
             member.runner.context.decode = counted  # type: ignore[attr-defined]
-        results = engine.generate_batch([prompt_of(text) for text in texts], PARAMS)
+        results: list[Any] = engine.generate_batch([prompt_of(text) for text in texts], PARAMS)
         assert [result.text for result in results] == expected
         read_by_all = sum(result.usage.prompt_tokens for result in results)
         assert engine.metrics().reused_prompt_tokens > 0.5 * read_by_all

@@ -8,8 +8,9 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageR
 from llama_index.core.tools import FunctionTool
 
 from llamaindex_specfuse import SpecFuseLLM
-from llamaindex_specfuse.messages import choice_of, to_messages
+from llamaindex_specfuse.messages import to_messages
 from specfuse_shared.errors import ConfigError, RequestError
+from specfuse_shared.serving.calls import choice_of
 from tests.llamaindex.listening import Listener
 
 

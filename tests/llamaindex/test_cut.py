@@ -51,7 +51,7 @@ def is_cut(llm: SpecFuseLLM, response: ChatResponse) -> bool:
     assert not [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     with pytest.raises(RequestError, match="max_tokens cut"):
         llm.get_tool_calls_from_response(response)
-    return written["function"]["arguments"].endswith(CUT_MARK) and response.raw["finish_reason"] == "length"
+    return bool(written["function"]["arguments"].endswith(CUT_MARK) and response.raw["finish_reason"] == "length")
 
 
 async def test_a_call_that_was_cut_is_none_in_every_way_to_ask(short: SpecFuseLLM) -> None:
@@ -74,7 +74,7 @@ async def test_an_agent_carries_it_not_out_but_hears_of_it_and_goes_on(short: Sp
     agent = FunctionAgent(tools=[TOOL], llm=short, streaming=streaming, initial_tool_choice="write_file")
     handler = agent.run("Write.")
     results = [event async for event in handler.stream_events() if isinstance(event, ToolCallResult)]
-    output = await handler
+    output: Any = await handler
     assert WRITTEN == []
     assert "cut short and not run" in str(results[0].tool_output)
     assert output.response.content is not None

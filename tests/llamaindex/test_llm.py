@@ -27,7 +27,8 @@ def responses(llm: SpecFuseLLM) -> list[CompletionResponse]:
 
 @pytest.fixture(scope="module")
 def completion(llm: SpecFuseLLM) -> CompletionResponse:
-    return llm.complete(QUESTION)
+    answer: CompletionResponse = llm.complete(QUESTION)
+    return answer
 
 
 # ── an answer ────────────────────────────────────────────────────────────────────────────────────

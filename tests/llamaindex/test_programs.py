@@ -107,7 +107,7 @@ async def test_an_agent_gives_its_answer_as_an_instance_of_a_class(llm: SpecFuse
         return f"On {day} it opens at seven."
 
     agent = FunctionAgent(tools=[opening_hours], llm=llm.model_copy(update={"max_tokens": 50}), output_cls=Hours)
-    response = await agent.run("When does it open on Friday?")
+    response: Any = await agent.run("When does it open on Friday?")
     assert isinstance(response.structured_response, dict)
     assert isinstance(response.get_pydantic_model(Hours), Hours)
 

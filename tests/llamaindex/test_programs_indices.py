@@ -108,7 +108,8 @@ async def test_a_query_engine_and_an_agent_answer_with_values(llm: SpecFuseLLM, 
     assert isinstance(engine.query(QUESTION).response, Hours)
     handler = FunctionAgent(llm=wide, output_cls=Hours).run("It opens at seven in the evening. When does it open?")
     values = [event async for event in handler.stream_events() if isinstance(event, AgentStreamStructuredOutput)]
-    assert values[-1].output == (await handler).structured_response
+    output: Any = await handler
+    assert values[-1].output == output.structured_response
     assert Hours.model_validate(values[-1].output)
 
 

@@ -68,7 +68,7 @@ def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         kind(config=Path("none.toml"))
     with pytest.raises(ConfigError, match="must be an EnsembleConfig or a TOML file, not int"):
-        kind(config=5)  # type: ignore[arg-type]
+        kind(config=5)
 
 
 def test_the_weights_of_a_file_change_what_a_chat_model_says(file: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_dtype_and_report(folder: Path) -> None:
     assert report.memory_bytes == pytest.approx(2 * report.parameters, rel=0.01)
 
 
-def _adapter(folder: Path, target: Path) -> AutoModelForCausalLM:
+def _adapter(folder: Path, target: Path) -> Any:
     """A random LoRA adapter for the model in `folder`, stored in `target`; the model with the adapter in place."""
     base = AutoModelForCausalLM.from_pretrained(folder)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))

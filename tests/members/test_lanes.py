@@ -77,7 +77,7 @@ def test_answers_are_those_of_members_in_turn_and_forwards_overlap(
     expected = [answer_of(tiny_engine.generate(*each)) for each in zip(QUESTIONS, PARAMS, strict=True)]
     assert len(lanes()) == 1, "one member runs in the worker itself"
     with slowed(engine, 0.002) as times:
-        found = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]  # type: ignore[arg-type]
+        found = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]
     assert found == expected
     first, second = times.values()
     together = sum(any(a < d and c < b for c, d in second) for a, b in first)

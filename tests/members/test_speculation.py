@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def _disturb(folder: Path, noise: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
-                parameter += noise * torch.randn_like(parameter) * parameter.std()
+                parameter.add_(noise * torch.randn_like(parameter) * parameter.std())
     model.save_pretrained(folder)
 
 
@@ -89,7 +90,7 @@ def requests(count: int, seed: int) -> Asked:
             settings["grammar"] = Grammar.regex("[a-z ]{3,40}")
         elif chance.random() < 0.3:
             settings["min_tokens"] = chance.randint(1, 4)
-        found.append((text, SamplingParams(**settings)))  # type: ignore[arg-type]
+        found.append((text, SamplingParams(**settings)))
     return found
 
 
@@ -180,12 +181,13 @@ def test_answers_of_the_demo_are_the_same_with_and_without(exact_engine: Ensembl
 
 @pytest.mark.parametrize("chance", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "seed": 4}], ids=str)
 def test_a_leader_is_told_of_and_changes_nothing(trio: EnsembleEngine, chance: dict[str, float]) -> None:
-    members, rounds = local_members(trio), {}
+    members = local_members(trio)
+    rounds: dict[str, Any] = {}
     for speculation in ("off", "auto"):
         config = with_settings(trio.config, speculation=speculation, segment_tokens=3)
         rounds[speculation] = []
         for text in ("the fox asks why", "tides follow a cold moon", "jugs jump over the dog while boxes ask"):
-            params = SamplingParams(max_tokens=60, **chance)  # type: ignore[arg-type]
+            params = SamplingParams(max_tokens=60, **chance)
             answer = open_session(config, members, [Message("user", text)], params)
             rounds[speculation] += run_rounds(answer, 12)
             answer.release()
@@ -227,18 +229,21 @@ def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatc
     assert min(forwards["auto"]) < 0.4 * min(forwards["off"])
 
 
-def test_members_of_static_execution_guess_and_else_draft_ahead(trio: EnsembleEngine) -> None:
+def test_members_of_static_execution_guess_and_else_draft_ahead(
+    trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with EnsembleEngine(replace(trio.config, speculation="auto", execution="static", max_concurrent=1)) as engine:
-        runs: list[int] = []
+        drafts: list[Mock] = []
         for member in local_members(engine.load()):
             static = member.runner.static
             assert static is not None
-            plain = static.draft
-            static.draft = lambda drafts, plain=plain: runs.append(1) or plain(drafts)
+            drafts.append(Mock(wraps=static.draft))
+            monkeypatch.setattr(static, "draft", drafts[-1])
         asked = ("the fox asks why", "tides follow")
         results = [engine.generate(text, SamplingParams(max_tokens=24)) for text in asked]
     usages = [usage for result in results for usage in result.usage.members.values()]
-    assert sum(usage.accepted for usage in usages) > 0 < len(runs)
+    assert sum(usage.accepted for usage in usages) > 0
+    assert any(draft.called for draft in drafts)
 
 
 def test_an_unknown_way_to_speculate_is_refused() -> None:

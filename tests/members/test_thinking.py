@@ -58,7 +58,7 @@ def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
 
 def test_thoughts_come_first_and_are_no_part_of_the_answer(engine: EnsembleEngine) -> None:
     events = list(engine.stream(QUESTION, SamplingParams(max_tokens=20, max_thinking_tokens=40)))
-    result = events[-1].result  # type: ignore[union-attr]
+    result = events[-1].result
     thoughts = [n for n, event in enumerate(events) if isinstance(event, ThinkingEvent)]
     segments = [n for n, event in enumerate(events) if isinstance(event, SegmentEvent)]
     assert len(thoughts) > 1

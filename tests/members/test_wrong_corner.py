@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.bias import CausalBias
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from specfuse_shared import MemberLoadError
-from specfuse_shared.members.local import probe as probing
 from specfuse_shared.members.local.probe import _attempt, probe
 from specfuse_shared.runtime import attention
-from specfuse_shared.runtime import attention as kernels
 from specfuse_shared.runtime.attention import GROUPED
 from tests.support.tiny import byte_level_tokenizer, save_model
 
-own_kernel = kernels.scaled_dot_product_attention
+own_kernel = scaled_dot_product_attention
 
 
 def top_left(query: Any, key: Any, value: Any, attn_mask: Any = None, **more: Any) -> torch.Tensor:
@@ -37,12 +36,12 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_the_probe_refuses_kernels_that_mask_from_the_wrong_corner(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with a window of 4,096 uses them as well, though its windows are shrunk for the rest of the probe."""
-    for module in (attention, probing):
-        monkeypatch.setattr(module, "masks_lower_right", lambda device: True)
+    for module in ("runtime.attention", "members.local.probe"):
+        monkeypatch.setattr(f"specfuse_shared.{module}.masks_lower_right", lambda device: True)
     right = probe(model, "tiny")
     assert right.verification == "packed"
     assert right.error < 1e-4
-    monkeypatch.setattr(kernels, "scaled_dot_product_attention", top_left)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", top_left)
     assert _attempt(model, right, [], {}).error > 0.01
     assert probe(model, "tiny").verification == "rows", "the model's own masks are used"
 
@@ -56,8 +55,8 @@ def test_memory_that_runs_out_says_nothing_of_the_model(
     def out_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise RuntimeError(words)
 
-    monkeypatch.setattr(kernels, "scaled_dot_product_attention", out_of_memory)
-    monkeypatch.setattr(kernels, "sdpa_attention_forward", out_of_memory)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", out_of_memory)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", out_of_memory)
     with pytest.raises(MemberLoadError, match=r"member 'tiny': memory ran out .* name a smaller model"):
         probe(model, "tiny")
 
@@ -70,4 +69,4 @@ def test_only_devices_that_are_known_to_have_them_use_such_kernels(
     monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, knows: bool
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert kernels.masks_lower_right(torch.device(device)) is knows
+    assert attention.masks_lower_right(torch.device(device)) is knows

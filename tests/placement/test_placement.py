@@ -353,7 +353,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(config: MemberConfig, room: float = 1e12, **facts: bool) -> Plan:
     """On this machine's processor, of which `facts` are otherwise."""
-    device = replace(find_devices()[0], free=int(room), **facts)  # type: ignore[arg-type]
+    device = replace(find_devices()[0], free=int(room), **facts)
     return plan_ensemble(EnsembleConfig([config]), [device], context=64)
 
 

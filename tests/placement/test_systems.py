@@ -12,19 +12,18 @@ import torch
 
 from specfuse_shared import MemberConfig
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading import planning as backends
-from specfuse_shared.loading import planning as llama_spec
+from specfuse_shared.loading import planning
 from specfuse_shared.placement.plan import ANY_PRECISION, Device, MemberSpec, Split, place
-from specfuse_shared.placement.sizing import DEVICES_ENV, find_devices, free_memory, shared_out
+from specfuse_shared.placement.sizing import DEVICES_ENV, find_devices, free_memory, has_accelerator, shared_out
 from tests.placement.test_placement import shape_sizes
 
 GIB = 2**30
 
 
 @pytest.fixture
-def mac(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def mac(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A Mac of 16 GB, of which 6 are free; what its GPU has allocated can be changed."""
-    gpu = SimpleNamespace(
+    gpu: Any = SimpleNamespace(
         recommended_max_memory=lambda: int(10.7 * GIB),
         driver_allocated_memory=lambda: gpu.held,
         current_allocated_memory=lambda: gpu.used,
@@ -60,12 +59,12 @@ def test_cards_of_other_kinds_are_taken_as_before() -> None:
 
 
 def test_llama_cpp_has_kernels_for_an_apple_gpu(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_spec, "build_offloads", lambda: True)
-    assert llama_spec.offloads(MemberConfig("a.gguf"))
-    file = llama_spec.LlamaSpec("gemma", shape_sizes("gemma-2-9b"))
+    monkeypatch.setattr(planning, "build_offloads", lambda: True)
+    assert planning.offloads(MemberConfig("a.gguf"))
+    file = planning.LlamaSpec("gemma", shape_sizes("gemma-2-9b"))
     assert file.is_default(Device("mps", "mps", 1, 1))
     monkeypatch.setenv(DEVICES_ENV, "cpu")
-    assert not llama_spec.offloads(MemberConfig("a.gguf"))
+    assert not planning.offloads(MemberConfig("a.gguf"))
 
 
 def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,7 @@ def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypa
     monkeypatch.setenv(DEVICES_ENV, "cpu")
     monkeypatch.setattr(torch, "get_device_module", lambda device: pytest.fail("the GPU was asked"))
     assert [d.name for d in find_devices()] == ["cpu"]
-    assert not backends.has_accelerator()
+    assert not has_accelerator()
 
 
 @pytest.mark.parametrize("value", ["", " "])

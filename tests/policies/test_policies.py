@@ -138,7 +138,7 @@ def test_with_two_members_the_rival_judges_against_its_own() -> None:
 
 @given(SQUARE, st.sampled_from(["constant", "sqrt_decay", "paper"]), st.integers(1, 50))
 def test_feedback_keeps_a_distribution(scores: list[list[float]], schedule: str, t: int) -> None:
-    weights = OnlineFeedback(schedule, 0.7)([1 / len(scores)] * len(scores), scores, t)  # type: ignore[arg-type]
+    weights = OnlineFeedback(schedule, 0.7)([1 / len(scores)] * len(scores), scores, t)
     assert sum(weights) == pytest.approx(1)
     assert min(weights) > 0
 
@@ -156,12 +156,12 @@ def test_schedules() -> None:
     st.integers(1, 4),
 )
 def test_the_best_members_never_leave(totals: list[float], t: int, temperature: str, min_active: int) -> None:
-    decision = RetentionExit(temperature, min_active=min_active)(totals, t)  # type: ignore[arg-type]
+    decision = RetentionExit(temperature, min_active=min_active)(totals, t)
     assert sum(decision.retention) == pytest.approx(1)
     stay = [q for i, q in enumerate(totals) if i not in decision.leavers]
     assert len(stay) >= min(min_active, len(totals))
     assert all(totals[i] <= min(stay) for i in decision.leavers)
-    one = RetentionExit(temperature)(totals, t)  # type: ignore[arg-type]
+    one = RetentionExit(temperature)(totals, t)
     assert set(decision.leavers) <= set(one.leavers)
     assert decision.retention == one.retention
 

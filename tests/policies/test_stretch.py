@@ -430,7 +430,7 @@ def test_a_draft_with_half_of_the_votes_wins_against_each_of_all_rivals() -> Non
 def test_the_winner_does_not_hang_on_the_order_of_candidates(
     verifiers: list[Verifier], drafts: list[Draft], per: str, data: st.DataObject
 ) -> None:
-    score, moved = Stretch(per), data.draw(st.permutations(drafts))  # type: ignore[arg-type]
+    score, moved = Stretch(per), data.draw(st.permutations(drafts))
     for aggregate in (policies.weighted_mean, policies.geometric_mean):
         found = elect(*tables(verifiers, drafts), score=score, aggregate=aggregate)
         again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)

@@ -266,6 +266,6 @@ def test_settings_of_the_cluster_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'ray'"):
         EnsembleConfig(["a"], runtime="rays")
     with pytest.raises(ConfigError, match="amounts by name"):
-        MemberConfig("a", resources={"GPU": "one"})  # type: ignore[dict-item]
+        MemberConfig("a", resources={"GPU": "one"})
     member = MemberConfig("a", resources={"GPU": 1, "memory": 2e9})
     assert MemberConfig.from_dict(plain_config(member)) == member

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, SamplingParams
-from specfuse_shared.members.local import lane as cores
+from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.sequence import SequenceState
-from specfuse_shared.runtime import kv_cache as cache_sizes
+from specfuse_shared.runtime import kv_cache
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.kv_cache import CacheRow
 from specfuse_shared.runtime.model_runner import ModelRunner
@@ -39,7 +39,7 @@ def test_many_captured_answers_equal_those_of_the_dynamic_execution(
     questions, each = [question for question, _ in asked], [params for _, params in asked]
     expected = [answer_of(tiny_engine.generate(question, params)) for question, params in asked]
     for _ in range(2):
-        assert [answer_of(result) for result in captured.generate_batch(questions, each)] == expected  # type: ignore[arg-type]
+        assert [answer_of(result) for result in captured.generate_batch(questions, each)] == expected
     assert {report.graphs for report in captured.describe()} == {"captured"}
     assert driver.replays > 50
     assert not driver.freed
@@ -52,10 +52,10 @@ def test_members_of_one_lane_work_in_streams_of_their_own(
     """Forwards, drafts, and the memory of their rows."""
     asked = requests(4)
     questions, each = [question for question, _ in asked], [params for _, params in asked]
-    expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, each)]  # type: ignore[arg-type]
+    expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, each)]
 
     def made(self: ModelStream, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     seen: dict[int, set[Stream]] = {}
 
@@ -69,13 +69,13 @@ def test_members_of_one_lane_work_in_streams_of_their_own(
         monkeypatch.setattr(cls, name, call)
 
     monkeypatch.setattr(ModelStream, "__init__", made)
-    monkeypatch.setattr(cores, "cores", lambda: 1)
+    monkeypatch.setattr(lane, "cores", lambda: 1)
     with EnsembleEngine(replace(tiny_engine.config, execution="static")) as engine:
         engine.load()
         noted(ModelRunner, "step", lambda runner: runner.pool)
         for name in ("reserve", "keep", "save", "free"):
             noted(CacheRow, name, lambda row: row.pool)
-        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected  # type: ignore[arg-type]
+        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
         runners = [member.runner for member in local_members(engine)]
         assert len(runners) == 2
         for runner in runners:
@@ -124,7 +124,8 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
         made.append(len(made))
         if len(made) == 2:
             raise torch.OutOfMemoryError("injected: out of memory")
-        return zeros(self, *args)  # type: ignore[arg-type]
+        made_now: torch.Tensor = zeros(self, *args)
+        return made_now
 
     monkeypatch.setattr(type(block), "_zeros", few)
     with pytest.raises(torch.OutOfMemoryError):
@@ -164,7 +165,7 @@ def test_a_kernel_on_a_stream_of_its_own_is_found_out(driver: Driver, runner: Mo
     buffers: dict[torch.Size, torch.Tensor] = {}
 
     def elsewhere(module: object, inputs: object, found: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(aside):  # type: ignore[arg-type]
+        with torch.cuda.stream(aside):
             kept = buffers.setdefault(found.shape, torch.empty_like(found))
             return torch.mul(found, 2, out=kept)
 
@@ -183,7 +184,7 @@ def test_a_kernel_on_a_stream_of_its_own_is_found_out(driver: Driver, runner: Mo
 def test_few_shapes_are_captured_and_none_is_lost_when_answers_come_and_go(
     driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cache_sizes._SMALLEST_ROW, "cpu", 64)
+    monkeypatch.setitem(kv_cache._SMALLEST_ROW, "cpu", 64)
     captures: Counter[tuple[object, object]] = Counter()  # the check at load captures by itself, in its own memory
     capture = Graphs.capture
 

@@ -13,20 +13,15 @@ import pytest
 import torch
 
 from specfuse_shared import EnsembleEngine, MemberConfig, Message, SamplingParams
-from specfuse_shared.members.local import lane as local_lane
-from specfuse_shared.members.local import probe
+from specfuse_shared.members.local import lane, probe
 from specfuse_shared.members.local.lane import LocalLane
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import ForwardRequest, feed_together
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime import attention, cuda_streams, model_runner
-from specfuse_shared.runtime import kv_cache as cache_sizes
-from specfuse_shared.runtime import static_runner as cuda_graphs
-from specfuse_shared.runtime import static_runner as static_batch
-from specfuse_shared.runtime import static_runner as static_runner
+from specfuse_shared.runtime import attention, cuda_streams, kv_cache, model_runner, static_runner
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelRunner, share_memory
-from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.sampler import Sampler, upload
 from specfuse_shared.runtime.static_runner import Graphs
 from tests.support.against_naive import answer_of, local_members, open_session
 from tests.support.captured import drafted, opened
@@ -43,7 +38,7 @@ def plain_of(runner: ModelRunner) -> ModelRunner:
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     """Prompts whose rows are of different capacity, so that a step of each is another one to capture."""
-    monkeypatch.setitem(cache_sizes._SMALLEST_ROW, "cpu", 64)
+    monkeypatch.setitem(kv_cache._SMALLEST_ROW, "cpu", 64)
     return 10, 70, 150, 280
 
 
@@ -85,7 +80,7 @@ def test_a_capture_that_gives_other_numbers_takes_no_workspace_along(
         assert drafted([first]) == drafted([first_plain])
     captures = driver.captures
     assert captures > 0
-    monkeypatch.setattr(cuda_graphs, "_alike", lambda found, expected: False)
+    monkeypatch.setattr(static_runner, "_alike", lambda found, expected: False)
     second, second_plain = opened(runner, 1, sizes[2]), opened(plain, 1, sizes[2])
     for _ in range(3):
         assert drafted([second]) == drafted([second_plain])
@@ -160,7 +155,7 @@ def test_without_a_stream_of_its_own_a_member_captures_nothing(driver: Driver) -
         pass
     graphs = Graphs(torch.device("cpu"), "late")
     assert graphs.capture(lambda: None, torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)) is None
-    assert "no CUDA stream is left" in graphs.report
+    assert "no exclusive CUDA stream is left" in graphs.report
     del taken
     assert ModelStream(CUDA)._stream is not None
 
@@ -274,7 +269,7 @@ def test_the_seconds_of_a_forward_are_those_of_the_device(
     told: list[float] = []
     settings = replace(tiny_engine.config, execution="static", speculation="off")
     answer = open_session(settings, lane_members, [Message("user", "the tides")], SamplingParams(max_tokens=60))
-    answer.lane._on_forward = lambda member, answers, seconds: told.append(seconds)
+    answer.lane._on_forward = lambda member, answers, seconds, steps=1: told.append(seconds)
     before, driver.behind = driver.seconds, True
     events = answer.events()
     for _ in range(4):
@@ -293,13 +288,13 @@ def test_blocks_that_are_there_already_count_as_room_for_answers(
     driver: Driver, member: LocalMember, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = 1 << 32
-    monkeypatch.setattr(local_lane, "free_memory", lambda name: there - runner.pool.memory_bytes)
+    monkeypatch.setattr(lane, "free_memory", lambda name: there - runner.pool.memory_bytes)
     monkeypatch.setattr(type(member), "runner", property(lambda self: runner))
-    lane = LocalLane([member])
-    [(name, before)] = lane.memory().items()
+    local = LocalLane([member])
+    [(name, before)] = local.memory().items()
     opened(runner, 0).release()
     assert runner.pool.memory_bytes > 0, "the block stays"
-    assert lane.memory() == {name: before}
+    assert local.memory() == {name: before}
 
 
 # ── many answers ─────────────────────────────────────────────────────────────────────────────────
@@ -309,7 +304,7 @@ def test_blocks_that_are_there_already_count_as_room_for_answers(
 def test_one_guess_among_nine_answers_sends_nobody_to_a_forward_of_no_fixed_shape(
     driver: Driver, member: LocalMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_batch, "_DEFAULT_MOST_TOKENS", static_batch.most_tokens(CUDA))
+    monkeypatch.setattr(static_runner, "_DEFAULT_MOST_TOKENS", static_runner.most_tokens(CUDA))
     model, plan = member.runner.model, member.runner.plan
     runner = ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
     sequences = [opened(runner, n) for n in range(9)]
@@ -324,17 +319,17 @@ def test_greedy_choices_ask_the_device_once_a_forward(
     driver: Driver, tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions, params = [f"{n} moons and tides" for n in range(5)], SamplingParams(max_tokens=40)
-    expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, params)]  # type: ignore[arg-type]
+    expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, params)]
     picks: list[int] = []
     pick = Sampler.pick
     monkeypatch.setattr(Sampler, "pick", lambda self, *args: picks.append(1) or pick(self, *args))  # type: ignore[func-returns-value]
     with EnsembleEngine(replace(tiny_engine.config, execution=execution)) as engine:
-        found = [answer_of(result) for result in engine.generate_batch(questions, params)]  # type: ignore[arg-type]
+        found = [answer_of(result) for result in engine.generate_batch(questions, params)]
         asked = len(picks)
         picks.clear()
         for each in local_members(engine):
             each.runner.reports_argmax = True
-        assert [answer_of(result) for result in engine.generate_batch(questions, params)] == found == expected  # type: ignore[arg-type]
+        assert [answer_of(result) for result in engine.generate_batch(questions, params)] == found == expected
     assert asked > 150
     assert len(picks) < 0.15 * asked, "only where the likeliest token must not be said, or a draft went ahead"
 
@@ -342,7 +337,7 @@ def test_greedy_choices_ask_the_device_once_a_forward(
 def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent says which slots are seen, a byte each: not the numbers that are added, for each kind of layer."""
     sent: list[torch.dtype] = []
-    send = attention.upload
+    send = upload
 
     def noted(values: Any, device: torch.device) -> torch.Tensor:
         sent.append(torch.as_tensor(values).dtype)

@@ -30,7 +30,7 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> LocalMember:
 
 
 def ids(count: int, seed: int) -> list[int]:
-    return torch.randint(10, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
+    return torch.randint(10, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def expected(member: LocalMember, sequence: SequenceState, branch: Branch) -> list[float]:

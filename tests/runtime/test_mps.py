@@ -19,13 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, mps_lock
+from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading import pretrained
-from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import new_sequence
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
-from specfuse_shared.runtime import mps
-from specfuse_shared.runtime import sampler as transfer
+from specfuse_shared.runtime import mps, sampler
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelForward
 from specfuse_shared.runtime.sampler import NOT_FINITE, Sampler
@@ -95,19 +94,19 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
 def test_sources_of_copies_live_until_the_device_was_waited_for(
     queued: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer.upload([1, 2, 3], _Gpu())  # type: ignore[arg-type]
-    transfer.upload(np.arange(4), _Gpu())  # type: ignore[arg-type]
+    sampler.upload([1, 2, 3], _Gpu())
+    sampler.upload(np.arange(4), _Gpu())
     gc.collect()
     assert all(source() is not None for source in queued)
-    monkeypatch.setattr(transfer, "is_mps", lambda device: True)
-    assert transfer.Download(torch.tensor([1.0])).read() == [1.0]
+    monkeypatch.setattr(sampler, "is_mps", lambda device: True)
+    assert sampler.Download(torch.tensor([1.0])).read() == [1.0]
     gc.collect()
     assert [source() for source in queued] == [None, None]
 
 
 def test_what_a_caller_changes_after_an_upload_is_not_what_is_copied(queued: list[weakref.ref[torch.Tensor]]) -> None:
     given = np.arange(4)
-    transfer.upload(given, _Gpu())  # type: ignore[arg-type]
+    sampler.upload(given, _Gpu())
     given[:] = 7
     source = queued[0]()
     assert source is not None
@@ -121,7 +120,7 @@ def test_sources_are_not_kept_without_end(
     waited: list[None] = []
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(None))
     for _ in range(20):
-        transfer.upload(torch.zeros(2**20), _Gpu())  # type: ignore[arg-type]
+        sampler.upload(torch.zeros(2**20), _Gpu())
     gc.collect()
     assert len(waited) == 1
     assert sum(source() is not None for source in queued) <= 18
@@ -280,7 +279,7 @@ def test_an_engine_waits_for_who_holds_the_lock(folder: Path, monkeypatch: pytes
 def test_other_devices_wait_for_no_lock(folder: Path) -> None:
     with mps_lock, EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))] * 1)) as engine:
         assert engine.generate("Where is it?", SamplingParams(max_tokens=3)).usage.completion_tokens
-    assert isinstance(lane.mps_turn(["cuda:0", "cpu"]), type(lane.mps_turn(["xpu:0"])))
+    assert isinstance(mps.mps_turn(["cuda:0", "cpu"]), type(mps.mps_turn(["xpu:0"])))
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────
@@ -303,7 +302,7 @@ def test_numbers_are_converted_by_one_thread_on_the_way_to_mps(
     mps.warn_untested.cache_clear()
     for device in ("mps", "mps", "cpu"):
         place = Assignment("tiny", "float32", None, MemoryNeed(1, 0, 0), {"": device}, {device: 1}, {device: 1.0})
-        with pytest.raises(pretrained.MemberLoadError, match="stop here"):
+        with pytest.raises(MemberLoadError, match="stop here"):
             LocalMember(MemberConfig(str(folder)), place=place)
     assert seen == ["1", "1", before]
     assert os.environ.get(pretrained._ONE_THREAD_ENV) == before

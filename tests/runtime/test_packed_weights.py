@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.sizing import weight_bytes
-from specfuse_shared.runtime import fused_norms as packed_weights
+from specfuse_shared.runtime import fused_norms
 from specfuse_shared.runtime.fused_norms import pack_weights
 from tests.support.against_naive import local_members
 from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, save_model
 
 IDS = torch.arange(3, 40)[None]
-needs_packing = pytest.mark.skipif(not packed_weights._can_pack(), reason="this processor packs no bfloat16 weights")
+needs_packing = pytest.mark.skipif(not fused_norms._can_pack(), reason="this processor packs no bfloat16 weights")
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
@@ -77,14 +77,14 @@ def test_a_library_that_cannot_leaves_all(monkeypatch: pytest.MonkeyPatch) -> No
     def missing(weight: torch.Tensor) -> torch.Tensor:
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(packed_weights, "_packed", missing)
-    packed_weights._can_pack.cache_clear()
+    monkeypatch.setattr(fused_norms, "_packed", missing)
+    fused_norms._can_pack.cache_clear()
     try:
         model = model_of("llama")
         assert pack_weights(model) == 0
         assert not any(layer.weight.is_meta for layer in linears(model))
     finally:
-        packed_weights._can_pack.cache_clear()
+        fused_norms._can_pack.cache_clear()
 
 
 @needs_packing
@@ -97,7 +97,8 @@ def test_members_are_packed_and_report_what_they_take(tmp_path: Path) -> None:
         assert linears(member.runner.model)[0].weight.is_meta
         assert report.parameters == plain.num_parameters()
         tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
-        assert report.memory_bytes == weight_bytes(plain) + (plain.get_input_embeddings().weight.nbytes if tied else 0)
+        embedding: Any = plain.get_input_embeddings().weight
+        assert report.memory_bytes == weight_bytes(plain) + (embedding.nbytes if tied else 0)
 
 
 def test_a_model_of_somebody_else_stays() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def drafted_by(sequences: list[SequenceState], drafts: list[DraftRequest]) -> li
 def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
     found = []
     for n, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", sequence.runner.device)
+        runner: Any = sequence.runner
+        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", runner.device)
         sampler.start(3)
         found.append(DraftRequest(Branch(0, ()), count, sampler))
     return found
@@ -155,7 +157,7 @@ def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMembe
 
 @torch.inference_mode()
 def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMember, runner: ModelRunner) -> None:
-    prompt, texts = prompts(member)[0], []
+    prompt, texts = prompts(member)[0], list[list[list[int]]]()
     runner.pool.keeps_empty = True
     for _ in range(3):
         sequences = [opened(runner, prompt) for _ in range(len(texts) + 1)]
@@ -201,10 +203,10 @@ def test_answers_of_both_executions_are_the_same(tiny_engine: EnsembleEngine, sp
     for execution in ("dynamic", "static"):
         with EnsembleEngine(replace(tiny_engine.config, execution=execution, speculation=speculation)) as engine:
             found.append(engine.generate_batch([question for question, _ in asked], [params for _, params in asked]))
-    assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]  # type: ignore[arg-type]
+    assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]
     for one, other in zip(*found, strict=True):
         if speculation == "off":  # who leads, and what guesses save, depends on what else runs
-            assert one.usage == other.usage  # type: ignore[union-attr]
+            assert one.usage == other.usage
 
 
 def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) -> None:
@@ -238,7 +240,7 @@ def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEn
 
         static.draft = draft  # type: ignore[method-assign]
         found = engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
-    assert [result.text for result in found] == expected  # type: ignore[union-attr]
+    assert [result.text for result in found] == expected
     assert refused
 
 

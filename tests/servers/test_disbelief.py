@@ -18,7 +18,6 @@ import pytest
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleEngine, SamplingParams, SpecFuseError, bounded_http
-from specfuse_shared.client import engine as remote
 from specfuse_shared.client.engine import RemoteEngine
 from specfuse_shared.errors import ConfigError, GenerationError, ServerError
 from specfuse_shared.members.server.vllm import ServerClient
@@ -179,7 +178,7 @@ async def test_our_own_clients_take_no_stream_without_end(monkeypatch: pytest.Mo
 async def test_a_timeout_holds_for_a_server_that_sends_a_little_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("specfuse_shared.client.engine.GRACE_SECONDS", 0.1)
     with answering(b": nothing\n\n" * 100, STREAM, pause=0.05) as address:
         engine, began = RemoteEngine(address, "m"), time.monotonic()
         with pytest.raises(GenerationError, match="longer than the timeout"):
@@ -214,7 +213,8 @@ def test_a_stream_of_another_form_is_an_error_by_name(line: bytes) -> None:
 
 
 def test_a_description_of_another_form_is_an_error_by_name() -> None:
-    for told in ({"data": []}, {"data": [{"id": "m"}]}, 5):
+    wrong: tuple[Any, ...] = ({"data": []}, {"data": [{"id": "m"}]}, 5)
+    for told in wrong:
         with answering(json.dumps(told).encode(), {}) as address:
             engine = RemoteEngine(address)
             with pytest.raises(SpecFuseError, match="does not answer as a server of SpecFuse"):

@@ -92,7 +92,7 @@ def test_a_query_engine_of_llamaindex_streams_the_same_way(engine: EnsembleEngin
     index = VectorStoreIndex.from_documents([Document(text=fact) for fact in FACTS], embed_model=MockEmbedding(8))
     llm = SpecFuseLLM(engine=engine, max_tokens=24)
     response = index.as_query_engine(llm=llm, streaming=True, similarity_top_k=2).query(QUESTION)
-    assert "seven" in "".join(response.response_gen)  # type: ignore[union-attr,arg-type]
+    assert "seven" in "".join(response.response_gen)
 
 
 @wrap_model_call

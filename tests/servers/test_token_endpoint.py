@@ -14,7 +14,7 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
 from specfuse_shared.cli.commands import main
-from specfuse_shared.members.server import vllm as tokens
+from specfuse_shared.members.server import vllm
 from tests.servers.model_server import Ways, model_server
 from tests.servers.token_route import PATH
 from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
@@ -242,7 +242,7 @@ def test_answers_stay_short_at_long_contexts(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, all_rows: bool
 ) -> None:
     """A server that tells a row of every token is asked by prefixes there, whose answers have none."""
-    monkeypatch.setattr(tokens, "MOST_ROWS", 64)
+    monkeypatch.setattr(vllm, "MOST_ROWS", 64)
     with (
         model_server(folders["chat"], Ways(tokens=True, all_rows=all_rows)) as (url, ways),
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,

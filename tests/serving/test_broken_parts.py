@@ -20,7 +20,7 @@ from specfuse_shared.members.local.lane import LaneThread
 from specfuse_shared.members.pipe import Answered, PipedLane, Ready
 from specfuse_shared.members.stages import CacheUse, Closed, Fault, StageRequest, StageResult, Think
 from specfuse_shared.policies import CandidateLogprobs, Electorate, Stretch, weighted_mean
-from specfuse_shared.serving import engine as leases
+from specfuse_shared.serving.engine import lease_engine
 from tests.support.fake_engine import TALE, FakeEngine, two
 from tests.support.fake_lane import FakeLane, scripted
 
@@ -66,16 +66,16 @@ def test_a_lease_never_gets_an_engine_that_broke(monkeypatch: pytest.MonkeyPatch
         made[-1].config = config
         return made[-1]
 
-    monkeypatch.setattr(leases, "EnsembleEngine", make)
+    monkeypatch.setattr("specfuse_shared.serving.engine.EnsembleEngine", make)
     config = FakeEngine(FakeLane({"a": scripted(TALE)}), max_concurrent=7).config
-    first = leases.lease_engine(config)
+    first = lease_engine(config)
     first.engine.generate("x", SamplingParams(max_tokens=5))
-    with leases.lease_engine(config) as other:
+    with lease_engine(config) as other:
         assert other.engine is first.engine
     made[0].lanes[0].disturb = lambda request: Fault("SystemExit", "killed", is_fatal=True)
     with pytest.raises(EngineClosedError):
         first.engine.generate("x", SamplingParams(max_tokens=5))
-    with leases.lease_engine(config) as fresh:
+    with lease_engine(config) as fresh:
         assert fresh.engine is made[1]
         assert fresh.engine.generate("x", SamplingParams(max_tokens=50)).text == " " + TALE.removesuffix(" .")
         assert made[0].lanes[0].closed, "what the broken one held is free"
@@ -121,9 +121,9 @@ def test_a_lane_whose_thread_ended_says_so(tiny_engine: EnsembleEngine) -> None:
         def close(self) -> None:
             pass
 
-    lane = LaneThread(Dying())  # type: ignore[arg-type]
+    lane = LaneThread(Dying())
     lane.close()
-    assert lane.fault == Fault("SystemExit", "killed", lane.fault.details, is_fatal=True)  # type: ignore[union-attr]
+    assert lane.fault == Fault("SystemExit", "killed", lane.fault.details, is_fatal=True)
 
 
 # ── pipes ────────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +182,7 @@ def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
         (RuntimeError("CUDA error: device-side assert triggered"), "RuntimeError"),
         (pickle.UnpicklingError("half a message"), "UnpicklingError"),
         ("nonsense", "AttributeError"),
-        (Answered((), CacheUse(), (("a",),)), "TypeError"),  # type: ignore[arg-type]
+        (Answered((), CacheUse(), (("a",),)), "TypeError"),
     ],
     ids=lambda value: type(value).__name__,
 )

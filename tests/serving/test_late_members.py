@@ -37,7 +37,7 @@ WHOLE_TALE = " " + TALE.removesuffix(" .")
 @contextmanager
 def fake(*lanes: FakeLane | SlowLane, **settings: object) -> Iterator[FakeEngine]:
     settings = {"round_seconds": 0.05, "round_grace": 0.02, **settings}
-    with FakeEngine(*lanes, **settings) as engine:  # type: ignore[arg-type]
+    with FakeEngine(*lanes, **settings) as engine:
         yield engine
 
 
@@ -137,7 +137,7 @@ def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
         ]
         with fake(*lanes) as engine:
             engine.load()
-            engine._scheduler.traffic = replace(engine._scheduler.traffic, step_seconds=lambda: {"a": 1.0, "b": 1.0})  # type: ignore[union-attr]
+            engine._scheduler.traffic = replace(engine._scheduler.traffic, step_seconds=lambda: {"a": 1.0, "b": 1.0})
             result = engine.generate("tell me", PARAMS)
             assert {name for names in absent(result) for name in names} == {lead}
 
@@ -279,7 +279,7 @@ class EngineInTwoLanes(EnsembleEngine):
     """Loaded members, each in a lane of its own; those of the second one are late as `delay` says."""
 
     def __init__(self, other: EnsembleEngine, delay: Delay, **settings: object) -> None:
-        super().__init__(replace(other.config, **settings))  # type: ignore[arg-type]
+        super().__init__(replace(other.config, **settings))
         self._loaded, self._delay = local_members(other), delay
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
@@ -367,7 +367,7 @@ def test_other_answers_end_well_with_late_members(
 def test_a_wrong_deadline_is_refused(settings: dict[str, object]) -> None:
     [name] = settings
     with pytest.raises(ConfigError, match=f"EnsembleConfig.{name}"):
-        EnsembleConfig(["a", "b"], **settings)  # type: ignore[arg-type]
+        EnsembleConfig(["a", "b"], **settings)
 
 
 def test_a_stream_shows_a_segment_before_a_late_member_has_begun() -> None:

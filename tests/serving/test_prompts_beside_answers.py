@@ -144,7 +144,7 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]
     for text, end, pause in schedule:
         time.sleep(pause)
         options = {"timeout": 0.05 + pause} if end == "timeout" else {}
-        stream = engine.stream(prompt(text), PARAMS, **options)  # type: ignore[arg-type]
+        stream = engine.stream(prompt(text), PARAMS, **options)
         running.append((text, end, stream))
         if end == "stop":
             events = list(islice(stream, int(100 * pause)))
@@ -265,7 +265,7 @@ def test_a_piece_waits_until_it_is_worth_its_forward() -> None:
 
 def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
     long, short, shortest = (_reading(size) for size in (900, 300, 40))
-    answering = Job(iter(()), ForwardRequest(_Sequence(0)))  # type: ignore[arg-type]
+    answering = Job(iter(()), ForwardRequest(_Sequence(0)))
 
     def pieces(budget: int, *limits: int) -> list[int]:
         fed = share_prompt_tokens([long, answering, short, shortest], budget, *limits)
@@ -291,4 +291,4 @@ class _Sequence:
 
 
 def _reading(left: int) -> Job:
-    return Job(iter(()), ForwardRequest(_Sequence(left), prompt=min(left, 1024)))  # type: ignore[arg-type]
+    return Job(iter(()), ForwardRequest(_Sequence(left), prompt=min(left, 1024)))

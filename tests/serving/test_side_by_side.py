@@ -20,9 +20,12 @@ def test_each_answer_is_the_one_that_is_given_by_itself(tiny_engine: EnsembleEng
         assert result.text == tiny_engine.generate(QUESTIONS[0], PARAMS, members=[name]).text
         assert result.members == (name,)
     assert not found.failed
-    texts = {None: found.joint.text, **{name: result.text for name, result in found.alone.items()}}
-    for name, differences in found.differences.items():
-        assert all(texts[name][difference.start : difference.end].strip() for difference in differences)
+    texts: dict[str | None, str] = {
+        None: found.joint.text,
+        **{name: result.text for name, result in found.alone.items()},
+    }
+    for author, differences in found.differences.items():
+        assert all(texts[author][difference.start : difference.end].strip() for difference in differences)
 
 
 def test_of_some_members_each_of_these_answers(tiny_engine: EnsembleEngine) -> None:

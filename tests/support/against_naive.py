@@ -22,7 +22,7 @@ from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
 from specfuse_shared.types import FinishReason, RoundRecord
 from tests.support.naive import NaiveMember, NaiveRound, naive_rounds
 
-SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte"})
+SCORES: tuple[dict[str, str], ...] = ({}, {"score": "mean_logprob"}, {"per": "byte"})
 """Settings of the scores that are held against the naive rounds."""
 FAULT_ROW = "fault"
 """Name of a test's property: what was injected, when, into what, and what happened."""
@@ -32,7 +32,9 @@ FAULT_ROW = "fault"
 def local_members(engine: EnsembleEngine) -> list[LocalMember]:
     """The loaded models of an engine, in the members' order."""
     lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
-    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
+    found: dict[str, Any] = {
+        name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()
+    }
     return [found[name] for name in engine.config.names]
 
 

@@ -123,7 +123,7 @@ class FakeLane:
 
     def parties(self) -> tuple[Member, ...]:
         """What the coordinator has of its members."""
-        return tuple(Member(info, WordText()) for info in self.members)  # type: ignore[arg-type]
+        return tuple(Member(info, WordText()) for info in self.members)
 
     def memory(self) -> Mapping[str, int]:
         return {"fake": 1 << 30}

@@ -69,7 +69,7 @@ def fault_in(
         found = plain_step(segments)
         return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, found, strict=True)]
 
-    LocalSession.stage = marked  # type: ignore[method-assign]
+    LocalSession.stage = marked  # type: ignore[assignment, method-assign]
     runner.step = step  # type: ignore[method-assign]
     try:
         yield

@@ -130,7 +130,7 @@ class _Lasting:
             raise FreedMemoryError("a replay over memory that was freed")
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         dtype, offset, size, stride = self.like
-        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
 
 class Graph:
@@ -239,7 +239,7 @@ def _there(leaf: Any) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class Event:

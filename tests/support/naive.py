@@ -44,11 +44,12 @@ class NaiveMember:
     def logits(self, answer_ids: list[int]) -> torch.Tensor:
         """(tokens of the answer + 1, V): what comes after the prompt and after each answer token."""
         inputs = {"input_ids": torch.tensor([self.prompt + answer_ids]).to(self.m.runner.device), "use_cache": False}
-        logits = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
+        logits: torch.Tensor = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
         return logits[0, -len(answer_ids) - 1 :].float()
 
     def draft(self, answer: str, limit: int, round_index: int) -> tuple[str, bool]:
-        start, ids, text = self.codec.encode(answer), [], ""
+        start, text = self.codec.encode(answer), ""
+        ids: list[int] = []
         self.sampler.start(round_index)
         while len(ids) < limit or (not whole_characters(text) and len(ids) < limit + 8):
             logits = self.logits(start + ids)[-1].index_fill(0, self.m.banned_token_ids, float("-inf"))

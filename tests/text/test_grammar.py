@@ -109,7 +109,7 @@ def test_a_grammar_without_its_library_names_the_extra(monkeypatch: pytest.Monke
 
 def test_only_a_grammar_is_taken_for_one() -> None:
     with pytest.raises(ConfigError, match="grammar must be a Grammar"):
-        SamplingParams(grammar={"type": "object"})  # type: ignore[arg-type]
+        SamplingParams(grammar={"type": "object"})
 
 
 # ── drafts ───────────────────────────────────────────────────────────────────────────────────────
@@ -176,8 +176,9 @@ def test_a_value_is_complete_within_the_budget(exact_engine: EnsembleEngine, gra
         text += admitted.text
         if admitted.ends or admitted.reason:
             break
-        for holder in (answer, *constraints):
-            holder.commit(admitted.text)
+        answer.commit(admitted.text)
+        for constraint in constraints:
+            constraint.commit(admitted.text)
     assert len(members[0].codec.encode(text)) <= limit
     assert AnswerConstraint(grammar, members[0].codec, 10_000).accepts(text)
     if grammar.kind == "json_schema":

@@ -13,8 +13,7 @@ import pytest
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams, Tool
 from specfuse_shared.errors import GrammarError, RequestError, UnfinishedValueError
 from specfuse_shared.messages import Message, ToolCall
-from specfuse_shared.text.grammars import constraint as closings
-from specfuse_shared.text.grammars import guidance
+from specfuse_shared.text.grammars import constraint, guidance
 from specfuse_shared.text.grammars.bounds import MOST_CHARACTERS, MOST_RULES, MOST_VALUES, check_has_text
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from tests.hostile.strategies import chain
@@ -119,13 +118,13 @@ def test_every_lane_finds_a_grammar_compiled(exact_engine: EnsembleEngine, monke
 
 def test_a_long_closing_is_searched_for_once(exact_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    plainly = closings._detour
+    plainly = constraint._detour
 
     def spied(*arguments: Any) -> Any:
         tried.append(1)
         return plainly(*arguments)
 
-    monkeypatch.setattr(closings, "_detour", spied)
+    monkeypatch.setattr(constraint, "_detour", spied)
     codec = local_members(exact_engine)[0].codec
     answer = AnswerConstraint(Grammar.regex("[b-wy-z]{900}"), codec, 2000)
     for word in ("fetching", "brown", "dogs") * 10:

@@ -33,13 +33,13 @@ class Event(BaseModel):
     before: Event | None = None
 
 
-def told(schema: dict[str, Any]) -> str | None:
+def described(schema: dict[str, Any]) -> str | None:
     message = schema_request(schema)
-    return message and message.content
+    return message.content if message else None
 
 
 def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_listed() -> None:
-    assert told(Event.model_json_schema()) == "\n".join(
+    assert described(Event.model_json_schema()) == "\n".join(
         [
             "An event of the calendar.",
             "Answer in JSON with these fields:",
@@ -86,19 +86,19 @@ def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_l
     ],
 )
 def test_any_schema_has_something_to_tell_or_nothing(schema: dict[str, Any], expected: str | None) -> None:
-    assert told(schema) == expected
+    assert described(schema) == expected
 
 
 def test_definitions_that_refer_to_each_other_are_opened_once_each() -> None:
     names = [f"a{n}" for n in range(9)]
     defs = {name: {"properties": {f"{name} to {to}": {"$ref": f"#/$defs/{to}"} for to in names}} for name in names}
-    asked = told({"$ref": "#/$defs/a0", "$defs": defs})
+    asked = described({"$ref": "#/$defs/a0", "$defs": defs})
     assert asked is not None
     assert asked.count("\n") == len(names) ** 2
 
 
 def test_of_very_many_fields_the_members_are_told_the_first_ones() -> None:
-    asked = told({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
+    asked = described({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
     assert asked is not None
     assert asked.count("\n") == MOST_FIELDS
 

@@ -114,7 +114,7 @@ def test_no_tools_and_choice_none_leave_the_answer_free() -> None:
         (lambda: ToolUse(choice="any"), ConfigError, "tool_choice"),
         (lambda: ToolUse([ADD], "ad"), ConfigError, "did you mean 'add'"),
         (lambda: ToolUse([ADD, ADD]), ConfigError, "two tools of one name"),
-        (lambda: ToolUse([{"name": "add"}]), ConfigError, "Tool objects"),  # type: ignore[list-item]
+        (lambda: ToolUse([{"name": "add"}]), ConfigError, "Tool objects"),
         (lambda: Tool(" "), RequestError, "name"),
         (lambda: Tool("x", "", {"type": "string"}), RequestError, "object"),
         (
