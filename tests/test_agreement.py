@@ -1,5 +1,5 @@
-"""How far members agree, where they differ, and on which fields: by rounds whose numbers are known, and where it is
-told."""
+"""How far members agree, where they differ, and on which fields: by rounds with known numbers, and in every place that
+reports it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ THREE = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
 
 
 def told(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
-    """Kind, words of the answer, and what others would have written; "…" where a draft ended within a word."""
+    """Kind, words of the answer, and the others' words in their place; "…" where a draft ended within a word."""
     for each in answer.differences:
         assert answer.text[each.start : each.end] == each.text
     return [
@@ -313,7 +313,7 @@ def test_the_time_grows_with_the_length_and_not_with_its_square() -> None:
     assert min(seconds(long) for _ in range(2)) < 20 * min(seconds(short) for _ in range(3)) + 0.1
 
 
-# ── where it is told ─────────────────────────────────────────────────────────────────────────────
+# ── where it is reported ─────────────────────────────────────────────────────────────────────────
 
 
 def test_a_real_answer_tells_it_as_json_and_nothing_where_nothing_is_kept(tiny_engine: EnsembleEngine) -> None:

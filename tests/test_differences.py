@@ -1,4 +1,4 @@
-"""What answers say otherwise: numbers and names first, then longer words."""
+"""Differences between answers: numbers and names first, then longer words."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MADE = [
     errors.MissingExtraError("Grammars", "grammar"),
     errors.PromptTooLongError("gemma", 100, 120, 5),
     errors.GenerationError("it failed", member="gemma", text="so far"),
-    errors.UnfinishedValueError("no room", member=None, text='{"a'),
+    errors.UnfinishedValueError("no memory", member=None, text='{"a'),
     errors.RequestTimeoutError.of("so far"),
     errors.EngineClosedError(text="so far"),
 ]

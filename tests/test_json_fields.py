@@ -1,4 +1,4 @@
-"""The fields of JSON in a text that may be cut or broken, and of texts that go on with it otherwise."""
+"""The fields of JSON in a text that may be cut or broken, and of texts that continue it differently."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _demo() -> Iterator[None]:
 
 @pytest.fixture
 def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where examples write files, and what LlamaIndex keeps for the whole process, put back afterwards."""
+    """The folder in which examples write files, and LlamaIndex's global settings, restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
     for name, value in vars(Settings).items():

@@ -1,4 +1,4 @@
-"""What Windows does otherwise, on any system: missing modules, encodings, line ends, paths and signals."""
+"""Differences of Windows, on any system: missing modules, encodings, line ends, paths and signals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNIX = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog",
 IMPORT_ALL = """
     import importlib, os, pkgutil, sys
 
-    # what others import while they have Unix; our modules then find none of its own
+    # imported while Unix modules exist; our modules then find none
     import asyncio, filelock, subprocess, torch, transformers, psutil, typer, uvicorn, importlib.metadata  # noqa
     import multiprocessing.synchronize, multiprocessing.resource_tracker, tempfile, shutil, rich.console  # noqa
 

@@ -1,4 +1,4 @@
-"""What the server answers is what the engine answers, in OpenAI's words."""
+"""The server gives the engine's answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
 
 
 def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The log-probabilities of a stream; each chunk's are of its text, as far as tokens end there."""
+    """The log-probabilities of a stream; each chunk has the ones of the tokens that end in its text."""
     text, found = "", list[dict[str, Any]]()
     for piece in pieces:
         choice = piece["choices"][0]

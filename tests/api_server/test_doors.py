@@ -1,4 +1,4 @@
-"""One setting means the same behind every door: the engine, both frameworks, and the paths of the server."""
+"""A setting means the same through every interface: the engine, both frameworks, and the paths of the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.serving import serving
 
 
 def test_more_tokens_than_the_context_holds_mean_the_same_behind_every_door(tiny: EnsembleEngine) -> None:
-    """The engine, LangChain, LlamaIndex and the server's three paths all answer as far as the context goes."""
+    """The engine, LangChain, LlamaIndex and the server's three paths all answer up to the end of the context."""
     with EngineOver(tiny, replace(tiny.config, first_segment_tokens=5)) as engine:
         most, stop = 100_000, ["e", "a", " "]
         expected = engine.generate("Hello", SamplingParams(max_tokens=most, stop=stop)).text

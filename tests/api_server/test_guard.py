@@ -1,4 +1,4 @@
-"""Who is let in, what is logged and counted, and what is said while members load."""
+"""Keys and origins, logs and metrics, and the status while members load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specfuse_shared.members.stages import Fault
 from tests.support.fake_engine import FakeEngine, two
 from tests.support.serving import QUESTION, ready, serving, until
 
-KEY = "a key that nobody else knows"
+KEY = "a secret key"
 CHAT = {"model": "tiny", "messages": QUESTION, "max_tokens": 4}
 
 

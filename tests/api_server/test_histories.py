@@ -1,4 +1,4 @@
-"""Conversations as other software leaves them: earlier turns are read past, whatever is in them.
+"""Conversations written by other software: the content of earlier turns never causes an error.
 
 Each history is in the shape that a client or provider writes. All of them mean the same conversation, so that each has
 the prompt of that one.
@@ -63,7 +63,7 @@ SAME = {
         SAID,
         LAST,
     ],
-    "litellm, anthropic's thoughts": history(
+    "litellm, anthropic's reasoning": history(
         {
             "thinking_blocks": [{"type": "thinking", "thinking": "A clock.", "signature": "c2ln"}],
             "reasoning_content": "A clock.",
@@ -88,7 +88,7 @@ SAME = {
         }
     ),
     "deepseek and vllm's reasoning": history({"reasoning_content": "A clock.", "prefix": False}),
-    "mistral's thoughts as blocks": history(
+    "mistral's reasoning as blocks": history(
         {
             "content": [
                 {"type": "thinking", "thinking": [{"type": "text", "text": "A clock."}]},
@@ -149,7 +149,7 @@ def test_earlier_turns_of_others_are_the_same_conversation(client: httpx.Client)
     assert not broken, f"{len(SAME) - len(broken)} of {len(SAME)} hold"
 
 
-@pytest.mark.parametrize("name", ["litellm, anthropic's thoughts", "gemini's signatures", "anthropic's blocks"])
+@pytest.mark.parametrize("name", ["litellm, anthropic's reasoning", "gemini's signatures", "anthropic's blocks"])
 def test_they_are_answered(client: httpx.Client, tiny: EnsembleEngine, name: str) -> None:
     asked = {"model": "tiny", "max_tokens": 4, "messages": SAME[name]}
     reply = client.post("/v1/chat/completions", json=asked)

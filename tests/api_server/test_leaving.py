@@ -1,4 +1,4 @@
-"""Clients that go away, clients that read slowly, many at once, and a server that is told to stop."""
+"""Clients that disconnect, clients that read slowly, many concurrent clients, and the shutdown of a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 
 
 def threads_of_answers() -> int:
-    """How many threads run, without those of the bounded pools, which grow when many ask at once and then stay."""
+    """The number of threads, without the bounded pools, which grow under concurrent requests and keep their threads."""
     pools = ("asyncio_", "AnyIO worker", "specfuse-http", "specfuse-opening")
     return sum(not thread.name.startswith(pools) for thread in threading.enumerate())
 

@@ -1,4 +1,4 @@
-"""How much a client may ask for: at once, in a minute, with a key of its own."""
+"""Limits of a client: concurrent requests, requests a minute, and limits of a key."""
 
 from __future__ import annotations
 

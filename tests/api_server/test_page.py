@@ -1,4 +1,4 @@
-"""The page in a real browser: what can be seen, reached and stopped, and that its policy lets nothing else in."""
+"""The page in a real browser: its visible text, its controls, its Stop button, and its content policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, EnsembleEngine]]:
-    """A server whose answers go round in circles until somebody stops them, and its engine."""
+    """A server whose answers repeat themselves until they are stopped, and its engine."""
     with (
         EnsembleEngine(reciting(tmp_path_factory.mktemp("endless"), endless=True)) as engine,
         serving({"endless": engine}) as client,
@@ -109,7 +109,7 @@ def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client
     assert answer == (page.locator("#spoken").text_content() or "").replace("\0", "\ufffd")  # which HTML cannot hold
     colours = page.evaluate(COLOURS)
     assert {member for member, _ in colours} == {"m0", "m1"}, "both members wrote"
-    assert len({ground for _, ground in colours}) == 2, "each in a colour of its own"
+    assert len({ground for _, ground in colours}) == 2, "each member has another colour"
     for heading in ("Weights", "Time", "Members"):
         assert page.locator("#report").get_by_text(heading, exact=True).first.is_visible()
 

@@ -60,7 +60,7 @@ sys.stderr.write(json.dumps([own.memory_info().rss, [f.path for f in own.memory_
 
 
 def told(process: subprocess.Popen[str]) -> tuple[dict[str, Any], int, list[str]]:
-    """What a program printed, its memory in bytes, and the files that it had mapped."""
+    """The output of a program, its memory in bytes, and the files that it had mapped."""
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     rss, maps = json.loads(errors.splitlines()[-1])

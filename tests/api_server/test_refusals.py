@@ -1,4 +1,4 @@
-"""Bad requests: a status, a reason, and nothing of their content in any log; good ones go on beside them."""
+"""Bad requests get a status and a reason, and no log has their content; concurrent good requests are answered."""
 
 from __future__ import annotations
 

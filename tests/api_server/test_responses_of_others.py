@@ -46,7 +46,7 @@ def test_the_sdk_creates_streams_and_counts(sdk: openai.OpenAI) -> None:
     assert text == whole.output_text
     assert [event.sequence_number for event in found] == list(range(len(found)))
     assert found[-1].type == "response.incomplete"
-    for event in found:  # each is what the SDK says that it is
+    for event in found:  # each has the type that the SDK declares
         type(event).model_validate(event.model_dump(by_alias=True, warnings=False))
     type(whole).model_validate(whole.model_dump(by_alias=True, warnings=False))
 

@@ -29,7 +29,7 @@ Refusal = tuple[int, dict[str, str]]
 
 @dataclass
 class Gate:
-    """In front of a server: refuses what it was told to first, or drops the connection (0), and remembers requests."""
+    """A proxy that first refuses as scripted, or drops the connection (0), and records requests."""
 
     refusals: list[Refusal] = field(default_factory=list)
     seen: list[dict[str, str]] = field(default_factory=list)
@@ -74,7 +74,7 @@ def gate(gates: Gate) -> Gate:
 
 
 def asked(gate: Gate, way: str, **settings: Any) -> str:
-    """An answer of a model behind the gate, in one of the ways to ask for one."""
+    """An answer of a model through the proxy, by one of the methods."""
     at = {"base_url": gate.address, "model": "tiny", "max_tokens": 4, **settings}
     chat, llm = ChatSpecFuse(**at), SpecFuseLLM(**at)
     if way == "invoke":

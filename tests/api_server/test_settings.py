@@ -1,4 +1,4 @@
-"""The configuration file: what it may say, and what is said about one that is wrong."""
+"""The configuration file: its settings, and the messages about wrong ones."""
 
 from __future__ import annotations
 

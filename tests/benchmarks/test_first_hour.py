@@ -1,4 +1,4 @@
-"""The first hour on a card, in small on a processor: it can be stopped, goes on, and says what is missing."""
+"""The first hour on a card, in small on a processor: it can be interrupted and resumed, and reports missing parts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> No
     running.send_signal(signal.SIGTERM)
     shown, _ = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "goes on from here" in shown
+    assert "continues from here" in shown
     assert found_in(tmp_path, "versions")["status"] == "done"
     assert found_in(tmp_path, "soak")["status"] == "running"
     assert not processes_with(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The GPU benchmark runs on a machine without one, with small sizes, and its shapes are those of the real models."""
+"""The GPU benchmark runs on a machine without one, with small sizes, and its shapes equal the real models' shapes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> N
 
 
 class Server(BaseHTTPRequestHandler):
-    """As much of vLLM's routes as the benchmark asks for; every answer has as many tokens as were wanted."""
+    """The part of vLLM's routes that the benchmark uses; every answer has the requested number of tokens."""
 
     def do_GET(self) -> None:
         self._send({"/version": {"version": "0.0"}, "/v1/models": {"data": [{"id": "served"}]}}[self.path])

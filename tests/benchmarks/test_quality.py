@@ -27,7 +27,7 @@ from specfuse_shared.comparing.run.run_file import RunFile
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder of two sets, and a folder of its own for answers."""
+    """A data folder of two sets, and a folder for answers."""
     monkeypatch.setattr(quality_rows, "FOLDER", tmp_path / "answers")
     open_rows = [
         {"id": str(n), "task": "open", "prompt": f"{n}?", "references": ["the sea", "the sea at ebb"]} for n in range(5)

@@ -1,4 +1,4 @@
-"""Rank correlation of what members alone predict with what ensembles gained."""
+"""Rank correlation between predictions from members alone and the gains of ensembles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answers(right: int, first: int = 0) -> list[str]:
 
 
 def comparison(second: list[str], gain: int) -> Any:
-    """Beside a member that is right 12 times; the ensemble is right `gain` times more often."""
+    """A comparison with a member that is right 12 times; the ensemble is right `gain` times more often."""
     return json.loads(json.dumps(made({"one": answers(12), "two": second, ENSEMBLE: answers(12 + gain)}).to_dict()))
 
 

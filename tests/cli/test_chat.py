@@ -1,4 +1,4 @@
-"""`specfuse-llm chat`: turns, commands, Ctrl-C in a real terminal, and what is refused."""
+"""`specfuse-llm chat`: turns, commands, Ctrl-C in a real terminal, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_saved_is_said(
 
 @contextmanager
 def chatting(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The command in a terminal of its own, and the end of that terminal that a person has."""
+    """The command in a terminal, and the user's end of that terminal."""
     pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -135,7 +135,7 @@ def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Calla
 
 
 def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
-    """Read until this is shown; what came behind it."""
+    """Read until this is shown; the output after it."""
     limit = time.monotonic() + 120
     while wanted not in seen:
         assert time.monotonic() < limit, seen[-500:]

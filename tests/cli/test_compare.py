@@ -183,14 +183,14 @@ def test_what_goes_wrong_afterwards_is_told_after_the_verdict(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*given: object, **settings: object) -> None:
-        raise PlacementError("no device has room")
+        raise PlacementError("no device has enough memory")
 
     monkeypatch.setattr("specfuse_shared.comparing.rate", no_room)
     command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--timed", "0", "--judge", "members"]
     assert main([*command, "--out", "report.html"]) == 1
     out, err = capsys.readouterr()
     assert "than the best member, first, on 22 questions" in " ".join(out.split())
-    assert err.endswith("report: report.html\nspecfuse-llm: no device has room\n")
+    assert err.endswith("report: report.html\nspecfuse-llm: no device has enough memory\n")
 
 
 def test_a_single_member_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

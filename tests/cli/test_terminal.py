@@ -60,7 +60,7 @@ def record(index: int, text: str, winner: str, start: int) -> RoundRecord:
 
 
 def answer(*segments: str) -> list[Event]:
-    """A stream in which the members win in turn."""
+    """A stream in which the members win alternately."""
     events: list[Event] = [StartEvent(MEMBERS, 7)]
     records, text = [], ""
     for index, segment in enumerate(segments, 1):

@@ -18,7 +18,7 @@ def answer(text: str, pieces: Sequence[tuple[str, str]] = (), **facts: Any) -> A
 def made(
     texts: Mapping[str, Sequence[str]], references: Sequence[str] | str | None = "the sea", **facts: Any
 ) -> Comparison:
-    """Who → answers; the ensemble's are those of `ENSEMBLE`. `references`: one for all, or one each; None: none."""
+    """Name → answers; `ENSEMBLE` is the ensemble's name. `references`: one for all, or one each; None: none."""
     members = [name for name in texts if name != ENSEMBLE and not name.startswith("without ")]
     count = len(texts[ENSEMBLE])
     each = [references] * count if isinstance(references, str) or references is None else references

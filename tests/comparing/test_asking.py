@@ -1,4 +1,4 @@
-"""A comparison over members of plain Python: who is asked what, what is kept, and what failures do."""
+"""A comparison over members of plain Python: its requests, the answers that it keeps, and the effects of failures."""
 
 from __future__ import annotations
 

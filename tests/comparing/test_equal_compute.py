@@ -1,4 +1,4 @@
-"""The best member with as much compute, or as many seconds, as the ensemble: how often it is asked, what is told."""
+"""The best member with the compute, or the seconds, of the ensemble: its number of samples, and the report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> N
     assert found.equal.paid == {"short": pytest.approx(3.0)}
     assert found.equal.samples["compute"] == {"short": 3}
     assert found.equal.columns == {"compute": COLUMN, "ceiling": "first, best of 3 samples (ceiling)"}
-    assert made.sampled == 2 * 3 * 30, "each is read twice: to answer, and to tell its log p"
+    assert made.sampled == 2 * 3 * 30, "each is read twice: to answer, and for its log p"
     assert found.columns["all"].means["first"] == pytest.approx(100 * 2 / 3)
     assert found.columns["all"].means[COLUMN] == 100, "two of three samples are right, so their vote is"
     assert found.costs[COLUMN].flop == found.costs[ENSEMBLE].flop == 2 * 1000 * 8

@@ -1,4 +1,4 @@
-"""Intervals: of paired differences, of shares, and what so many rows can show."""
+"""Intervals of paired differences and of shares, and the smallest difference that a number of rows can show."""
 
 from __future__ import annotations
 

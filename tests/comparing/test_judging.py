@@ -1,4 +1,4 @@
-"""Members rate each other's answers: what they read, what counts, and what is said of it."""
+"""Members rate each other's answers: their input, the ratings that count, and the report."""
 
 from __future__ import annotations
 

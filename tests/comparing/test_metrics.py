@@ -1,4 +1,4 @@
-"""What counts as good."""
+"""Scores of good and of bad answers."""
 
 from __future__ import annotations
 

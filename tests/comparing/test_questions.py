@@ -1,4 +1,4 @@
-"""Files of questions: what is read, what is left out and said, and what is refused."""
+"""Files of questions: rows that are read, rows that are left out with a note, and files that are refused."""
 
 from __future__ import annotations
 

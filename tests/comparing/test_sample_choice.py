@@ -1,4 +1,4 @@
-"""Which of a member's samples is its answer: what was said most often, in whatever words, then what it is surest of."""
+"""A member's answer is its most frequent sample, in any wording; among equally frequent ones its most certain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison says, and what it does not say."""
+"""Claims that a comparison makes, and claims that it avoids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOOD, BAD, HALF = "the sea", "a bird", "the sea bird"
 
 
 def title(comparison: Comparison, name: str) -> str:
-    """What the verdict says about one thing."""
+    """The sentence of the verdict about one subject."""
     return next((point.text for point in comparison.verdict.points if point.title == name), "")
 
 
@@ -107,7 +107,7 @@ def test_the_best_alone_is_said_to_be_no_better_where_that_is_not_seen() -> None
     close = made({"one": [GOOD, BAD] * 20 + [GOOD], "two": [BAD, GOOD] * 20 + [BAD], ENSEMBLE: [GOOD] * 41})
     assert "not distinguishable from two" in title(close, "Best alone")
     clear = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
-    assert "not told apart" not in title(clear, "Best alone")
+    assert "not distinguished" not in title(clear, "Best alone")
 
 
 def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
@@ -130,7 +130,7 @@ def test_half_precision_is_said_to_change_answers_between_runs() -> None:
 
 
 def test_circles_are_told() -> None:
-    loop = "so it goes on " * 4
+    loop = "so it continues " * 4
     found = made({"one": [GOOD] * 9 + [loop], "two": [GOOD] * 10, ENSEMBLE: [GOOD] * 10})
     assert title(found, "Repetition").endswith("one 10 %, two 0 %, the ensemble 0 %.")
 

@@ -1,4 +1,4 @@
-"""A blind vote: what the page holds, and how votes come back."""
+"""A blind vote: the content of the page, and the way back of the votes."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def example_prompt(name: str) -> str:
 
 
 def was_taught(question: str) -> bool:
-    """Whether some filling of a taught form gives the question, whatever its case and its last mark."""
+    """Whether some filling of a taught form gives the question, regardless of its case and its last mark."""
     return any(_form(form).fullmatch(question) for tool in TAUGHT for form in tool.questions)
 
 

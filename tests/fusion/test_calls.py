@@ -41,7 +41,7 @@ def elect(*rows: list[CandidateLogprobs], score: policies.ScorePolicy = Stretch(
 
 @pytest.mark.parametrize("score", [Stretch(), MeanLogprob("token"), policies.MeanProb()])
 def test_a_likely_wish_to_answer_wins_however_many_words_it_could_begin_with(score: policies.ScorePolicy) -> None:
-    """Each of ten first words has 7 %, the call 30 %, and what follows its tag is certain."""
+    """Each of ten first words has 7 %, the call 30 %, and the text after its tag is certain."""
     call = candidate(CALL + "name", (TAG, 0.3), (2, 1.0), (4, 1.0), call=TAG)
     text = candidate("No, it is not", (2, 0.07), (1, 0.9), (10, 0.9))
     found = elect([call, text], score=score)
@@ -112,7 +112,7 @@ def first_round(
     grammar: Grammar | None = None,
     first_segment: int = 5,
 ) -> EnsembleResult:
-    """What members answer that recite these speeches, so surely; their votes weigh the same."""
+    """Answers of members that recite these speeches with this certainty; their votes weigh the same."""
     tokenizer = reciting_tokenizer(" ".join(speech for speech, _ in speeches.values()))
     for name, (speech, certainty) in speeches.items():
         reciting_model(tokenizer, speech, certainty, endless=False).save_pretrained(folder / name)

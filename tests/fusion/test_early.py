@@ -38,7 +38,7 @@ def lane(one: str, other: str, likes: float = -1.0) -> FakeLane:
 
 
 def asked(fake: FakeLane, **settings: Any) -> tuple[list[tuple[type, int]], EnsembleResult]:
-    """What member "a" was asked for, with the limits of drafts, up to the first commit; and the answer."""
+    """The requests to member "a", with the limits of drafts, up to the first commit; and the answer."""
     with Early(fake, **settings) as engine:
         result = engine.generate("tell me", SamplingParams(max_tokens=18))
     ops = fake.ops("a", Draft, DraftAlone, Verify, Commit)
@@ -135,7 +135,7 @@ def test_the_lead_that_is_wanted_halves_with_each_look_but_not_below_any() -> No
 def test_clear_is_a_factor_to_every_other_vote() -> None:
     assert Election([], [0.1, 0.8, 0.05], 1).is_clear(8)
     assert not Election([], [0.1, 0.79, 0.05], 1).is_clear(8)
-    assert not Election([], [0.0, 0.0], 0).is_clear(8), "nobody found anything thinkable"
+    assert not Election([], [0.0, 0.0], 0).is_clear(8), "no member finds a candidate plausible"
     assert not Election([], [0.5, 0.1], 1).is_clear(1), "the winner has fewer votes, as the other was barred too late"
 
 
@@ -148,7 +148,7 @@ def test_a_margin_below_one_is_refused(margin: float) -> None:
 @pytest.mark.parametrize("speculation", ["off", "auto"])
 @pytest.mark.parametrize("kind", ["qwen3", "lfm2", "static"])
 def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_path: Path) -> None:
-    """Greedy and seeded, dynamic, row by row and static: drafts that go on are the drafts that would have been made."""
+    """Greedy and seeded, dynamic, row by row and static: continued drafts equal drafts made at once."""
     execution, model = ("static", "qwen3") if kind == "static" else ("dynamic", kind)
     save_model("llama", metaspace_tokenizer(), tmp_path / "one", seed=1)
     save_model(model, byte_level_tokenizer(), tmp_path / "two")

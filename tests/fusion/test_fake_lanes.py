@@ -1,4 +1,4 @@
-"""The method and the scheduler over lanes of plain Python: what they ask for, in which order, and what faults do."""
+"""The method and the scheduler over lanes of plain Python: requests, their order, and the effects of faults."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_text_is_committed_by_itself_where_a_context_may_be_full_with_it() -> No
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
     with fake(lane) as engine:
         assert engine.generate("tell me", kept).text == expected.text
-    assert not any(isinstance(request.op, Commit) for request in lane.asked), "all that may come has room"
+    assert not any(isinstance(request.op, Commit) for request in lane.asked), "the cache holds the whole answer"
     for limit in range(26, 60, 3):
         lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
         with fake(lane) as engine:

@@ -20,7 +20,7 @@ UNEVEN = {"small": 0.05, "large": 1.0}
 
 
 class Side(SimpleNamespace):
-    """What a leader's choice needs of a member."""
+    """The attributes of a member that the choice of a leader reads."""
 
 
 class Sides(dict[str, Side]):

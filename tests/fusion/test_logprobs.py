@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer's tokens: those of the reference member for the final text, whoever wrote it."""
+"""Log-probabilities of an answer's tokens: the reference member's for the final text, written by any member."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = [
 
 
 def plain_rows(member: LocalMember, text: str) -> torch.Tensor:
-    """Log p of every token in the place of each of the text's, by one forward of the model over prompt and answer."""
+    """Log p of every token in the place of each of the text's, by one forward pass over prompt and answer."""
     prompt, ids = member.encode_prompt([Message("user", QUESTION)]), member.codec.encode(text)
     with torch.inference_mode():
         rows = member.runner.plain([*prompt, *ids]).float().log_softmax(-1)

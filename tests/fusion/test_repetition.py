@@ -1,4 +1,4 @@
-"""What counts as going in circles."""
+"""Which texts count as a repetition loop."""
 
 from __future__ import annotations
 

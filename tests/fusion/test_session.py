@@ -98,7 +98,7 @@ def test_max_tokens_counts_on_the_reference_tokenizer(tiny_engine: EnsembleEngin
 
 
 def shown_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> tuple[str, EnsembleResult]:
-    """What the events show, and the result."""
+    """The content of the events, and the result."""
     events = events_of(engine, params, **settings)
     last = events[-1]
     assert isinstance(last, FinishEvent)
@@ -256,7 +256,7 @@ def _for_chat(scores: Matrix, weights: Sequence[float], drafters: Sequence[Seque
 
 
 def test_a_candidate_that_goes_in_circles_loses(tiny_engine: EnsembleEngine, tmp_path: Path) -> None:
-    """Without layers, the next token depends on the last one only, so that greedy text soon goes in circles."""
+    """Without layers, the next token depends on the last one only, so that greedy text soon repeats itself."""
     folder = save_model("qwen3", byte_level_tokenizer(), tmp_path / "circling", seed=1)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
@@ -302,7 +302,7 @@ def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_en
         hook.remove()
         assert failure.value.member == member.name
         assert failure.value.text == "".join(shown) != ""
-        assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine goes on"
+        assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine still answers"
 
 
 def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:

@@ -1,4 +1,4 @@
-"""What counts as a loop within a value, and where it is closed."""
+"""Which texts count as a loop within a value, and where the value is closed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specfuse_shared.text.tool_calls import CALL_OPEN
 
 
 def closed(answer: str, segment: str) -> str | None:
-    """The value as far as a loop is closed; None without one."""
+    """The value up to the point where a loop is closed; None without one."""
     loop = loop_of(answer, segment)
     return None if loop is None or not loop.closer else answer + loop.kept + loop.closer
 

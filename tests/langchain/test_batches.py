@@ -27,7 +27,7 @@ Batch = Callable[..., list[Any]]
 
 
 class Runs(BaseCallbackHandler):
-    """Keeps the runs, and how many went on at once."""
+    """Keeps the runs, and the highest number of concurrent ones."""
 
     def __init__(self) -> None:
         self.started: list[Any] = []

@@ -1,4 +1,4 @@
-"""Text, thoughts and calls as blocks of version 1: nothing shares a block, and nothing is lost."""
+"""Text, reasoning and calls as blocks of version 1: each has its own block, and nothing is lost."""
 
 from __future__ import annotations
 

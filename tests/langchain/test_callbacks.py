@@ -1,4 +1,4 @@
-"""What callbacks hear, whichever way LangChain runs the model: each chunk once, and each segment where wanted."""
+"""Callbacks receive each chunk once, whichever way LangChain runs the model, and each segment on request."""
 
 from __future__ import annotations
 

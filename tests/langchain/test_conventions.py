@@ -1,4 +1,4 @@
-"""What users of other chat models take for granted: sizes, settings, records, reasons, and small freedoms."""
+"""Conventions of other chat models: sizes, settings, records, finish reasons, and small freedoms."""
 
 from __future__ import annotations
 

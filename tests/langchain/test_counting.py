@@ -1,4 +1,4 @@
-"""Tokens as a caller counts them: exact for what is sent, and additive enough for `trim_messages`."""
+"""Token counts are exact for a whole prompt, and additive enough for `trim_messages`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Counted(BaseModel):
 
 @pytest.fixture
 def writer(chat: ChatSpecFuse) -> Runnable[Any, AIMessage]:
-    """Members with random weights, which end no string in so few tokens, have to write a file."""
+    """Members with random weights, which end no string within these tokens, have to write a file."""
     return chat.bind_tools([write_file], tool_choice="any", max_tokens=100)
 
 

@@ -32,7 +32,7 @@ def openllmetry() -> Iterator[Spans]:
 
 
 async def usage_of_four_calls(model: ChatSpecFuse) -> UsageMetadata:
-    """The same question in each way of asking; what the first answer used."""
+    """The same question by each method; the usage of the first answer."""
     whole = model.invoke("Hello")
     list(model.stream("Hello"))
     await model.ainvoke("Hello")

@@ -1,4 +1,4 @@
-"""What a model says of itself: to traces, caches, dumps and profiles, and what it makes of options that it lacks."""
+"""How a model describes itself: in traces, caches, dumps and profiles; and its reply to options that it lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBe
 
 
 class Starts(BaseCallbackHandler):
-    """Keeps all that tracers are told when a model starts."""
+    """Keeps the arguments that tracers get when a model starts."""
 
     def __init__(self) -> None:
         self.told: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -186,7 +186,7 @@ def test_load_learns_the_sizes_of_members_that_were_not_here(tiny: EnsembleEngin
         assert (model.load().profile or {})["max_input_tokens"] == tiny.context_limit
 
 
-# ── what stays of a record, and what is counted ──────────────────────────────────────────────────
+# ── fields of a record that stay, and counts ─────────────────────────────────────────────────────
 
 
 def test_no_ledger_is_none_and_segment_events_still_tell(tiny: EnsembleEngine) -> None:

@@ -153,7 +153,7 @@ def test_a_chatbot_trims_its_history_by_the_model_s_own_tokens(llm: ChatSpecFuse
     assert [message.type for message in state["messages"]] == ["human", "ai"] * 2
     assert trimmer.invoke(state["messages"])[0].text == "What is my name?"
     before, after = [message.usage_metadata["input_tokens"] for message in state["messages"][1::2]]
-    assert after < before, "what was said before had no room"
+    assert after < before, "the earlier turns did not fit"
 
 
 # ── extraction with examples ─────────────────────────────────────────────────────────────────────

@@ -1,7 +1,7 @@
 """Agents that tutorials end with, over the demo: hand-offs, people who decide, middlewares, fallbacks, traces.
 
 The members decide words and arguments. Whether a call is made is forced here, since models this small may call again
-what they know; what each test asserts is what LangChain's machinery made of our messages.
+an earlier one; each test asserts how LangChain's machinery handled our messages.
 """
 
 from collections.abc import Callable
@@ -209,7 +209,7 @@ def test_a_sub_agent_is_a_tool_of_another_one(llm: ChatSpecFuse) -> None:
     assert state["messages"][2].text == inner.invoke({"messages": [("user", asked[0])]})["messages"][-1].text
 
 
-# ── what stands around a model ───────────────────────────────────────────────────────────────────
+# ── middlewares around a model ───────────────────────────────────────────────────────────────────
 
 
 def test_fields_that_are_configured_fall_back_retry_and_are_cached(

@@ -1,4 +1,4 @@
-"""Schemas reach the engine as they were given, in whichever form; what they ask for is what comes out."""
+"""Schemas of every form reach the engine unchanged, and the values have the types that they ask for."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_list_cannot_be_called_and_the_error_says_so(chat: ChatSpecFuse) -> No
 
 def test_json_mode_goes_without_a_schema(chat: ChatSpecFuse) -> None:
     for schema in (None, {"type": "object"}):
-        # members of random weights go on with the first key until max_tokens; the demo's do not (tests/api_server)
+        # members of random weights continue the first key until max_tokens; the demo's do not (tests/api_server)
         with pytest.raises(UnfinishedValueError) as error:
             chat.with_structured_output(schema, method="json_mode").invoke("Write.", max_tokens=40)
         assert error.value.text.startswith("{")

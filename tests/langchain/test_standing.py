@@ -1,4 +1,4 @@
-"""What the standard suites leave open: ensembles, events, blocks, interleaving, chains written for other models."""
+"""Beyond the standard suites: ensembles, events, blocks, interleaving, chains written for other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LangChain puts around a model: event streams, configurable fields, retries; and nothing from the network."""
+"""LangChain's machinery around a model: event streams, configurable fields, retries; and no access to the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thoughts of members and log-probabilities: where LangChain's users look for them, and nowhere else."""
+"""Reasoning and log-probabilities are where LangChain's users look for them, and nowhere else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def thinker(thinking: EnsembleEngine) -> ChatSpecFuse:
     return ChatSpecFuse(engine=thinking, max_tokens=12, max_thinking_tokens=12)
 
 
-# ── thoughts ─────────────────────────────────────────────────────────────────────────────────────
+# ── reasoning ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_thoughts_are_a_reasoning_block_and_no_text(thinker: ChatSpecFuse) -> None:

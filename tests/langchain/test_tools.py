@@ -34,7 +34,7 @@ def shout(text: Literal["Grüße aus Köln", "北京 🎉"]) -> str:
 
 
 class Guest(BaseModel):
-    """A guest and the room."""
+    """A guest and the kind of bedroom."""
 
     name: str
     nights: int = Field(description="how many nights")

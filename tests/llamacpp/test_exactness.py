@@ -24,7 +24,7 @@ PAIRS = [("llama", "spoken"), ("qwen2", "window"), ("llama", "recurrent"), ("spo
 
 
 class NaiveLlama(NaiveMember):
-    """Every token and score from a whole text that a context of its own reads anew."""
+    """Every token and score from a whole text that a fresh context reads."""
 
     @cached_property
     def context(self) -> Any:

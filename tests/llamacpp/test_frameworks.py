@@ -31,7 +31,7 @@ QUESTION = "When does the tide come?"
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> Iterator[EnsembleEngine]:
-    """Random members with room for the frameworks' prompts."""
+    """Random members with a context that holds the frameworks' prompts."""
     folder: Path = tmp_path_factory.mktemp("wide")
     makes = {"chat": byte_level_tokenizer(), "base": metaspace_tokenizer()}
     members = [
@@ -43,7 +43,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> Iterator
 
 
 class TestStandardSuite(Supported, ChatModelIntegrationTests):
-    """What needs no sense in the answers, which random members do not have; forced calls and values follow below."""
+    """Tests that need no sense in the answers of random members; forced calls and values follow below."""
 
     has_tool_calling = has_structured_output = supports_json_mode = False
     supports_model_override = False

@@ -28,7 +28,7 @@ def folder(files: Mapping[str, Path], cache_dir: str) -> Path:
 
 
 def ensemble(files: Mapping[str, Path], folder: Path, cache_dir: str, **third: str) -> EnsembleConfig:
-    """Members by the same names; the third is that of `folder`."""
+    """Members by the same names; the third is the one in `folder`."""
     members = [MemberConfig(str(folder), name="qwen2", dtype="float32", device="cpu")]
     if "server" in third:
         members = [MemberConfig(str(folder), name="qwen2", server=third["server"])]
@@ -79,7 +79,7 @@ def test_all_three_answer_as_on_one_engine(
 
 
 def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
-    """Not that of one engine: a server draws by itself."""
+    """Different from one engine's draw: a server draws by itself."""
     first, again, other = (
         engines[0].generate(QUESTION, SamplingParams(max_tokens=30, temperature=0.9, seed=seed)) for seed in (5, 5, 6)
     )

@@ -42,7 +42,7 @@ def ids_of(member: Any, count: int, seed: int) -> list[int]:
 
 
 def read(context: Any, count: int) -> None:
-    """So many tokens more of its prompt."""
+    """Read `count` more tokens of its prompt."""
     context.run(ForwardRequest(context, prompt=count))
 
 
@@ -72,7 +72,7 @@ def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
 
 @torch.inference_mode()
 def test_a_running_answer_lends_what_it_has_read(member: Any) -> None:
-    """Also piece by piece: what it read later is taken over by one that had begun to read."""
+    """Also piece by piece: a sequence that had begun to read takes over the tokens that another reads later."""
     prompt = ids_of(member, 120, 1)
     first, second, third = (member.new_sequence(False) for _ in range(3))
     first.begin(prompt)

@@ -1,4 +1,4 @@
-"""Helpers of the LlamaIndex tests: what the framework reports about a call, and every endpoint by its name."""
+"""Helpers of the LlamaIndex tests: the framework's events about a call, and every endpoint by its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specfuse_shared.errors import SpecFuseError
 SYNC_ENDPOINTS = ("complete", "stream_complete", "chat", "stream_chat")
 ENDPOINTS = (*SYNC_ENDPOINTS, *(f"a{name}" for name in SYNC_ENDPOINTS))
 PACKAGES = ("llama_index", "llamaindex_specfuse", "specfuse_shared")
-"""Where an error of a call may come from; the innermost of their frames tells whose it is."""
+"""Where an error of a call may come from; the innermost of their frames shows the origin."""
 
 
 class Listener(BaseEventHandler):
@@ -36,7 +36,7 @@ class Listener(BaseEventHandler):
         return [event for event in self.events if event.class_name() == name]
 
     def calls(self) -> list[str]:
-        """The events of calls of an LLM, in order, without those of single responses."""
+        """The events of calls of an LLM, in order, without the events of single responses."""
         names = [event.class_name() for event in self.events]
         return [name for name in names if name.startswith("LLM") and "InProgress" not in name]
 
@@ -56,7 +56,7 @@ class Failures(NullSpanHandler):
 
 @contextmanager
 def readable_or_refused(listener: Listener, asked: str) -> Iterator[None]:
-    """The LLM is `asked` and answers; LlamaIndex reads that, or its reading (with libraries of its own) fails.
+    """The LLM is `asked` and answers; LlamaIndex reads that, or its reading (with its own libraries) fails.
 
     Which of the two is up to the members: `docs/llamaindex.md` says what such small ones often cannot write.
     """
@@ -72,7 +72,7 @@ def readable_or_refused(listener: Listener, asked: str) -> Iterator[None]:
 
 @contextmanager
 def answered(listener: Listener, asked: str) -> Iterator[None]:
-    """At the end, whatever it is: the words were in a prompt, and every prompt has an answer of ours."""
+    """At any end: the words were in a prompt, and every prompt has an answer of ours."""
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def answered(listener: Listener, asked: str) -> Iterator[None]:
 
 
 class Callbacks:
-    """LlamaIndex's older callbacks: what they counted."""
+    """The counts of LlamaIndex's older callbacks."""
 
     def __init__(self) -> None:
         self.debug = LlamaDebugHandler(print_trace_on_end=False)

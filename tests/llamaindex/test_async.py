@@ -1,4 +1,4 @@
-"""Asynchronous calls leave the event loop free, and whoever stops listening stops the compute."""
+"""Asynchronous calls leave the event loop free, and a caller that stops listening stops the compute."""
 
 from __future__ import annotations
 

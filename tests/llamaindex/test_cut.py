@@ -1,4 +1,4 @@
-"""Calls and values that `max_tokens` cut: said so, never carried out, and told to the agent that asked."""
+"""Calls and values that `max_tokens` cut are marked, never carried out, and reported to the agent that asked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROMPT = PromptTemplate("Note {thing}.")
 
 @pytest.fixture
 def short(tiny_llm: SpecFuseLLM) -> SpecFuseLLM:
-    """Members with random weights, which end no string in so few tokens."""
+    """Members with random weights, which end no string within these tokens."""
     return tiny_llm.model_copy(update={"max_tokens": 100})
 
 

@@ -35,7 +35,7 @@ def openllmetry() -> Iterator[Spans]:
 
 
 async def usage(llm: SpecFuseLLM, endpoints: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What each endpoint counted."""
+    """The counts of each endpoint."""
     return [(await ask(llm, endpoint, "Hello"))[-1].raw["usage"] for endpoint in endpoints]
 
 

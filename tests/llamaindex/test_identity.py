@@ -1,4 +1,4 @@
-"""What an LLM says of itself: to traces, dictionaries and planners, and what it makes of options that it lacks."""
+"""How an LLM describes itself: in traces, dictionaries and planners; and its reply to options that it lacks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 @pytest.mark.parametrize("several", [True, False])
 async def test_an_agent_gets_as_many_calls_as_it_asks_for(tiny_llm: SpecFuseLLM, several: bool) -> None:
-    """Random members, whom nobody taught that one call is enough; agents ask for several unless told otherwise."""
+    """Random members, which were never taught that one call is enough; agents ask for several by default."""
     tools = [FunctionTool.from_defaults(lambda: "now", name="now", return_direct=True)]
     told = {} if several else {"allow_parallel_tool_calls": False}
     llm = tiny_llm.model_copy(update={"temperature": 1.0, "seed": 2})

@@ -1,6 +1,6 @@
 """Programs of LlamaIndex's tutorials over the real demo ensemble: queries, chats, agents and a workflow.
 
-What the members write is up to them; what LlamaIndex cannot read raises its own error, never one of ours.
+The members decide their words. If LlamaIndex cannot read them, it raises its own error, never one of ours.
 """
 
 from __future__ import annotations

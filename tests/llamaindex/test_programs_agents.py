@@ -2,7 +2,7 @@
 
 Members this small follow examples rather than instructions: without any, they give LlamaIndex's own `handoff`, whose
 agent is free text, a name that there is not ("Book visits."), hear so, say the same again, and end at the limit of
-iterations. Either worked examples show them how, or a tool of one's own names the agents in its schema, which a grammar
+iterations. Either worked examples show them how, or a custom tool names the agents in its schema, which a grammar
 holds.
 """
 

@@ -52,7 +52,7 @@ QUESTION = "When does the observatory open?"
 
 
 class Place(BaseModel):
-    """A place that a text tells of."""
+    """A place in a text."""
 
     name: str = Field(max_length=20)
     indoors: bool

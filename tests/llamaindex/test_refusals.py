@@ -1,4 +1,4 @@
-"""What cannot be answered is an error that LlamaIndex passes on; what a model wrote badly is one that it may handle."""
+"""Requests without an answer raise an error that LlamaIndex passes on; unreadable output raises one that it expects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def long_nodes() -> list[NodeWithScore]:
 
 
 def blind(llm: SpecFuseLLM) -> SpecFuseLLM:
-    """LlamaIndex believes that there is room for everything."""
+    """LlamaIndex assumes that everything fits."""
     return llm.model_copy(update={"context_window": 200_000})
 
 

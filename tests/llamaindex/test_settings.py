@@ -1,4 +1,4 @@
-"""The settings of SpecFuseLLM: fields, what every call takes, and what it plans with before anything is loaded."""
+"""The settings of SpecFuseLLM: fields, options of every call, and sizes for planning before anything is loaded."""
 
 from __future__ import annotations
 

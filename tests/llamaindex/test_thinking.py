@@ -1,4 +1,4 @@
-"""Thoughts and log-probabilities stand where LlamaIndex has them, and thoughts never in the content."""
+"""Reasoning and log-probabilities are where LlamaIndex has them, and reasoning is never in the content."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
 def test_coarse_rounding_is_told_of_and_wrong_probabilities_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A processor without bfloat16 of its own is off by more than one with it, and by less than a wrong mask."""
+    """A processor that emulates bfloat16 is off by more than one that supports it, and by less than a wrong mask."""
     model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
     model.set_attn_implementation(GROUPED)
     errors = {"packed": 0.5, "rows": 0.6}

@@ -1,4 +1,4 @@
-"""Models of Ollama's store by name: what is found, what is refused, and what a bad store cannot do."""
+"""Models of Ollama's store by name: models that are found, names that are refused, and damaged stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that members name are looked for before torch is imported; what is wrong with them is said in a line."""
+"""Members' files are looked for before torch is imported; a message of one line says which is wrong."""
 
 from __future__ import annotations
 

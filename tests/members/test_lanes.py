@@ -1,4 +1,4 @@
-"""Members on devices or cores of their own step at the same time: the same answers and faults as in turn."""
+"""Members on their own devices or cores step at the same time: the same answers and faults as one after another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(tiny_engine: EnsembleEngine) -> EnsembleConfig:
 def engine(
     request: pytest.FixtureRequest, lanes: Lanes, config: EnsembleConfig, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EnsembleEngine]:
-    """The tiny members as if each had a device, or cores, of its own."""
+    """The tiny members as if each had its own device, or its own cores."""
     if request.param == "devices":
         monkeypatch.setattr("specfuse_shared.members.local.lane.devices_of", lambda member: (member.name,))
     else:
@@ -53,7 +53,7 @@ def engine(
 
 @contextmanager
 def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
-    """Every forward takes longer; when each began and ended, by member."""
+    """Every forward pass takes longer; when each began and ended, by member."""
     times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in local_members(engine)}
     for member in local_members(engine):
         plain = member.runner.step
@@ -196,7 +196,7 @@ def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: 
         wait_seconds = lane.wait_seconds or 0.0
         assert wait_seconds > 0, "three are away, and two are here"
         time.sleep(wait_seconds)
-        assert lane.wait_seconds == 0, "nobody is waited for longer than the last step took"
+        assert lane.wait_seconds == 0, "the wait is no longer than the last step"
         lane.step()
         assert lane.wait_seconds
         ask(Draft(4, 0), 3)

@@ -1,4 +1,4 @@
-"""Memory that runs out anywhere in an answer: it goes on with the same words, and nothing is left behind."""
+"""Memory that runs out anywhere in an answer: it continues with the same words, and all memory is freed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["driver"]
 MESSAGES = [Message("user", "How do the tides follow the moon? " * 5)]
 PARAMS = SamplingParams(max_tokens=24)
 LARGE = 4096
-"""Bytes: what is smaller is in memory that an allocator holds already."""
+"""Bytes: a smaller tensor is in memory that an allocator holds already."""
 
 
 class Allocations(TorchDispatchMode):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Elsewhere(EnsembleEngine):
-    """An engine whose members named in `distant` run in processes of their own."""
+    """An engine whose members named in `distant` run in other processes."""
 
     def __init__(self, config: EnsembleConfig, distant: Sequence[str]) -> None:
         super().__init__(config)
@@ -65,12 +65,12 @@ def elsewhere(config: EnsembleConfig, distant: Sequence[str]) -> Iterator[Elsewh
         yield engine
     for process in engine.processes:
         process.join(20)
-        assert process.exitcode is not None, "a closed engine leaves no process behind"
+        assert process.exitcode is not None, "a closed engine has ended its processes"
 
 
 @pytest.fixture(scope="module")
 def apart(tiny_engine: EnsembleEngine) -> Iterator[Elsewhere]:
-    """Every member in a process of its own."""
+    """Every member in its own process."""
     with elsewhere(tiny_engine.config, ("chat", "base")) as engine:
         yield engine.load()
 

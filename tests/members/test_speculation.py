@@ -107,7 +107,7 @@ def answers(engine: EnsembleEngine, asked: Asked, **options: Any) -> list[Ensemb
 def assert_same_with_and_without(
     config: EnsembleConfig, asked: Asked, over: EnsembleEngine | None = None, **options: Any
 ) -> dict[str, MetricsSnapshot]:
-    """The same answers, for no more forwards; the metrics of both engines. `over`: whose members are asked."""
+    """The same answers, for no more forward passes; the metrics of both engines. `over`: the members that answer."""
     found, counted = {}, {}
     for speculation in ("off", "auto"):
         wanted = replace(config, speculation=speculation)
@@ -137,7 +137,7 @@ def test_answers_are_the_same_with_and_without(
     counted = assert_same_with_and_without(config, requests(16, seed=len(way)))
     assert sum(counted["auto"].answer_forwards.values()) < sum(counted["off"].answer_forwards.values())
     assert counted["off"].led_rounds == 0
-    assert counted["auto"].led_rounds > 0, "on one core members take turns"
+    assert counted["auto"].led_rounds > 0, "on one core members run one after another"
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:
 
 @pytest.mark.slow
 def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward."""
+    """Two of one model, without looking anything up: the follower finds the leader's draft by one forward pass."""
     monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
     # measured seconds would swap the lead between two that are equal
     monkeypatch.setattr(LeaderPolicy, "_steps", lambda lead, participants, names: dict.fromkeys(names, 1.0))
@@ -281,7 +281,7 @@ def test_a_lookup_finds_what_followed_the_longest_equal_end() -> None:
     assert lookup.find([7, 8], 3) == ((), 0)
     lookup.read([7], 7)  # the answer was encoded anew from there
     assert lookup.find([2, 3], 2) == ([7], 2)
-    lookup.read([1, 2, 9, 256, 512, 0, 7], 0)  # its bytes hold those of 1 and 2 a second time, across three ids
+    lookup.read([1, 2, 9, 256, 512, 0, 7], 0)  # its bytes hold the bytes of 1 and 2 a second time, across three ids
     assert lookup.find([1, 2], 2) == ([9, 256], 2)
 
 

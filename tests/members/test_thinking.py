@@ -48,7 +48,7 @@ def engine(folders: tuple[str, str]) -> Iterator[EnsembleEngine]:
 
 
 def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
-    """By the model's own plain forwards."""
+    """By the model's own plain forward passes."""
     ids, start = list(ids), len(ids)
     with torch.inference_mode():
         for _ in range(count):
@@ -137,7 +137,7 @@ def test_several_members_think_apart_and_answer_together(folders: tuple[str, str
             behind = [*prompt, *greedy(member, prompt, 30), *member.prompts.thoughts_closing()]
             [draft] = [c for c in first.candidates if member.name in c.drafters]
             own = member.codec.decode(greedy(member, behind, draft.tokens))
-            assert own.startswith(draft.text), "a draft follows its member's own thoughts"
+            assert own.startswith(draft.text), "a draft follows its member's own reasoning"
     assert any(record.verified and {*record.candidates[0].scores} == {"one", "two"} for record in result.rounds)
     assert len({result.text, *(each.text for each in alone.values())}) > 1
     assert not any(thought in result.text for thought in result.thinking.values())

@@ -1,4 +1,4 @@
-"""Kernels that mask from the wrong corner behind a first piece of the prompt, as some of ROCm and MPS have."""
+"""Kernels that align masks to the wrong corner after a first piece of the prompt, as some of ROCm and MPS do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel holds the three packages and their types, and each works with no more than what it declares."""
+"""The wheel holds the three packages and their types, and each works with only the dependencies that it declares."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def metadata(unpacked: Path) -> Distribution:
 
 
 def closure(requirements: list[str], extras: frozenset[str]) -> set[str]:
-    """Names of all distributions that these requirements bring, taken from what is installed."""
+    """Names of all distributions that these requirements need, read from the installed ones."""
     names: set[str] = set()
     seen: set[tuple[str, str]] = set()
     todo = [(text, extra) for text in requirements for extra in (extras or {""})]

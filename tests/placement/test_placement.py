@@ -237,7 +237,7 @@ def test_the_plan_of_a_whole_ensemble_reads_no_weights(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Even:
-    """A model of `size` bytes in layers of one byte each, whatever the format."""
+    """A model of `size` bytes in layers of one byte each, in any format."""
 
     size: int
     kv_values: int = 0
@@ -267,11 +267,11 @@ def placed(sizes: list[int], devices: list[Device], **settings: Any) -> list[str
 
 def test_members_spread_over_devices_that_are_free() -> None:
     assert placed([10, 20, 30], cards(100, 100, 100)) == ["cuda:2", "cuda:1", "cuda:0"]
-    assert placed([10, 20], cards(30, 100)) == ["cuda:0", "cuda:1"], "the largest has the most room"
+    assert placed([10, 20], cards(30, 100)) == ["cuda:0", "cuda:1"], "the largest has the most memory"
 
 
 def test_members_are_packed_tightly_where_spreading_leaves_somebody_out() -> None:
-    # spread: 40 → the roomiest, 30 → the other one, and then nothing has room for the last 30
+    # spread: 40 → the largest, 30 → the other one, and then nothing fits the last 30
     assert placed([30, 30, 40], cards(46, 70)) == ["cuda:1", "cuda:1", "cuda:0"]
 
 

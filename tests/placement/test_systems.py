@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A Mac of 16 GB, of which 6 are free; what its GPU has allocated can be changed."""
+    """A Mac of 16 GB with 6 free; the memory that its GPU has allocated can be changed."""
     gpu: Any = SimpleNamespace(
         recommended_max_memory=lambda: int(10.7 * GIB),
         driver_allocated_memory=lambda: gpu.held,
@@ -94,7 +94,7 @@ def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass(frozen=True)
 class Weights:
-    """A model of so many bytes, and nothing else."""
+    """A model of `size` bytes, and nothing else."""
 
     size: int
     kv_values: int = 0

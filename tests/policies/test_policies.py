@@ -31,7 +31,7 @@ SQUARE = st.integers(2, 5).flatmap(
 
 
 def score(policy: ScorePolicy, logprobs: Sequence[float], sizes: Sequence[int]) -> float:
-    """Of a single candidate that goes on."""
+    """Of a single candidate that continues."""
     return policy([CandidateLogprobs("x" * sum(sizes), False, logprobs, sizes)])[0]
 
 
@@ -93,7 +93,7 @@ def test_seconded_mean_needs_a_second_for_a_candidate() -> None:
     babbled = [[0.3, 0.0, 0.0], [0.001, 0.2, 0.0], [0.0, 0.0, 0.9]]
     alone = [row[:2] for row in babbled[:2]]
     means = policies.SecondedMean()(babbled, [1 / 3] * 3, [[0], [1], [2]])
-    assert means == pytest.approx([0.301 / 3, 0.0, 0.0])  # nobody else finds the second and the third thinkable
+    assert means == pytest.approx([0.301 / 3, 0.0, 0.0])  # no other member finds the second and the third plausible
     assert policies.SecondedMean()(alone, [0.5, 0.5], OWN) == policies.weighted_mean(alone, [0.5, 0.5], OWN)
     shared = policies.SecondedMean()([[0.9], [0.9], [0.0]], [1 / 3] * 3, [[0, 1]])
     assert shared == pytest.approx([0.6])  # two authors second each other
@@ -170,7 +170,7 @@ def test_a_hopeless_member_leaves_and_a_close_one_stays() -> None:
     decision = RetentionExit()([5.0, 4.8, 0.1], 8)
     assert decision.leavers == (2,)
     assert policies.never([5.0, 0.1], 8).leavers == ()
-    assert RetentionExit(min_active=2)([0.2, 4.8, 0.1], 8).leavers == (2,), "of two that fall behind the better stays"
+    assert RetentionExit(min_active=2)([0.2, 4.8, 0.1], 8).leavers == (2,), "of two with low totals the better stays"
     assert RetentionExit()([0.2, 4.8, 0.1], 8).leavers == (0, 2)
 
 

@@ -47,7 +47,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def apart(tiny_engine: EnsembleEngine, cluster: Any) -> Iterator[EnsembleEngine]:
-    """Without guesses: who leads depends on who shares a lane, and what that saves is counted."""
+    """Without guesses: the leader depends on the lanes that members share, and its savings are counted."""
     with EnsembleEngine(on_ray(replace(tiny_engine.config, speculation="off"), cluster)) as engine:
         yield engine.load()
 
@@ -152,7 +152,7 @@ def test_an_actor_that_raises_what_cannot_be_pickled_is_started_again(
 
 
 def _poison() -> Any:
-    """A message that makes whoever reads it raise what no pipe can carry; its classes travel by value."""
+    """A message whose reader raises an error that no pipe can carry; its classes travel by value."""
 
     class OddError(Exception):
         def __init__(self) -> None:

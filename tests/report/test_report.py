@@ -1,4 +1,4 @@
-"""What the HTML report says, for a real answer and for the special cases, and that text stays text."""
+"""The HTML report of a real answer and of special cases; text is never read as HTML."""
 
 from __future__ import annotations
 

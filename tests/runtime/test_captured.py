@@ -1,4 +1,4 @@
-"""Captured steps, without a GPU: the stand-in for CUDA graphs shows what a real driver would not forgive."""
+"""Captured steps, without a GPU: the stand-in for CUDA graphs raises the errors of a real driver."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_many_captured_answers_equal_those_of_the_dynamic_execution(
 def test_members_of_one_lane_work_in_streams_of_their_own(
     driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forwards, drafts, and the memory of their rows."""
+    """Forward passes, drafts, and the memory of their rows."""
     asked = requests(4)
     questions, each = [question for question, _ in asked], [params for _, params in asked]
     expected = [answer_of(result) for result in tiny_engine.generate_batch(questions, each)]
@@ -147,7 +147,7 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
 def test_lacks_of_memory_in_captures_do_not_end_capturing(
     driver: Driver, runner: ModelRunner, error: Exception
 ) -> None:
-    """The driver's own error has no class of its own."""
+    """The driver's error has no class for itself."""
     assert runner.static is not None
     driver.failing += [error] * 3
     sequences = [opened(runner, 0)]

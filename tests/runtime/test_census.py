@@ -1,4 +1,4 @@
-"""What a step costs a GPU, at the shapes of real models: bounds on kernels, bytes and masks, counted without one."""
+"""The costs of a step on a GPU, at the shapes of real models: bounds on kernels, bytes and masks, without a GPU."""
 
 from __future__ import annotations
 

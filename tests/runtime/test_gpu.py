@@ -1,4 +1,4 @@
-"""The exactness tests on a CUDA device, and what only one can show: captured steps, and no wait between tokens."""
+"""The exactness tests on a CUDA device, and tests that need one: captured steps, and no wait between tokens."""
 
 from __future__ import annotations
 

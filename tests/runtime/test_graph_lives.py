@@ -1,5 +1,5 @@
-"""What a driver does not forgive over the life of a member's graphs: one that goes alone, a stream that others have,
-a thread that waits in between, and numbers that drift. All of it in the stand-in for CUDA graphs."""
+"""Errors of a driver over the life of a member's graphs: a graph that is freed alone, a stream with two users, a
+thread that waits in between, and numbers that drift. All run in the stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon
 
 
 def test_six_members_have_streams_of_their_own(streams: None, driver: Driver, tiny_engine: EnsembleEngine) -> None:
-    """Those of probes, too: torch has 32, and gives them in turn."""
+    """Streams of probes, too: torch has 32, and hands them out cyclically."""
     folders = [config.model for config in tiny_engine.config.member_configs]
     made: list[LocalMember] = []
     for number in range(6):
@@ -151,7 +151,7 @@ def test_without_a_stream_of_its_own_a_member_captures_nothing(driver: Driver) -
     assert all(stream._stream is not None for stream in taken)
     late = ModelStream(CUDA)
     assert late._stream is None
-    with late.entered():  # works where everybody does
+    with late.entered():  # works on the default stream
         pass
     graphs = Graphs(torch.device("cpu"), "late")
     assert graphs.capture(lambda: None, torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)) is None
@@ -237,7 +237,7 @@ def test_a_replay_that_comes_to_differ_from_a_run_is_replayed_no_more(
     assert driver.replays > 4
     layer = runner.model.model.layers[0].mlp.down_proj
     before = layer.weight
-    layer.weight = torch.nn.Parameter(-3 * before, requires_grad=False)  # a replay goes on with the old one
+    layer.weight = torch.nn.Parameter(-3 * before, requires_grad=False)  # a replay still uses the old one
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(8):
@@ -264,7 +264,7 @@ def lane_members(streams: None, tiny_engine: EnsembleEngine) -> Iterator[list[Lo
 def test_the_seconds_of_a_forward_are_those_of_the_device(
     driver: Driver, lane_members: list[LocalMember], tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host does not wait for it: a clock that stops when all is queued would tell nothing."""
+    """The host does not wait for it: a clock that stops when all is queued would measure nothing."""
     driver.a_replay = 5.0
     told: list[float] = []
     settings = replace(tiny_engine.config, execution="static", speculation="off")
@@ -331,7 +331,7 @@ def test_greedy_choices_ask_the_device_once_a_forward(
             each.runner.reports_argmax = True
         assert [answer_of(result) for result in engine.generate_batch(questions, params)] == found == expected
     assert asked > 150
-    assert len(picks) < 0.15 * asked, "only where the likeliest token must not be said, or a draft went ahead"
+    assert len(picks) < 0.15 * asked, "only where the most probable token is forbidden, or a draft is reused"
 
 
 def test_masks_are_made_where_they_are_read(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:

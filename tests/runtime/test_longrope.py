@@ -1,4 +1,4 @@
-"""Models with two sets of rotary frequencies: a long text changes nothing for the short ones beside it."""
+"""Models with two sets of rotary frequencies: a long text changes nothing for concurrent short ones."""
 
 from __future__ import annotations
 

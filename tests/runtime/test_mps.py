@@ -1,4 +1,4 @@
-"""What MPS does otherwise than other devices, on a processor that is taken for one."""
+"""Differences between MPS and other devices, on a processor that is taken for one."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def kernels_of_mps() -> set[str]:
 
 @pytest.mark.parametrize("execution", ["dynamic", "static"])
 def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder: Path) -> None:
-    """Also those of a GPU alone: a processor is taken for another device where that makes a difference."""
+    """Also the branches for a GPU alone: a processor is taken for another device where that makes a difference."""
     member = LocalMember(MemberConfig(str(folder)), execution=execution)
     params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     with Census() as census:
@@ -260,7 +260,7 @@ def test_forwards_of_two_engines_never_meet_on_mps(folder: Path, monkeypatch: py
 
 
 def test_an_engine_waits_for_who_holds_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users hold it for the work of their own embeddings."""
+    """Users hold it for the work of their embeddings."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:
         engine.load()

@@ -1,8 +1,8 @@
-"""A model in parts on several devices: no tensor of a forward is where its layer is not.
+"""A model in parts on several devices: no tensor of a forward pass is on another device than its layer.
 
 Real devices are not needed: torch's fake tensors have a device and a shape but no numbers, and any operation between
-two devices raises. The device type that stands in for an accelerator cannot be taken back, so this runs in a process
-of its own.
+two devices raises. The type of the device that replaces an accelerator cannot be reset, so this runs in another
+process.
 """
 
 from __future__ import annotations

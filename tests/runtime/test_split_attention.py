@@ -35,7 +35,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_pieces_give_what_the_whole_gives(
     taken: list[int], dtype: torch.dtype, answers: int, groups: int, queries: int, slots: int, pieces: int
 ) -> None:
-    """Most pieces are hidden from every query, as behind a short answer in a long row."""
+    """Most pieces are hidden from every query, as after a short answer in a long row."""
     torch.manual_seed(0)
     query = torch.randn(answers, 2 * groups, queries, 16, dtype=dtype)
     key, value = torch.randn(2, answers, 2, slots, 16, dtype=dtype)

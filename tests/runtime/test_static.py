@@ -70,7 +70,7 @@ def opened(runner: ModelRunner, prompt: list[int]) -> SequenceState:
 
 
 def one_by_one(sequence: SequenceState, sampler: Sampler, count: int) -> list[int]:
-    """What the dynamic execution drafts."""
+    """The draft of dynamic execution."""
     ids: list[int] = []
     for _ in range(count):
         branch = Branch(0, tuple(ids))
@@ -182,7 +182,7 @@ def test_a_row_keeps_a_spare_slot_and_what_it_holds_when_others_come_and_go() ->
         keys, values = row.block.layer(0, torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 5))
         keys[row.index, :, :4], values[row.index, :, :4], row.used = n + 1, -n - 1, 4
     assert len(rows[0].block.stacks) == 2, "keys and values of unlike size lie apart"
-    assert rows[0].block.size == 4, "three rows need room for four"
+    assert rows[0].block.size == 4, "three rows need a block of four"
     rows[0].free()
     rows[1].reserve(256)
     assert [row.block.capacity for row in rows[1:]] == [512, 256]
@@ -205,7 +205,7 @@ def test_answers_of_both_executions_are_the_same(tiny_engine: EnsembleEngine, sp
             found.append(engine.generate_batch([question for question, _ in asked], [params for _, params in asked]))
     assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]
     for one, other in zip(*found, strict=True):
-        if speculation == "off":  # who leads, and what guesses save, depends on what else runs
+        if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
             assert one.usage == other.usage
 
 

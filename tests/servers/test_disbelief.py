@@ -1,4 +1,4 @@
-"""What a server sends is not believed: not its numbers, not its tokens, not its form, and not its size."""
+"""A server's responses are checked: their numbers, their tokens, their form, and their size."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_server_that_lies_costs_its_member_the_answer(lying: tuple[EnsembleEng
 
 @contextmanager
 def answering(body: bytes, headers: dict[str, str], pause: float = 0.0) -> Iterator[str]:
-    """The address of a server that sends this, whatever it is asked, in a hundred parts."""
+    """The address of a server that sends this to every request, in a hundred parts."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=150)
 
 @dataclass
 class Unsteady(Ways):
-    """Once the member is loaded, every `nth` request takes so many `seconds`."""
+    """Once the member is loaded, every `nth` request takes this number of `seconds`."""
 
     steady: bool = True
     nth: int = 9

@@ -1,4 +1,4 @@
-"""What is asked of a server before its member is used, and what a configuration may not say of one."""
+"""Requests to a server before its member is used, and settings that a server's member may not have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY = "a-key-that-nobody-may-see"
 
 @pytest.fixture
 def chat_ways(folders: dict[str, Path]) -> Iterator[tuple[MemberConfig, Ways]]:
-    """A member behind a server of its own, whose ways a test may change."""
+    """A member on a separate server, whose ways a test may change."""
     with model_server(folders["chat"]) as (url, ways):
         yield MemberConfig(str(folders["chat"]), name="chat", server=url), ways
 
@@ -91,7 +91,7 @@ def test_a_server_of_another_size_is_refused(folders: dict[str, Path]) -> None:
 def test_a_model_is_found_by_the_name_that_the_server_gives_it(folders: dict[str, Path]) -> None:
     with model_server(folders["chat"], Ways(model="alias")) as (url, ways):
         member = MemberConfig(str(folders["chat"]), server=url)
-        load(member)  # by what it was loaded from
+        load(member)  # by the source of its weights
         load(replace(member, server_model="alias"))
         assert {body["model"] for body in ways.bodies()} == {"alias"}
 

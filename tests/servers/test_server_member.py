@@ -182,7 +182,7 @@ def test_a_member_that_only_judges_drafts_nothing_under_a_grammar(
         assert not [body for body in ways.bodies() if "allowed_token_ids" in body]
         assert engine.generate("Letters?", WIDE).rounds[0].active == ("chat", "base")
         alone = engine.generate("Letters?", params, members=["chat"])
-        assert alone.text == tiny_engine.generate("Letters?", params, members=["chat"]).text, "nobody else drafts"
+        assert alone.text == tiny_engine.generate("Letters?", params, members=["chat"]).text, "no other member drafts"
 
 
 # ── trouble while it answers ─────────────────────────────────────────────────────────────────────

@@ -97,7 +97,7 @@ def test_a_query_engine_of_llamaindex_streams_the_same_way(engine: EnsembleEngin
 
 @wrap_model_call
 def one_call(request: Any, handler: Any) -> Any:
-    """Members this small are told to call first, and then to answer."""
+    """Members this small are asked to call first, and then to answer."""
     answering = request.messages[-1].type == "tool"
     return handler(request.override(tools=[]) if answering else request.override(tool_choice="any"))
 

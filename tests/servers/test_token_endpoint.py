@@ -36,7 +36,7 @@ def chat(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tupl
 
 
 def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What was asked of the endpoint."""
+    """The requests to the endpoint."""
     asked = [body["sampling_params"] for body in ways.bodies(PATH)]
     return [p for p in asked if "prompt_logprobs" not in p], [p for p in asked if "prompt_logprobs" in p]
 
@@ -241,7 +241,7 @@ def test_a_candidate_whose_rows_fail_goes_by_prefixes(
 def test_answers_stay_short_at_long_contexts(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, all_rows: bool
 ) -> None:
-    """A server that tells a row of every token is asked by prefixes there, whose answers have none."""
+    """A server that sends a row for every token is asked by prefixes there, whose answers have none."""
     monkeypatch.setattr(vllm, "MOST_ROWS", 64)
     with (
         model_server(folders["chat"], Ways(tokens=True, all_rows=all_rows)) as (url, ways),

@@ -1,4 +1,4 @@
-"""SmolLM2 behind a real vLLM server and Gemma here answer as both do here. Skipped where no vLLM is installed."""
+"""SmolLM2 on a real vLLM server and Gemma here answer as both do here. Skipped where no vLLM is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What broke is seen at once: by who asks for an engine, by who waits for an answer, and by who looks at a server."""
+"""A broken part is reported at once: to callers that want an engine, to waiting callers, and by a server's health."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_lane_whose_thread_ended_says_so(tiny_engine: EnsembleEngine) -> None:
 
 
 class Wire:
-    """The coordinator's end of a pipe: whatever is sent, these messages come back."""
+    """The coordinator's end of a pipe: it always receives these messages."""
 
     def __init__(self, *messages: object, unsendable: bool = False) -> None:
         self.inbox: queue.Queue[object] = queue.Queue()
@@ -161,7 +161,7 @@ ASKED = StageRequest(1, "a", Think(1, 1))
 
 
 def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
-    """What a stage that is asked for gets."""
+    """The result of a stage that is asked for."""
     lane, results, answered = PipedLane("a", wire), list[StageResult](), threading.Event()
 
     def reply(found: Any) -> None:
@@ -170,7 +170,7 @@ def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
 
     lane.reply_to(reply)
     lane.submit([ASKED])
-    assert answered.wait(10), "nobody may wait for a lane that is gone"
+    assert answered.wait(10), "no caller may wait for a lane that is gone"
     return lane, results
 
 

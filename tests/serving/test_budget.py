@@ -98,7 +98,7 @@ def test_rows_that_grow_stay_within_the_budget() -> None:
 
 
 def asked(prompt: int, answer: int) -> Any:
-    """What admission reads of an answer."""
+    """The attributes of an answer that admission reads."""
     return SimpleNamespace(
         participants=SimpleNamespace(prompt_tokens={"m": prompt}), max_tokens=answer, max_thinking_tokens=0
     )

@@ -1,4 +1,4 @@
-"""Many answers at once on tiny members: the same answers as one after another, whoever joins, leaves or cancels."""
+"""Many concurrent answers on tiny members equal answers one after another, while others join, leave or cancel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.many_requests import requests
 
 @pytest.fixture(scope="module")
 def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
-    """The tiny members without prefix reuse and with room for few, so that requests also queue."""
+    """The tiny members without prefix reuse and with memory for few answers, so that requests also queue."""
     config = replace(tiny_engine.config, exit="entropy", reuse_prefixes=False, max_concurrent=6)
     with EnsembleEngine(config) as made:
         yield made.load()
@@ -66,7 +66,7 @@ def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEn
     assert [answer_of(result) for result in together] == expected
     forwards = either.metrics().batch_size
     assert forwards.total > before
-    assert sum(forwards.counts[2:]) > 0, "at least three answers must have shared a forward"
+    assert sum(forwards.counts[2:]) > 0, "at least three answers must have shared a forward pass"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -140,7 +140,7 @@ async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: En
     await answers
     ticking.cancel()
     assert len(stalls) > 2
-    assert max(stalls) < 0.5, "far more than a busy test machine costs: a forward ran on the loop"
+    assert max(stalls) < 0.5, "far more than a busy test machine costs: a forward pass ran on the loop"
 
 
 def test_a_timeout_ends_the_answer_with_what_there_was(engine: EnsembleEngine) -> None:
@@ -320,7 +320,7 @@ def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, m
             next(event for event in stream if isinstance(event, SegmentEvent))
         sizes = _forward_sizes(local_members(engine)[0])
         assert engine.generate("moon " * 130, SamplingParams(max_tokens=12)).text == expected
-        assert engine.metrics().running > 0, "somebody must have been running all the time"
+        assert engine.metrics().running > 0, "at least one answer must have run all the time"
         assert max(sizes) <= 32 + 5 * (2 * config.segment_tokens + 8)
 
 

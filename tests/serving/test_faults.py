@@ -39,7 +39,7 @@ def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
 
 @pytest.fixture(autouse=True)
 def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """What was injected and what happened, for the summary of the run."""
+    """The injected faults and their effects, for the summary of the run."""
     before = len(TABLE)
     yield
     for row in TABLE[before:]:
@@ -176,7 +176,7 @@ def test_lack_of_memory_then_drops_remembered_prefixes(engine: EnsembleEngine) -
         del runner.step
     assert found.result is not None
     assert not found.warnings
-    TABLE.append(("out of memory", "any", "prefix cache", "dropped, then the answer goes on unharmed"))
+    TABLE.append(("out of memory", "any", "prefix cache", "dropped, then the answer continues unharmed"))
 
 
 def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEngine) -> None:

@@ -1,4 +1,4 @@
-"""What an engine counts, and how it is offered to Prometheus and OpenTelemetry."""
+"""The counters of an engine, and their export to Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 

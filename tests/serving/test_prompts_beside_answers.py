@@ -1,4 +1,4 @@
-"""Prompts of many users: read once, kept when an answer stops, in pieces beside answers that run; texts as ever."""
+"""Prompts of many users: shared prefixes, prefixes of cancelled answers, and pieces between steps of other answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompt(text: str) -> list[dict[str, str]]:
 
 
 def fed_tokens(engine: EnsembleEngine) -> list[int]:
-    """Filled with the tokens of every forward from now on, of the first member."""
+    """Filled with the numbers of tokens of every later forward pass of the first member."""
     runner = local_members(engine)[0].runner
     step, counts = runner.step, list[int]()
 
@@ -127,7 +127,7 @@ def test_nothing_of_a_member_that_failed_is_kept(engine: EnsembleEngine) -> None
         return step(segments)
 
     runner.step = fails  # type: ignore[method-assign]
-    with suppress(GenerationError):  # or the other member goes on alone
+    with suppress(GenerationError):  # or the other member continues alone
         engine.generate(prompt("Fail?"), PARAMS)
     runner.step = step  # type: ignore[method-assign]
     assert runner.prefixes.memory_bytes == 0
@@ -139,7 +139,7 @@ Asked = tuple[str, str, float]
 
 
 def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]) -> None:
-    """Ask on schedule; whatever an answer has of its text is the beginning of what is `known`, or all of it."""
+    """Ask on schedule; the text of an answer is a prefix of the `known` one, or all of it."""
     running = []
     for text, end, pause in schedule:
         time.sleep(pause)
@@ -229,7 +229,7 @@ def test_a_piece_takes_as_long_as_it_may() -> None:
 
 def test_a_long_answer_does_not_make_the_weights_slower_to_read() -> None:
     pace = Pace()
-    for seconds in (0.1, *[0.4] * 10):  # behind thousands of tokens
+    for seconds in (0.1, *[0.4] * 10):  # after thousands of tokens
         pace.learn(seconds, 0)
     assert pace.step < 0.25
     pace.learn(0.15, 40)
@@ -260,7 +260,7 @@ def test_a_piece_waits_until_it_is_worth_its_forward() -> None:
     dear = Pace(step=0.1, token=0.1, last=16)
     assert reading.pieces(dear, True, 1000) == (0, 0.0)
     reading.learn(dear, 0.0, answers=1.0, prompts=0.0)
-    assert reading.pieces(dear, True, 1000)[0] == 64, "however dear, it goes on"
+    assert reading.pieces(dear, True, 1000)[0] == 64, "at any cost, reading continues"
 
 
 def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
@@ -273,7 +273,7 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
         sizes = {id(job): job.request.prompt for job in fed if job.request is not None}
         return [sizes.get(id(job), 0) for job in (long, short, shortest)]
 
-    assert pieces(100, 100) == [15, 45, 40], "the oldest gets a quarter of what the shortest leaves"
+    assert pieces(100, 100) == [15, 45, 40], "the oldest gets a quarter of the rest after the shortest"
     assert pieces(100, 20) == [5, 15, 40], "who is read to the end waits for little else"
     assert pieces(20, 20) == [5, 0, 15]
     assert pieces(2000, 20) == [900, 300, 40]

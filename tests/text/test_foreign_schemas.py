@@ -223,7 +223,7 @@ def test_a_schema_of_any_form_is_taken_or_refused_by_name(schema: dict[str, Any]
 
 
 def union(count: int) -> dict[str, Any]:
-    """As many objects to choose from, each with six optional properties."""
+    """Many objects to choose from, each with six optional properties."""
     return {
         "anyOf": [
             {"type": "object", "properties": {f"k{n}_{x}": {"type": "string"} for x in range(6)}} for n in range(count)

@@ -56,7 +56,7 @@ def constraint_of(member: LocalMember, grammar: Grammar) -> MemberConstraint:
 
 
 def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, count: int) -> str:
-    """What a member with random opinions would draft."""
+    """The draft of a member with random opinions."""
     generator = torch.Generator().manual_seed(seed)
     size, ids = member.runner.model.get_input_embeddings().num_embeddings, []
     constraint.start()
@@ -146,7 +146,7 @@ def test_members_follow_a_text_that_another_one_cut_anywhere(exact_engine: Ensem
             answer.commit(piece)
         constraint.start()
         assert answer.accepts("")
-        # all is said but the optional property: a comma or the closing bracket stood here
+        # only the optional property is missing: here was a comma or the closing bracket
         assert answer.admit("!", False).text != "!"
 
 
@@ -344,7 +344,7 @@ ENDLESS = {
     "$defs": {"Box": {"type": "object", "properties": {"box": {"$ref": "#/$defs/Box"}}, "required": ["box"]}},
     "$ref": "#/$defs/Box",
 }
-"""An object that requires itself: it has no finite value, and all of its text is dictated."""
+"""An object that requires itself: it has no finite value, and all of its text is forced."""
 
 
 def test_a_value_without_end_takes_its_budget_and_no_more_work(tiny_engine: EnsembleEngine) -> None:

@@ -1,4 +1,4 @@
-"""What a grammar may cost: refused before the library sees it, compiled outside the lanes, closed within a budget."""
+"""Bounds on a grammar: checked before the library sees it, compiled outside the lanes, closed within a budget."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_tool_under_such_a_schema_is_refused_too(exact_engine: EnsembleEngine)
 
 
 def test_large_grammars_that_are_not_too_large_compile_in_a_thread_with_a_small_stack() -> None:
-    # in a process of its own, which an overflow would end
+    # in another process, which an overflow would end
     work = (
         "import threading\n"
         "from specfuse_shared import Grammar\n"

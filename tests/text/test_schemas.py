@@ -1,4 +1,4 @@
-"""What the members are told about a schema: all that the grammar cannot say, and nothing that they would copy."""
+"""Members are asked for everything in a schema that a grammar cannot express, and for nothing that they might copy."""
 
 from __future__ import annotations
 

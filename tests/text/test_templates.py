@@ -1,4 +1,4 @@
-"""Chat templates in the shapes of public ones: an answer stands behind what earlier answers stand behind.
+"""Chat templates in the shapes of public ones: each answer follows the same prefix as earlier answers.
 
 The strongest form of that: a prompt and the answer to it are, id by id, the beginning of the next prompt.
 """
@@ -105,7 +105,7 @@ TEMPLATES = {
     ),
     "plain": PLAIN_TEMPLATE,
 }
-"""Their prompts lead to what their earlier answers stand behind."""
+"""Their prompts lead to the prefix of their earlier answers."""
 FORGETS = {
     "qwen 3": (
         f"{EACH}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{DONE}{ASK}<|im_start|>assistant\n"
@@ -121,13 +121,13 @@ FORGETS = {
         "<|turn>model\n{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}",
         "<|channel>thought\n<channel|>",
     ),
-    "gemma 4 that begins thoughts unasked": (
+    "gemma 4 that begins reasoning unasked": (
         f"{EACH}<|turn>{{{{ m.role }}}}\n{{{{ m.content }}}}<turn|>\n{DONE}{ASK}<|turn>model\n<|channel>thought"
         "{% endif %}{# <channel|> #}",
         "<|channel>thought\n<channel|>",
     ),
 }
-"""They drop thoughts of earlier answers, so that a prompt ends with empty thoughts that the next one lacks."""
+"""They drop the reasoning of earlier answers: a prompt ends with empty reasoning that the next one lacks."""
 ANSWERS = (
     "Hello there, how are you?",
     "Yes.",
@@ -171,7 +171,7 @@ BEHIND_BLANKS = {
     *("llama 2", "mistral v3", "vicuna", "vicuna with a blank in the prompt", "falcon", "openchat", "two blanks")
 }
 """Their answers follow blanks."""
-# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" stands alone; and a
+# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" is another; and a
 # tokenizer that puts a blank before every text also puts it before answers that follow none
 FOREIGN: dict[str, set[str]] = {
     "byte level": set(),

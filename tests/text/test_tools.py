@@ -153,7 +153,7 @@ def test_calls_are_read_the_same_however_the_answer_is_cut(data: st.DataObject) 
 
 @given(st.data())
 def test_a_value_is_no_call_whatever_it_holds(data: st.DataObject) -> None:
-    """With a grammar beside tools, an answer is calls from its first character on, or none of it is one."""
+    """With a grammar and tools, an answer is calls from its first character on, or none of it is one."""
     use = ToolUse([ADD, SAY], otherwise=Grammar.json())
     value = json.dumps({"quoted": data.draw(st.sampled_from([ADDED, "<tool_call>", "</tool_call>", "<tool"]))})
     for answer, calls in ((value, 0), (ADDED, 1), ("<", 0)):
