@@ -285,7 +285,7 @@ def test_records_are_read_whatever_the_preferred_encoding_is(tmp_path: Path) -> 
     """No file is opened in the encoding of the system."""
     script = (
         "import sys\nfrom specfuse_shared.comparing.run.run_file import RunFile\n"
-        "from specfuse_shared.loading.pretrained import read_ensemble\n"
+        "from specfuse_shared.loading.config_files import read_ensemble\n"
         "with RunFile(sys.argv[1]) as run:\n    run.add('k', {'text': '大'})\n"
         "print(read_ensemble(sys.argv[2]).names)\n"
     )

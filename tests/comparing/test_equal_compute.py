@@ -245,7 +245,7 @@ def test_samples_are_no_member() -> None:
     assert found.members == ("first", "second")
     assert found.columns["all"].best == "first"
     assert COLUMN not in told(found, "Which to drop")
-    assert COLUMN not in told(found, "In circles")
+    assert COLUMN not in told(found, "Repetition")
 
 
 def test_the_work_of_samples_counts_the_prompt_once() -> None:

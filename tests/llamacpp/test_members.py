@@ -174,7 +174,7 @@ def test_a_broken_file_is_a_named_error(files: Mapping[str, Path], cache_dir: st
 def test_another_tokenizer_is_refused(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="its tokenizer is not that of the file"):
+    with pytest.raises(UnsupportedModelError, match="its tokenizer does not match the file"):
         EnsembleEngine([member_config(files["spoken"], tokenizer=str(tmp_path))], cache_dir=cache_dir).load()
     config = member_config(files["llama"], tokenizer=str(tmp_path), chat_template=CHAT_TEMPLATE)
     with EnsembleEngine([config], cache_dir=cache_dir) as engine:
@@ -182,7 +182,7 @@ def test_another_tokenizer_is_refused(files: Mapping[str, Path], cache_dir: str,
 
 
 def test_a_cache_that_fits_nowhere_is_refused_before_it_is_taken(files: Mapping[str, Path], cache_dir: str) -> None:
-    with pytest.raises(MemberLoadError, match="no device has room"):
+    with pytest.raises(MemberLoadError, match="no device has enough memory"):
         EnsembleEngine([member_config(files["llama"], cache_tokens=10**9)], cache_dir=cache_dir).load()
 
 

@@ -206,7 +206,7 @@ def test_markers_that_cannot_be_are_refused(folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="two markers"):
         MemberConfig("x", thinking=("<think>",))
     with (
-        pytest.raises(MemberLoadError, match="knows no thoughts"),
+        pytest.raises(MemberLoadError, match="has no reasoning"),
         EnsembleEngine(EnsembleConfig([MemberConfig(folders[0], thinking=True)])) as engine,
     ):
         engine.load()

@@ -173,11 +173,11 @@ def test_an_adapter_without_its_extra_says_what_to_install(
 def test_comparing_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:
     code = (
         "from specfuse_shared.comparing import ENSEMBLE, Answer, Comparison, own_questions\n"
-        "from specfuse_shared.comparing.run.asking import askers_of\n"
+        "from specfuse_shared.comparing.run.asking import systems_of\n"
         "from specfuse_shared import EnsembleConfig\n"
         "asked = own_questions().questions\n"
         "answers = {q.id: Answer('Jupiter', 'stop', 1, 1, 1.0, 1) for q in asked}\n"
-        "askers = askers_of(EnsembleConfig(['a', 'b']))\n"
+        "askers = systems_of(EnsembleConfig(['a', 'b']))\n"
         "found = Comparison(asked, tuple(askers), {a.name: answers for a in askers}, {})\n"
         "print(found.verdict.outcome, len(found.to_html()) > 10_000)"
     )

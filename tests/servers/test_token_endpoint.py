@@ -265,7 +265,7 @@ def test_answers_stay_short_at_long_contexts(
     [
         (Ways(tokens=True), "tokens", ""),
         (Ways(), "prefixes", "no token endpoint: start it with --enable-scale-out; then a verification is a request"),
-        (Ways(tokens=True, tells_metrics=False), "prefixes", "does not tell the block size of its cache"),
+        (Ways(tokens=True, tells_metrics=False), "prefixes", "lacks the block size of its cache"),
         (Ways(tokens=True, off_by_tokens=-0.5), "prefixes", "its token endpoint scores otherwise"),
         (Ways(tokens=True, off_by_tokens=50.0), "prefixes", "its token endpoint does not judge (the server gives"),
         (Ways(tokens=True, broken_rows=2), "tokens", ""),

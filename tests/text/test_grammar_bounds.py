@@ -54,7 +54,7 @@ def nested(depth: int) -> dict[str, Any]:
         (lambda: Grammar.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}), "common multiple"),
         (lambda: Grammar.lark('start: %json {"\\u006dultipleOf": 13088624}'), "common multiple"),
         (lambda: Grammar.lark(f"start: %json {DEEP}"), "nested|no JSON"),
-        (lambda: Grammar.lark("start: %json nothing"), "right behind"),
+        (lambda: Grammar.lark("start: %json nothing"), "directly after it"),
         (lambda: Grammar("choice", "[" + "9" * 5000 + "]"), "as JSON"),
     ],
 )
