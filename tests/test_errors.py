@@ -44,7 +44,7 @@ def refuse(number: int) -> int:
     raise errors.PromptTooLongError("gemma", 100, 100 + number, 5)
 
 
-def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
+def test_a_pool_of_processes_raises_its_workers_error() -> None:
     with (
         multiprocessing.get_context("spawn").Pool(1) as pool,
         pytest.raises(errors.PromptTooLongError, match="107") as caught,

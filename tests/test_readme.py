@@ -147,7 +147,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", [README, "CONTRIBUTING.md", *DOCUMENTS])
-def test_what_a_page_links_to_is_there(page: str) -> None:
+def test_links_of_a_page_exist(page: str) -> None:
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
     assert [name for name in linked if not (ROOT / page).parent.joinpath(name).exists()] == []
 

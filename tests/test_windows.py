@@ -113,7 +113,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None
         process.communicate()
 
 
-def test_a_thread_may_close_what_another_one_opened(tmp_path: Path) -> None:
+def test_a_thread_may_close_a_file_of_another_thread(tmp_path: Path) -> None:
     run = RunFile(tmp_path / "run.jsonl").__enter__()
     thread = threading.Thread(target=run.close)
     thread.start()
@@ -175,7 +175,7 @@ def test_a_path_whose_backslashes_were_read_is_explained(setting: str) -> None:
         MemberConfig(**{"model": "a/b", setting: "C:\new\big"})
 
 
-def test_a_file_that_an_editor_holds_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_held_by_an_editor_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tomlkit")
     file = tmp_path / "pair.toml"
     file.write_text(TOML, "utf-8")
@@ -229,7 +229,7 @@ def test_an_answer_to_a_file_is_utf_8_and_exactly_as_it_was(monkeypatch: pytest.
     assert raw.getvalue().split(b"\n", 1)[1] == "大 – 🌊\nsea\r\n".encode()
 
 
-def test_what_a_terminal_cannot_show_is_escaped_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_a_terminal_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="cp1252")
     monkeypatch.setattr(stream, "isatty", lambda: True)
@@ -281,7 +281,7 @@ def test_ctrl_break_stops_the_server_as_other_signals_do(monkeypatch: pytest.Mon
     assert stop_signals() == (signal.SIGINT, 21)
 
 
-def test_records_are_read_whatever_the_preferred_encoding_is(tmp_path: Path) -> None:
+def test_records_are_read_under_any_preferred_encoding(tmp_path: Path) -> None:
     """No file is opened in the encoding of the system."""
     script = (
         "import sys\nfrom specfuse_shared.comparing.run.run_file import RunFile\n"

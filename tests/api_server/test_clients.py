@@ -175,7 +175,7 @@ def test_a_server_that_is_not_there_a_wrong_key_and_an_unknown_model_are_named(t
             RemoteEngine(str(client.base_url), "none", "right").generate("Hi")
 
 
-def test_what_no_request_can_hold_is_refused_here_as_there(tiny: EnsembleEngine, monkeypatch: Any) -> None:
+def test_options_that_no_request_can_hold_are_refused_as_by_the_engine(tiny: EnsembleEngine, monkeypatch: Any) -> None:
     schema = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": float("nan")}}}}
     with serving({"tiny": tiny}, key="right") as client:
         with pytest.raises(AuthenticationError):

@@ -76,7 +76,7 @@ def test_a_request_is_logged_under_its_id_without_its_content(
     assert "salty" not in "".join(lines)
 
 
-def test_a_failure_of_our_own_is_told_without_what_it_held(
+def test_an_internal_failure_is_reported_without_its_content(
     tiny: EnsembleEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Models) -> list[object]:
@@ -137,7 +137,7 @@ def test_while_members_load_health_says_how_far_they_are(tiny_members: list[Memb
     assert any("chat" in told["stage"] and "weights" in told["stage"] for _, told in seen)
 
 
-def test_members_that_cannot_be_loaded_are_told_of(tmp_path: Path) -> None:
+def test_members_that_cannot_be_loaded_are_reported(tmp_path: Path) -> None:
     with EnsembleEngine([str(tmp_path / "nobody")]) as engine:
         models = Models({"bad": engine})
         with pytest.raises(MemberLoadError):
@@ -176,7 +176,7 @@ def health(client: httpx.Client, path: str = "/health", **headers: str) -> tuple
     return answer.status_code, answer.json()
 
 
-def test_health_follows_engines_and_lanes_and_live_only_what_a_restart_mends() -> None:
+def test_health_follows_engines_and_lanes_and_live_only_fatal_failures() -> None:
     first, second = two()
     with FakeEngine(first, second) as engine, serving({"pair": engine}) as client:
         assert health(client) == (200, {"status": "ok", "stage": "ready"})

@@ -115,7 +115,7 @@ def test_many_clients_of_which_a_third_leave_get_their_own_answers(client: httpx
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_stop_lets_answers_finish(tiny_members: list[MemberConfig]) -> None:
+def test_a_server_that_is_stopped_lets_answers_finish(tiny_members: list[MemberConfig]) -> None:
     models = [arg for member in tiny_members for arg in ("--member", member.model)]
     with command(*models, SPECFUSE_API_KEY="") as (process, address):
         until(lambda: ready(address), 60)
@@ -192,7 +192,7 @@ def test_a_server_whose_members_cannot_be_loaded_stops_with_the_reason(tmp_path:
         (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY holds no key"),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_said_in_a_line(
+def test_a_wrong_command_line_is_reported_in_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from specfuse_shared.cli.commands import main
@@ -203,7 +203,7 @@ def test_what_is_wrong_on_the_command_line_is_said_in_a_line(
     assert said in line
 
 
-def test_a_port_that_is_taken_is_said(tiny_members: list[MemberConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported(tiny_members: list[MemberConfig], capsys: pytest.CaptureFixture[str]) -> None:
     from specfuse_shared.api_server.run import serve
     from specfuse_shared.api_server.settings import ServeConfig, ServerSettings
     from specfuse_shared.errors import ConfigError

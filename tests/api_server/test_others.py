@@ -64,7 +64,7 @@ def test_the_sdk_chats_streams_and_counts(sdk: openai.OpenAI) -> None:
     assert sdk.models.retrieve("tiny/chat").id == "tiny/chat"
 
 
-def test_the_sdk_on_an_event_loop_and_what_it_leaves_stops(address: str, tiny: EnsembleEngine) -> None:
+def test_the_sdk_answers_on_an_event_loop_and_a_closed_stream_stops(address: str, tiny: EnsembleEngine) -> None:
     async def ask() -> tuple[str | None, int]:
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as sdk:
             create = sdk.chat.completions.create
@@ -107,7 +107,7 @@ def test_the_sdk_calls_tools_and_parses_values_into_pydantic(sdk: openai.OpenAI)
         assert 0 <= json.loads(done[0].arguments)["grams"] <= 9
 
 
-def test_the_sdk_raises_its_own_errors_and_hears_of_a_cut_value(sdk: openai.OpenAI, tiny: EnsembleEngine) -> None:
+def test_the_sdk_raises_its_own_errors_and_marks_a_cut_value(sdk: openai.OpenAI, tiny: EnsembleEngine) -> None:
     create: Any = sdk.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="no model"):
         create(model="none", messages=QUESTION)

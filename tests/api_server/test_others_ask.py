@@ -87,7 +87,7 @@ def test_tokens_are_counted_before_they_are_asked(
     assert told.input_tokens == client.post("/v1/responses", json=asked).json()["usage"]["input_tokens"]
 
 
-def test_a_count_of_what_cannot_be_is_refused(client: httpx.Client) -> None:
+def test_a_count_of_an_impossible_request_is_refused(client: httpx.Client) -> None:
     for body, status in (({"model": "none", "input": "Hi"}, 404), ({"model": "tiny", "input": "Hi", "wish": 1}, 400)):
         assert client.post("/v1/responses/input_tokens", json=body).status_code == status
     assert client.get("/v1/responses/input_tokens").status_code in (404, 405)

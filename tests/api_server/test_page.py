@@ -114,7 +114,7 @@ def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client
         assert page.locator("#report").get_by_text(heading, exact=True).first.is_visible()
 
 
-def test_the_page_goes_on_with_a_conversation(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_the_page_continues_a_conversation(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     asked: list[list[dict[str, str]]] = []
     page.on("request", lambda r: asked.append(r.post_data_json["messages"]) if r.method == "POST" else None)
@@ -242,7 +242,7 @@ def test_history_shows_reports_again_and_saves_them_as_files(
     assert '<h1 dir="auto">Why is the sea salty?</h1>' in saved
 
 
-def test_it_says_what_is_being_loaded_and_when_it_is_ready(
+def test_the_page_shows_loading_and_readiness(
     opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EnsembleEngine(reciting(tmp_path)) as engine:
@@ -319,7 +319,7 @@ def columns(page: Page) -> list[str]:
     return page.locator("#beside article p:not(.problem)").all_text_contents()
 
 
-def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     ask_each(page)
     expect(page.locator("#status")).to_have_text("Finished")
@@ -342,7 +342,7 @@ def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..
     assert columns(page) == told, "the history has them, too"
 
 
-def test_what_answers_say_otherwise_is_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_differences_are_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     for texts in DIFFERENT:
         found = page.evaluate("texts => import('/each.js').then(each => each.differences(texts))", texts)
@@ -435,7 +435,7 @@ def test_every_text_has_enough_contrast_and_a_phone_never_scrolls_sideways(
     assert (page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)") is (scheme == "dark")
 
 
-def test_everything_has_a_name_for_those_who_cannot_see_it(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_every_control_has_an_accessible_name(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     for role, name in [("textbox", "Question"), ("combobox", "Model"), ("spinbutton", "Tokens"), ("button", "Ask")]:
         assert page.get_by_role(role, name=name).count() >= 1

@@ -51,7 +51,7 @@ def test_the_sdk_creates_streams_and_counts(sdk: openai.OpenAI) -> None:
     type(whole).model_validate(whole.model_dump(by_alias=True, warnings=False))
 
 
-def test_the_sdk_streams_on_an_event_loop_and_what_it_leaves_stops(address: str, tiny: EnsembleEngine) -> None:
+def test_the_sdk_streams_on_an_event_loop_and_a_closed_stream_stops(address: str, tiny: EnsembleEngine) -> None:
     async def ask() -> int:
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
             stream = await client.responses.create(
@@ -87,7 +87,7 @@ def test_the_sdk_parses_values_and_calls_into_pydantic(sdk: openai.OpenAI) -> No
     assert json.loads(done[0].arguments).keys() == {"a"}
 
 
-def test_the_sdk_goes_on_with_what_a_tool_gave(sdk: openai.OpenAI) -> None:
+def test_the_sdk_continues_with_a_tools_result(sdk: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **openai.pydantic_function_tool(Digit)["function"]}
     turns: list[Any] = [{"role": "user", "content": QUESTION}]
     first = sdk.responses.create(model="tiny", input=turns, tools=[tool], tool_choice="required", max_output_tokens=90)

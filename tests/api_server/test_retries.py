@@ -95,7 +95,7 @@ WAYS = ("invoke", "stream", "ainvoke", "batch", "complete", "acomplete")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_for_a_while_is_asked_again(gate: Gate, way: str) -> None:
+def test_temporary_refusals_are_retried(gate: Gate, way: str) -> None:
     expected = asked(gate, way)
     gate.seen.clear()
     gate.refusals[:] = [(429, {"Retry-After": "0"}), (503, {"Retry-After": "0"})]
@@ -119,7 +119,7 @@ def test_retry_after_is_obeyed(gate: Gate, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
-def test_nobody_waits_for_longer_than_is_of_use(gate: Gate, way: str) -> None:
+def test_useless_retries_are_not_made(gate: Gate, way: str) -> None:
     """A minute is the most; a call's own timeout may be less; and some refusals say that it is no use."""
     began = time.monotonic()
     for headers, settings in (

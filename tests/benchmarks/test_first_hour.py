@@ -54,7 +54,7 @@ def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_running_and_can_be_resumed(tmp_path: Path) -> None:
     running = subprocess.Popen(command(tmp_path, "--only", "versions", "soak"), stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 200
     while not (tmp_path / "soak.json").exists():

@@ -88,7 +88,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_what_an_interrupted_run_found_is_written_beside_a_server_s_decode(tmp_path: Path) -> None:
+def test_the_results_of_an_interrupted_run_and_a_servers_decode_are_written(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -33,7 +33,7 @@ def test_an_order_that_agrees_is_one_and_one_that_does_not_is_minus_one() -> Non
     assert rank_correlation([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None
 
 
-def test_predictions_stand_beside_gains(tmp_path: Path) -> None:
+def test_predictions_are_listed_with_gains(tmp_path: Path) -> None:
     runs = [comparison(answers(12, 12), 6), comparison(answers(12, 6), 3), comparison(answers(12), 0)]
     runs.append(comparison(answers(4), -2))
     outcomes = [each for run in runs for each in outcomes_of(run)]

@@ -91,7 +91,7 @@ def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
     assert "compute</th>" in html
 
 
-def test_without_the_option_nothing_is_sampled_or_told() -> None:
+def test_without_the_option_nothing_is_sampled_or_reported() -> None:
     made = fakes()
     found = compared(made, equal_compute=False)
     assert found.equal is None
@@ -151,7 +151,7 @@ def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: 
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_references_nothing_is_asked_and_the_reason_is_told() -> None:
+def test_without_references_nothing_is_asked_and_the_reason_is_reported() -> None:
     made = fakes()
     found = compared(made, [{"text": f"question {n}"} for n in range(3)])
     assert made.sampled == 0
@@ -169,13 +169,13 @@ def test_questions_without_references_are_not_sampled() -> None:
     assert "tell me of the sea" in found.to_html()
 
 
-def test_unknown_sizes_are_named_and_seconds_are_told_all_the_same() -> None:
+def test_unknown_sizes_are_named_and_seconds_are_still_reported() -> None:
     found = compared(fakes(sizes={"first": 1000}), timed=2)
     assert told(found, "Equal compute") == "unknown: how many parameters second has is not known."
     assert "the ensemble has" in told(found, "Equal seconds")
 
 
-def test_without_timed_answers_equal_seconds_are_not_told() -> None:
+def test_without_timed_answers_equal_seconds_are_not_reported() -> None:
     assert "--timed" in told(compared(fakes()), "Equal seconds")
 
 

@@ -35,7 +35,7 @@ def said(*pairs: tuple[str, float | None]) -> list[Answer]:
         (TEXT, "Light of short waves.", None),
     ],
 )
-def test_what_an_answer_says_in_the_end(question: Question, text: str, final: str | None) -> None:
+def test_the_final_answer_of_a_text(question: Question, text: str, final: str | None) -> None:
     assert final_answer(question, text) == final
 
 

@@ -72,7 +72,7 @@ def test_where_nothing_is_better_nothing_is_changed() -> None:
     assert found.config == EnsembleConfig(["one", "two"])
 
 
-def test_what_helped_only_where_it_was_chosen_is_not_called_a_gain() -> None:
+def test_a_gain_on_the_chosen_half_alone_is_not_called_a_gain() -> None:
     choosing, _ = halves([Question(**row) for row in numbered_rows()])
     chosen = {int(q.text.split()[1]) for q in choosing}
     members = {

@@ -50,7 +50,7 @@ def test_calls_are_ones_that_the_engine_would_read_and_fit_their_schema(rows: li
     assert min(kinds.values()) > 60
 
 
-def test_what_is_measured_is_not_what_was_taught() -> None:
+def test_measured_questions_are_not_taught() -> None:
     assert [question for question, _ in NEEDED if was_taught(question)] == []
     assert not set(NOT_NEEDED) & {question for question, _ in TALK}
     assert not {tool.__name__ for tool in TOOLS} & {tool.name for tool in TAUGHT}

@@ -82,7 +82,7 @@ def test_half_a_tag_counts_as_far_as_it_goes_and_the_longest_says_more() -> None
     assert elect([half, whole, text]).scores == [pytest.approx([0.3, 0.3, 0.7])]
 
 
-def test_what_a_verifier_cannot_see_decides_nothing() -> None:
+def test_text_that_a_verifier_cannot_see_decides_nothing() -> None:
     unseen, text = CandidateLogprobs(CALL, False, (), (), TAG), candidate("No.", (3, 0.2))
     assert elect([unseen, text]).scores == [pytest.approx([0.0, 0.2])]
 
@@ -166,7 +166,7 @@ def test_calls_and_values_are_decided_early_from_a_larger_lead(
     assert found[0] is whole
 
 
-def test_short_texts_beside_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:
+def test_short_texts_with_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:
     """They are compared as they are where no tool is offered."""
     speeches = {"one": (" yes it is", 6.0), "other": (" no it was", 6.0)}
     found = [first_round(tmp_path / str(len(tools)), speeches, tools).rounds[0] for tools in (TOOLS, [])]

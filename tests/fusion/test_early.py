@@ -54,7 +54,7 @@ def test_a_clear_lead_decides_after_the_first_words() -> None:
     assert [r.active for r in result.rounds] == [("a", "b")] * len(result.rounds)
 
 
-def test_what_is_not_clear_is_drafted_on() -> None:
+def test_unclear_elections_draft_further() -> None:
     assert asked(lane(RIVER, ROAD, likes=-0.5))[0] == [(Draft, 3), (Verify, 0), (Draft, 6), (Verify, 0)]  # e^1.5, e^3
     drafts = [(Draft, 3), (Verify, 0), (Draft, 6), (Verify, 0), (Draft, 12), (Verify, 0)]
     ops, result = asked(lane(RIVER, ROAD, likes=-0.9))
@@ -64,7 +64,7 @@ def test_what_is_not_clear_is_drafted_on() -> None:
 
 
 @pytest.mark.parametrize("margin", [0, 2.0, 20.0])
-def test_the_margin_is_what_is_clear(margin: float) -> None:
+def test_the_margin_defines_a_clear_lead(margin: float) -> None:
     ops, _ = asked(lane(RIVER, ROAD, likes=-0.1), early_margin=margin)
     limits = {0: [12], 2.0: [3], 20.0: [3, 6]}[margin]
     assert ops == [op for limit in limits for op in ((Draft, limit), (Verify, 0))]
@@ -83,7 +83,7 @@ def test_where_one_candidate_is_over_the_lead_is_four_times_as_large(margin: flo
     assert [limit for kind, limit in ops if kind is Draft] == looks
 
 
-def test_what_all_say_is_sent_at_once_and_the_first_segment_goes_on_behind_it() -> None:
+def test_common_text_is_sent_at_once_and_the_first_segment_continues_after_it() -> None:
     fake = lane(RIVER, HILL)
     ops, result = asked(fake)
     assert ops == [(Draft, 3)]
@@ -106,7 +106,7 @@ def test_drafts_that_are_all_over_are_not_asked_for_again(says: dict[str, str]) 
     assert [r.op.limit for r in fake.asked if isinstance(r.op, (Draft, DraftAlone))] == [3] * len(says)
 
 
-def test_a_lone_member_says_what_it_has_in_short_segments() -> None:
+def test_a_lone_member_sends_short_segments() -> None:
     fake = FakeLane({"a": scripted(RIVER)})
     with Early(fake) as engine:
         result = engine.generate("tell me", SamplingParams(max_tokens=12))
@@ -167,7 +167,7 @@ def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_p
     assert len(lengths) > 1, "some were clear at an early look, some were not"
 
 
-def test_static_drafts_go_on_ahead_behind_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_drafts_continue_ahead_after_the_compared_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each look one run of steps, of the tokens that are new; none is drafted by itself."""
     from specfuse_shared.runtime.static_runner import StaticRunner
 

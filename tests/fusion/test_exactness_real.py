@@ -142,7 +142,7 @@ def test_both_executions_give_the_same_rounds(
             assert one.scores == pytest.approx(other.scores, abs=1e-4)
 
 
-def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_forward(
+def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_pass(
     exact_engine: EnsembleEngine,
 ) -> None:
     members = local_members(exact_engine)

@@ -53,12 +53,12 @@ def is_worth(found: LeaderPolicy, tokens: int = 5) -> bool:
     return found.leader(PAIR, PAIR.present, tokens) is not None
 
 
-def test_members_that_take_turns_have_a_leader() -> None:
+def test_members_that_run_one_after_another_have_a_leader() -> None:
     assert is_worth(lead(EVEN, answers=1, lanes=(0, 0)))
     assert is_worth(LeaderPolicy())
 
 
-def test_on_a_card_that_reads_all_weights_anyway_nobody_leads() -> None:
+def test_on_a_card_that_reads_all_weights_anyway_no_member_leads() -> None:
     def on_a_card(answers: int) -> LeaderPolicy:
         return LeaderPolicy(LaneStats({"small": 0, "large": 0}, lambda: answers, lambda: EVEN, frozenset({0})))
 
@@ -79,7 +79,7 @@ def test_the_scheduler_knows_which_lanes_are_on_accelerators(devices: list[str],
     assert (traffic.lane_of, traffic.answers(), traffic.accelerated) == ({"m": 0}, 7, fast)
 
 
-def test_members_behind_servers_share_a_lane_and_take_no_turns() -> None:
+def test_members_on_servers_share_a_lane_and_lead_only_where_seconds_differ() -> None:
     both: Any = [SimpleNamespace(name=name, devices={}) for name in ("small", "large")]
     traffic = lane_stats_of(SimpleNamespace(lanes=(SimpleNamespace(members=both),)), Metrics(), lambda: 1)
     assert traffic.lane_of == {"small": 0, "large": 0}, "that is where their stages go"
@@ -103,7 +103,7 @@ def test_many_answers_have_one_where_it_saves_a_fifth_of_the_work() -> None:
     assert not is_worth(lead(EVEN, 3, [True] * 10)), "fewer than two for each lane"
 
 
-def test_nobody_leads_members_that_make_no_guesses() -> None:
+def test_members_without_guesses_have_no_leader() -> None:
     other = sides(small=100, large=100)
     other["large"].member.info = info(100, may_guess=False)
     assert lead(EVEN, 1, lanes=(0, 0)).leader(other, other.present, 5) is None
@@ -114,19 +114,19 @@ def test_nobody_leads_members_that_make_no_guesses() -> None:
     [({"small": 3.0, "large": 0.5}, "large"), ({"small": 0.5, "large": 3.0}, "small"), ({"large": 0.5}, "small")],
     ids=["the large one is quick", "the small one is quick", "not all have run: by size"],
 )
-def test_the_leader_is_who_is_quick(seconds: Mapping[str, float], leader: str) -> None:
+def test_the_quickest_member_leads(seconds: Mapping[str, float], leader: str) -> None:
     uneven = sides(small=100, large=900)
     assert lead(seconds, 1, lanes=(0, 0)).leader(uneven, uneven.present, 5) == leader
 
 
-def test_who_wins_leads_among_equals() -> None:
+def test_the_winner_leads_among_equals() -> None:
     found = lead(EVEN, 1, lanes=(0, 0))
     for _ in range(5):
         found.learn(["large"], settled=False)
     assert found.leader(PAIR, PAIR.present, 5) == "large"
 
 
-def test_seconds_of_a_forward_are_those_of_the_metrics() -> None:
+def test_seconds_of_a_forward_pass_come_from_the_metrics() -> None:
     metrics = Metrics()
     for seconds in (0.25, 0.75):
         metrics.forward("small", 1, seconds)
@@ -136,7 +136,7 @@ def test_seconds_of_a_forward_are_those_of_the_metrics() -> None:
     assert metrics.snapshot().forwards == {"small": 3}
 
 
-def test_an_engine_measures_what_its_leaders_are_chosen_by(tmp_path: Any) -> None:
+def test_an_engine_measures_the_seconds_that_choose_its_leaders(tmp_path: Any) -> None:
     members = []
     for seed, name in enumerate(("one", "two")):
         save_model("llama", byte_level_tokenizer(), tmp_path / name, seed=seed)

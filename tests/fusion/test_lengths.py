@@ -85,7 +85,7 @@ def test_stop_strings_end_an_answer_that_ignores_ends_of_turn(engine: EnsembleEn
     assert result.stop_sequence == stop
 
 
-def test_what_cannot_be_is_refused(tiny_engine: EnsembleEngine) -> None:
+def test_contradictory_lengths_are_refused(tiny_engine: EnsembleEngine) -> None:
     for settings in ({"min_tokens": 3}, {"ignore_eos": True}):
         with pytest.raises(ConfigError, match="which decide when an answer is complete"):
             SamplingParams(grammar=Grammar.choice(["yes"]), **settings)

@@ -92,7 +92,7 @@ def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: Ensem
 
 
 @pytest.mark.parametrize("settings", [{"top_logprobs": 21}, {"top_logprobs": -1}, {"top_logprobs": 1.5}])
-def test_more_than_can_be_told_is_refused(settings: dict[str, Any]) -> None:
+def test_more_logprobs_than_the_limit_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="top_logprobs"):
         SamplingParams(logprobs=True, **settings)
     with pytest.raises(ConfigError, match="needs logprobs=True"):

@@ -28,7 +28,7 @@ def whole(chunks: Iterator[AIMessageChunk]) -> AIMessageChunk:
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
-async def test_text_and_a_call_behind_it_are_two_blocks(caller: EnsembleEngine, version: str) -> None:
+async def test_text_and_a_call_after_it_are_two_blocks(caller: EnsembleEngine, version: str) -> None:
     model = ChatSpecFuse(engine=caller, max_tokens=200, output_version=version).bind_tools([NOW])
     answers = [
         model.invoke("When?"),
@@ -50,7 +50,7 @@ def test_so_they_are_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
     assert [block["type"] for block in stream.output.content_blocks] == ["text", "tool_call"]
 
 
-def test_thoughts_text_and_calls_have_an_index_each() -> None:
+def test_reasoning_text_and_calls_have_an_index_each() -> None:
     answer = ChunkBuilder(lambda: "x", "none", reader=CallReader())
     said = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
     events = [ThinkingEvent("a", "Hm."), SegmentEvent(said + "</tool_call>", 0, len(said), None)]

@@ -159,7 +159,7 @@ OFF: list[dict[str, Any]] = [{"streaming": False}, {"disable_streaming": True}]
 
 
 @pytest.mark.parametrize("off", OFF)
-def test_a_graph_does_not_stream_what_is_switched_off(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
+def test_a_graph_does_not_stream_when_streaming_is_off(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
     graph = graph_of(ChatSpecFuse(engine=tiny, max_tokens=12, **off))
     told = list(graph.stream({"messages": [("user", QUESTION)]}, stream_mode="messages"))
     assert [type(message) for message, _ in told] == [AIMessage]

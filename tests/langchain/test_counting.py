@@ -85,7 +85,7 @@ def test_trimming_keeps_what_fits(folder: Path, template: str, include_system: b
 
 
 @pytest.mark.parametrize("template", ["own", "default system"])
-def test_what_is_kept_fits(folder: Path, template: str) -> None:
+def test_kept_messages_fit(folder: Path, template: str) -> None:
     with model(folder, template) as llm:
         for system in SYSTEMS.values():
             for name, turns in CONVERSATIONS.items():

@@ -91,7 +91,7 @@ def is_cut(message: BaseMessage) -> bool:
     )
 
 
-def test_a_call_that_went_in_circles_is_not_carried_out(tmp_path: Path) -> None:
+def test_a_repetitive_call_is_not_carried_out(tmp_path: Path) -> None:
     config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
     with EnsembleEngine(config) as engine:
         model = ChatSpecFuse(engine=engine, max_tokens=400)
@@ -113,7 +113,7 @@ def test_a_call_that_was_cut_is_invalid_in_the_events_of_version_3(chat: ChatSpe
     assert is_cut(chat.stream_events("Write.", version="v3", **bound).output)
 
 
-def test_an_agent_carries_out_no_call_that_was_cut_and_goes_on_with_the_next_turn(chat: ChatSpecFuse) -> None:
+def test_an_agent_carries_out_no_cut_call_and_continues_with_the_next_turn(chat: ChatSpecFuse) -> None:
     WRITTEN.clear()
     agent = create_agent(chat.model_copy(update={"max_tokens": 100}), [write_file], middleware=[Forced()])
     state = agent.invoke({"messages": [("user", "Write.")]})
@@ -182,7 +182,7 @@ def test_one_whose_rest_would_be_made_up_is_an_error(tmp_path: Path, method: Any
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_a_value_in_circles_is_closed_and_one_with_a_warning(tmp_path: Path, method: Any) -> None:
+def test_a_repetitive_value_is_closed_with_a_warning(tmp_path: Path, method: Any) -> None:
     config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
     with EnsembleEngine(config) as engine:
         model = ChatSpecFuse(engine=engine, max_tokens=400)
@@ -218,7 +218,7 @@ def test_a_grammar_of_a_call_is_closed_in_time_and_says_length(chat: ChatSpecFus
 @pytest.mark.parametrize(
     "text", ['{"a": "x', '{"a": "x\\', '{"a": ["}"', '{"a": {"b": "]', '{"a": [1, {"b": "\\u00', '{"a": 3', "", "{"]
 )
-def test_what_was_cut_is_mended_by_no_parser_of_langchain(text: str) -> None:
+def test_no_parser_of_langchain_repairs_a_cut_value(text: str) -> None:
     reader, head = CallReader(), f'{CALL_OPEN}{{"name": "say", "arguments": '
     parts = [*reader.feed(head + text), *reader.finish(cut=True)]
     written = "".join(part.arguments for part in parts if isinstance(part, CallDelta))

@@ -39,7 +39,7 @@ class Starts(BaseCallbackHandler):
 # ── traces ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny: EnsembleEngine) -> None:
+def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(tiny: EnsembleEngine) -> None:
     heard = Starts()
     model = ChatSpecFuse(engine=tiny, max_tokens=9, temperature=0.5, seed=1)
     model.invoke(QUESTION, {"callbacks": [heard]})
@@ -103,13 +103,13 @@ def test_a_local_folder_of_another_process_is_asked_for() -> None:
     "other",
     [{"output_version": "v1"}, {"ledger": "none"}, {"temperature": 0.5}, {"config": EnsembleConfig(["no/one", "x/y"])}],
 )
-def test_what_decides_a_message_is_in_the_key_of_a_cache(other: dict[str, Any]) -> None:
+def test_everything_that_decides_a_message_is_in_the_key_of_a_cache(other: dict[str, Any]) -> None:
     model = ChatSpecFuse(members=["no/one", "no/two"])
     settings = other if "config" in other else {"members": ["no/one", "no/two"], **other}
     assert ChatSpecFuse(**settings)._get_llm_string() != model._get_llm_string()
 
 
-def test_folders_of_one_name_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_folders_of_one_name_have_separate_keys(tmp_path: Path) -> None:
     keys = set()
     for parent in ("a", "b"):
         folder = tmp_path / parent / "model"
@@ -153,7 +153,7 @@ def test_configurable_fields_keep_the_stream_and_the_profile(tiny: EnsembleEngin
     assert (made.profile or {})["max_output_tokens"] == 20
 
 
-def test_a_copy_with_more_room_says_so(tiny: EnsembleEngine) -> None:
+def test_a_copy_with_more_tokens_reports_them(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=12)
     copied = model.model_copy(update={"max_tokens": 20})
     assert [(each.profile or {})["max_output_tokens"] for each in (model, copied)] == [12, 20]
@@ -189,7 +189,7 @@ def test_load_learns_the_sizes_of_members_that_were_not_here(tiny: EnsembleEngin
 # ── fields of a record that stay, and counts ─────────────────────────────────────────────────────
 
 
-def test_no_ledger_is_none_and_segment_events_still_tell(tiny: EnsembleEngine) -> None:
+def test_no_ledger_is_none_and_segment_events_remain(tiny: EnsembleEngine) -> None:
     class StreamItem(BaseCallbackHandler):
         def __init__(self) -> None:
             self.members: set[str | None] = set()
@@ -206,7 +206,7 @@ def test_no_ledger_is_none_and_segment_events_still_tell(tiny: EnsembleEngine) -
     assert heard.members & {"chat", "base"}
 
 
-def test_thoughts_are_counted_as_reasoning(tiny: EnsembleEngine) -> None:
+def test_thinking_tokens_are_counted_as_reasoning(tiny: EnsembleEngine) -> None:
     chat, base = tiny.config.member_configs
     thinks = replace(chat, chat_template=CHAT_TEMPLATE, thinking=("<think>", "</think>"))
     with EnsembleEngine(EnsembleConfig([thinks, base])) as engine:
@@ -249,7 +249,7 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
         ChatSpecFuse(engine=tiny).invoke(QUESTION, **option)
 
 
-def test_one_answer_is_what_there_is(tiny: EnsembleEngine) -> None:
+def test_n_may_be_one(tiny: EnsembleEngine) -> None:
     assert ChatSpecFuse(engine=tiny, max_tokens=4, n=1).invoke(QUESTION, n=1).text
 
 
@@ -281,7 +281,7 @@ def test_a_model_is_a_member_as_users_of_other_classes_write_it(model: Any, name
         (lambda: ChatSpecFuse(engine="demo"), r"engine must be an EnsembleEngine, not str"),
     ],
 )
-def test_what_a_newcomer_types_is_answered_with_what_to_type(settings: Any, told: str) -> None:
+def test_a_newcomers_mistake_is_answered_with_the_right_call(settings: Any, told: str) -> None:
     with pytest.raises(errors.ConfigError, match=told):
         settings()
 

@@ -73,7 +73,7 @@ def test_reasoning_and_call_blocks_of_an_assistant_are_no_text() -> None:
         {"type": "thinking", "thinking": "hm", "signature": "x"},
     ],
 )
-def test_what_other_providers_leave_in_their_turns_is_no_text(block: dict[str, object]) -> None:
+def test_other_providers_fields_in_their_turns_are_no_text(block: dict[str, object]) -> None:
     [message] = to_messages([AIMessage([block, {"type": "text", "text": "7"}])])
     assert message == Message("assistant", "7")
 
@@ -137,7 +137,7 @@ def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
         ({"type": "search_result", "title": "A", "content": [{"type": "text", "text": "b"}]}, "A\nb"),
     ],
 )
-def test_what_a_tool_gave_is_read_or_named(block: dict[str, Any], text: str) -> None:
+def test_a_tools_result_is_read_or_named(block: dict[str, Any], text: str) -> None:
     call = AIMessage("", tool_calls=[tool_call(name="look", args={}, id="c1")])
     [_, result] = to_messages([call, ToolMessage([block], tool_call_id="c1")])
     assert (result.role, result.content, result.name) == ("tool", text, "look")

@@ -145,7 +145,7 @@ def test_an_agent_hands_over_with_a_tool(llm: ChatSpecFuse) -> None:
 # ── people, values, plans ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_person_agrees_and_the_agent_goes_on_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
+def test_a_person_agrees_and_the_agent_continues_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
     RUN.clear()
     ask = HumanInTheLoopMiddleware(interrupt_on={"opening_hours": True})
     agent = create_agent(
@@ -249,7 +249,7 @@ def test_middlewares_retry_and_fall_back(llm: ChatSpecFuse, demo_engine: Ensembl
     assert state["messages"][-1].text == model.invoke("What is the sea?").text
 
 
-def test_a_tracer_hears_of_an_answer(llm: ChatSpecFuse) -> None:
+def test_a_tracer_receives_an_answer(llm: ChatSpecFuse) -> None:
     class Runs(BaseTracer):
         def __init__(self) -> None:
             super().__init__()

@@ -39,7 +39,7 @@ class Recorder(BaseCallbackHandler):
         self.events.append((name, data))
 
 
-def test_custom_events_tell_every_segment_without_a_parent_run(demo_engine: EnsembleEngine) -> None:
+def test_custom_events_have_every_segment_without_a_parent_run(demo_engine: EnsembleEngine) -> None:
     recorder = Recorder()
     model = ChatSpecFuse(engine=demo_engine, max_tokens=10, segment_events=True)
     answer = model.invoke(QUESTION, {"callbacks": [recorder]})
@@ -142,7 +142,7 @@ def test_models_with_different_ensembles_or_tools_have_different_cache_keys() ->
     assert len(set(keys)) == 4
 
 
-def test_the_profile_says_what_the_model_can_do(model: ChatSpecFuse, demo_engine: EnsembleEngine) -> None:
+def test_the_profile_lists_the_models_abilities(model: ChatSpecFuse, demo_engine: EnsembleEngine) -> None:
     model.invoke("Hi", max_tokens=1)
     profile = model.profile
     assert profile is not None

@@ -76,7 +76,7 @@ def tide(port: Literal["Ryde", "Cowes"]) -> str:
     return f"at nine, in {port}"
 
 
-async def test_llamaindex_has_what_the_engine_answers(engine: EnsembleEngine) -> None:
+async def test_llamaindex_has_the_engines_answers(engine: EnsembleEngine) -> None:
     llm = SpecFuseLLM(engine=engine, max_tokens=24)
     expected = engine.generate(QUESTION, SamplingParams(max_tokens=24)).text
     asked = [ChatMessage(role="user", content=QUESTION)]

@@ -99,7 +99,7 @@ def test_many_at_once_and_a_forced_call_are_as_one_by_one(engines: tuple[Ensembl
     assert mixed.generate(QUESTION, call, **forced).text == same.generate(QUESTION, call, **forced).text
 
 
-def test_the_others_go_on_where_the_server_goes_down(files: Mapping[str, Path], folder: Path, cache_dir: str) -> None:
+def test_the_others_continue_when_the_server_goes_down(files: Mapping[str, Path], folder: Path, cache_dir: str) -> None:
     ways = Ways()
     with (
         model_server(folder, ways) as (url, _),

@@ -102,7 +102,7 @@ def test_a_batch_that_fails_changes_nothing(member: Any, monkeypatch: pytest.Mon
 
 
 @torch.inference_mode()
-def test_a_cache_grows_and_keeps_what_is_in_it(member: Any) -> None:
+def test_a_cache_grows_and_keeps_its_content(member: Any) -> None:
     choose, tolerance = random.Random(2), TOLERANCE.get(member.name, 1e-4)
     cache = member.runner.context
     assert cache.allocated == 512  # one answer of its context; up to four fit
@@ -126,7 +126,7 @@ def test_a_cache_grows_and_keeps_what_is_in_it(member: Any) -> None:
 
 
 @torch.inference_mode()
-def test_a_full_cache_is_a_memory_error_and_the_answer_goes_on(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_a_full_cache_is_a_memory_error_and_the_answer_continues(files: Mapping[str, Path], cache_dir: str) -> None:
     from specfuse_shared.members.llamacpp.member import LlamaMember
 
     member = LlamaMember(member_config(files["llama"], cache_tokens=256), cache_dir=cache_dir)

@@ -71,7 +71,7 @@ def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
 
 
 @torch.inference_mode()
-def test_a_running_answer_lends_what_it_has_read(member: Any) -> None:
+def test_a_running_answer_shares_its_read_prompt(member: Any) -> None:
     """Also piece by piece: a sequence that had begun to read takes over the tokens that another reads later."""
     prompt = ids_of(member, 120, 1)
     first, second, third = (member.new_sequence(False) for _ in range(3))

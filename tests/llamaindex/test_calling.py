@@ -60,7 +60,7 @@ def test_a_named_tool_is_called_and_no_character_of_the_call_is_streamed_as_text
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_parallel_calls_have_ids_of_their_own_and_one_call_is_one_unless_more_are_allowed(
+def test_parallel_calls_have_separate_ids_and_one_call_is_one_unless_more_are_allowed(
     tiny_llm: SpecFuseLLM, seed: int
 ) -> None:
     """Random members, which were never taught that one call is enough."""

@@ -69,7 +69,9 @@ def test_a_turn_with_such_a_call_is_read_again(short: SpecFuseLLM) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_an_agent_carries_it_not_out_but_hears_of_it_and_goes_on(short: SpecFuseLLM, streaming: bool) -> None:
+async def test_an_agent_does_not_run_a_cut_call_but_reads_an_error_and_continues(
+    short: SpecFuseLLM, streaming: bool
+) -> None:
     WRITTEN.clear()
     agent = FunctionAgent(tools=[TOOL], llm=short, streaming=streaming, initial_tool_choice="write_file")
     handler = agent.run("Write.")
@@ -80,7 +82,7 @@ async def test_an_agent_carries_it_not_out_but_hears_of_it_and_goes_on(short: Sp
     assert output.response.content is not None
 
 
-async def test_who_needs_the_call_hears_of_it_as_an_error(short: SpecFuseLLM) -> None:
+async def test_a_method_that_needs_the_call_raises_an_error(short: SpecFuseLLM) -> None:
     with pytest.raises(UnfinishedValueError, match="max_tokens cut"):
         short.predict_and_call([TOOL], "Write.")
     with pytest.raises(ValueError, match="max_tokens cut"):
@@ -88,7 +90,7 @@ async def test_who_needs_the_call_hears_of_it_as_an_error(short: SpecFuseLLM) ->
     assert WRITTEN == []
 
 
-async def test_who_does_not_need_the_call_gets_text_but_no_half_of_a_call(short: SpecFuseLLM) -> None:
+async def test_a_method_that_needs_no_call_gets_text_without_half_a_call(short: SpecFuseLLM) -> None:
     wanted = short.chat_with_tools([TOOL], "Write.").message.content
     asked: dict[str, Any] = {"user_msg": "Write.", "error_on_no_tool_call": False}
     assert str(short.predict_and_call([TOOL], **asked)) == wanted != ""

@@ -68,7 +68,7 @@ async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: S
     [Grammar.choice(["yes", "no"]), Grammar.json_schema({"type": "object"}), Grammar.regex("a+"), None],
     ids=str,
 )
-def test_what_a_trace_holds_is_plain_json(grammar: Grammar | None) -> None:
+def test_the_content_of_a_trace_is_plain_json(grammar: Grammar | None) -> None:
     llm = SpecFuseLLM(members=["no/one"], grammar=grammar, stop=["x"], seed=3)
     told = json.loads(json.dumps(llm.to_payload()))
     assert told["model"] == "one"

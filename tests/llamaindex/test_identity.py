@@ -21,7 +21,9 @@ from tests.support.serving import serving
 from tests.support.tiny import CHAT_TEMPLATE
 
 
-def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
+def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(
+    tiny_llm: SpecFuseLLM, listener: Listener
+) -> None:
     llm = tiny_llm.model_copy(update={"temperature": 0.5, "seed": 1, "max_tokens": 6})
     last = llm.chat([ChatMessage("Hello")])
     [started] = listener.of("LLMChatStartEvent")
@@ -75,7 +77,7 @@ def test_no_ledger_is_none(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
     assert listener.of("SpecFuseSegmentEvent")
 
 
-def test_thoughts_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> None:
+def test_thinking_tokens_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> None:
     thinks = replace(tiny_members[0], chat_template=CHAT_TEMPLATE, thinking=("<think>", "</think>"))
     with EnsembleEngine(EnsembleConfig([thinks, tiny_members[1]])) as engine:
         llm = SpecFuseLLM(engine=engine, max_tokens=6, max_thinking_tokens=8, ledger="full")

@@ -75,7 +75,7 @@ def test_a_router_that_calls_a_function_always_chooses(
         assert response.metadata["selector_result"].ind in (0, 1)
 
 
-def test_a_router_that_reads_text_chooses_or_says_what_it_could_not_read(
+def test_a_router_that_reads_text_chooses_or_reports_the_unreadable_text(
     index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
 ) -> None:
     selector = LLMSingleSelector.from_defaults(llm=llm.model_copy(update={"max_tokens": 30}))

@@ -65,7 +65,7 @@ def short(llm: SpecFuseLLM) -> SpecFuseLLM:
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_memory_blocks_keep_what_was_said(llm: SpecFuseLLM) -> None:
+async def test_memory_blocks_keep_earlier_turns(llm: SpecFuseLLM) -> None:
     form = Grammar.regex(r"<facts>(<fact>[A-Za-z ]{8,40}</fact>){1,2}</facts>")
     reader = llm.model_copy(update={"max_tokens": 60, "grammar": form})
     facts = FactExtractionMemoryBlock(name="facts", llm=reader, max_facts=5)

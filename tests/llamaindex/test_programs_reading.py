@@ -118,7 +118,7 @@ def test_a_reranker_that_predicts_values_always_ranks(llm: SpecFuseLLM, listener
 
 
 @pytest.mark.parametrize("reranker", [LLMRerank, RankGPTRerank])
-def test_a_reranker_that_reads_text_ranks_what_it_can_read(
+def test_a_reranker_that_reads_text_ranks_the_readable_nodes(
     reranker: type[LLMRerank] | type[RankGPTRerank], llm: SpecFuseLLM, listener: Listener
 ) -> None:
     ranking = reranker(llm=llm.model_copy(update={"max_tokens": 12}), top_n=1)

@@ -46,7 +46,7 @@ async def test_nor_asynchronously_nor_where_answers_are_filtered(tiny_llm: SpecF
         await synthesizer.asynthesize("What is it?", long_nodes())
 
 
-def test_a_value_that_finds_no_room_is_told_where_refine_goes_on(
+def test_a_value_that_does_not_fit_is_reported_where_refine_continues(
     tiny_llm: SpecFuseLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = tiny_llm.model_copy(update={"max_tokens": 8})

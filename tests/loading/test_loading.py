@@ -206,7 +206,7 @@ def test_an_adapter_without_its_extra_names_the_extra(folder: Path, monkeypatch:
         LocalMember(MemberConfig(str(folder), adapter="an/adapter"))
 
 
-def test_capped_attention_is_the_models_own_whatever_its_class_says(
+def test_capped_attention_is_the_models_own_for_any_declared_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers 5.17 says of Gemma 2 that the library's attention will do, which leaves the caps out."""
@@ -230,7 +230,7 @@ def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
     assert wrong.error > 2e-3
 
 
-def test_coarse_rounding_is_told_of_and_wrong_probabilities_are_refused(
+def test_coarse_rounding_is_reported_and_wrong_probabilities_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A processor that emulates bfloat16 is off by more than one that supports it, and by less than a wrong mask."""

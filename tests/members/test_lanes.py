@@ -71,7 +71,7 @@ def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tu
         del member.runner.step
 
 
-def test_answers_are_those_of_members_in_turn_and_forwards_overlap(
+def test_answers_equal_sequential_ones_and_forward_passes_overlap(
     tiny_engine: EnsembleEngine, engine: EnsembleEngine, lanes: Lanes
 ) -> None:
     expected = [answer_of(tiny_engine.generate(*each)) for each in zip(QUESTIONS, PARAMS, strict=True)]
@@ -84,7 +84,7 @@ def test_answers_are_those_of_members_in_turn_and_forwards_overlap(
     assert together > 0.5 * len(first), "but where only one of them has anything to do"
 
 
-def test_members_of_one_core_take_turns_without_a_thread(
+def test_members_of_one_core_run_one_after_another_without_a_thread(
     config: EnsembleConfig, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 1)
@@ -95,7 +95,7 @@ def test_members_of_one_core_take_turns_without_a_thread(
     assert not any(a < d and c < b for a, b in first for c, d in second)
 
 
-def test_a_member_that_fails_on_its_device_leaves_and_the_other_goes_on(engine: EnsembleEngine) -> None:
+def test_a_member_that_fails_on_its_device_leaves_and_the_other_continues(engine: EnsembleEngine) -> None:
     for number in range(2):
         faulty = local_members(engine)[number]
 

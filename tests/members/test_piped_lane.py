@@ -86,7 +86,7 @@ def test_members_in_other_processes_give_the_same_answers(tiny_engine: EnsembleE
     assert set(apart.metrics().forwards) == {"chat", "base"}
 
 
-def test_what_a_distant_member_remembers_is_not_read_again(apart: Elsewhere) -> None:
+def test_a_distant_members_cached_prefix_is_not_read_again(apart: Elsewhere) -> None:
     first = apart.generate("You know the sea. " * 6, SamplingParams(max_tokens=10))
     before = apart.metrics().reused_prompt_tokens
     assert apart.generate("You know the sea. " * 6, SamplingParams(max_tokens=10)).text == first.text
@@ -105,7 +105,7 @@ def test_a_cancelled_answer_frees_the_caches_of_other_processes(apart: Elsewhere
     assert apart.metrics().cache_bytes == 0
 
 
-def test_a_member_whose_process_dies_leaves_and_those_here_go_on(tiny_engine: EnsembleEngine) -> None:
+def test_a_member_whose_process_dies_leaves_and_local_ones_continue(tiny_engine: EnsembleEngine) -> None:
     with elsewhere(tiny_engine.config, ("base",)) as engine:
         events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=200))
         shown = next(event for event in events if isinstance(event, SegmentEvent))

@@ -180,7 +180,7 @@ def test_answers_of_the_demo_are_the_same_with_and_without(exact_engine: Ensembl
 
 
 @pytest.mark.parametrize("chance", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "seed": 4}], ids=str)
-def test_a_leader_is_told_of_and_changes_nothing(trio: EnsembleEngine, chance: dict[str, float]) -> None:
+def test_a_leader_is_recorded_and_changes_nothing(trio: EnsembleEngine, chance: dict[str, float]) -> None:
     members = local_members(trio)
     rounds: dict[str, Any] = {}
     for speculation in ("off", "auto"):
@@ -198,7 +198,7 @@ def test_a_leader_is_told_of_and_changes_nothing(trio: EnsembleEngine, chance: d
     assert said["auto"] == said["off"]
 
 
-def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:
+def test_counters_include_guesses(trio: EnsembleEngine) -> None:
     with EnsembleEngine(replace(trio.config, speculation="auto")) as engine:
         result = engine.generate("the fox and the dog ask why", SamplingParams(max_tokens=30))
         counted = engine.metrics()
@@ -210,7 +210,7 @@ def test_counters_tell_of_guesses(trio: EnsembleEngine) -> None:
 
 
 @pytest.mark.slow
-def test_a_leaders_draft_saves_the_forwards_of_who_would_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaders_draft_saves_forward_passes_of_agreeing_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one model, without looking anything up: the follower finds the leader's draft by one forward pass."""
     monkeypatch.setattr(PromptLookup, "find", lambda *asked: ((), 0))
     # measured seconds would swap the lead between two that are equal
@@ -251,7 +251,7 @@ def test_an_unknown_way_to_speculate_is_refused() -> None:
         EnsembleConfig(["a"], speculation="always")
 
 
-def test_guesses_have_to_come_true_more_often_where_answers_share_forwards(
+def test_guesses_have_to_come_true_more_often_where_answers_share_passes(
     trio: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = local_members(trio)[0]
@@ -273,7 +273,7 @@ def _guessed(results: Sequence[EnsembleResult]) -> int:
     return sum(usage.guessed for result in results for usage in result.usage.members.values())
 
 
-def test_a_lookup_finds_what_followed_the_longest_equal_end() -> None:
+def test_a_lookup_finds_the_continuation_of_the_longest_equal_end() -> None:
     lookup = PromptLookup()
     lookup.read([1, 2, 3, 4, 9, 2, 3, 5, 6], 0)
     assert lookup.find([2, 3], 2) == ([5, 6], 2)

@@ -147,7 +147,7 @@ def test_modules_that_a_checkpoint_leaves_alone_count_whole() -> None:
         ("bfloat16", "float32", "cpu", False, "bfloat16"),
     ],
 )
-def test_the_number_format_goes_by_what_the_device_has(
+def test_the_number_format_follows_the_device(
     dtype: str, stored: str | None, kind: str, bf16: bool, expected: str
 ) -> None:
     device = Device(kind, kind, 1, 1, bf16)
@@ -270,7 +270,7 @@ def test_members_spread_over_devices_that_are_free() -> None:
     assert placed([10, 20], cards(30, 100)) == ["cuda:0", "cuda:1"], "the largest has the most memory"
 
 
-def test_members_are_packed_tightly_where_spreading_leaves_somebody_out() -> None:
+def test_members_are_packed_tightly_where_spreading_leaves_one_out() -> None:
     # spread: 40 → the largest, 30 → the other one, and then nothing fits the last 30
     assert placed([30, 30, 40], cards(46, 70)) == ["cuda:1", "cuda:1", "cuda:0"]
 
@@ -375,7 +375,7 @@ def test_the_planned_caches_are_those_that_are_made(tiny: Path) -> None:
 
 @pytest.mark.slow  # with the libraries of the extra `quant`
 @pytest.mark.parametrize(("quantization", "library"), [("8bit", "torchao"), ("4bit", "bitsandbytes")])
-def test_a_quantised_member_answers_and_takes_what_was_planned(tiny: Path, quantization: str, library: str) -> None:
+def test_a_quantised_member_answers_and_needs_the_planned_memory(tiny: Path, quantization: str, library: str) -> None:
     pytest.importorskip(library)
     config = MemberConfig(str(tiny), quantization=quantization)
     with EnsembleEngine(EnsembleConfig([config])) as engine:

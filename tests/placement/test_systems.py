@@ -45,7 +45,7 @@ def spec(**settings: Any) -> MemberSpec:
     return MemberSpec("gemma", shape_sizes("gemma-2-9b"), "bfloat16", **settings)
 
 
-def test_nobody_is_put_on_mps_who_did_not_ask(mac: SimpleNamespace) -> None:
+def test_no_member_is_placed_on_mps_by_default(mac: SimpleNamespace) -> None:
     mac.free = 2**40
     devices = [Device("cpu", "cpu", 2**40, 2**40), Device("mps", "mps", 2**40, 2**40)]
     assert place([spec()], devices).of("gemma").place == "cpu"
@@ -128,7 +128,7 @@ def test_memory_of_a_mac_is_counted_once(mac: SimpleNamespace) -> None:
     assert place([sized("one", 3, "cuda"), sized("two", 3, "cpu")], cards).fits
 
 
-def test_what_torch_holds_unused_on_a_mac_is_free(mac: SimpleNamespace) -> None:
+def test_torchs_unused_memory_on_a_mac_is_free(mac: SimpleNamespace) -> None:
     mac.used, mac.held, mac.free = 2 * GIB, 5 * GIB, 4 * GIB
     assert free_memory("mps") == 7 * GIB
     mac.free = 60 * GIB

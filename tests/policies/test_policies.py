@@ -53,7 +53,7 @@ def test_per_text_is_the_probability_of_the_whole() -> None:
     assert score(MeanLogprob("text"), [math.log(0.5), math.log(0.25)], [3, 1]) == pytest.approx(0.125)
 
 
-def test_per_root_stands_between_the_mean_and_the_whole() -> None:
+def test_per_root_is_between_the_mean_and_the_whole() -> None:
     logprobs = [math.log(0.5)] * 4
     assert score(MeanLogprob("root"), logprobs, [1] * 4) == pytest.approx(0.25)
     short, long = ([math.log(0.5)] * 2, [1] * 2), ([math.log(0.55)] * 9, [1] * 9)
@@ -125,14 +125,14 @@ def test_rewards_leave_out_interested_parties() -> None:
     assert rewards(scores) == pytest.approx([1.0, 0.5, 0.0])
 
 
-def test_a_verifier_has_no_opinion_on_what_it_finds_unthinkable() -> None:
+def test_a_verifier_has_no_opinion_on_implausible_candidates() -> None:
     babbled = [[0.3, 0.02, 0.0], [0.4, 0.2, 0.0], [1e-9, 1e-7, 0.9]]
     assert rewards(babbled) == pytest.approx([0.5, 1.0, 0.0])  # the babbler decides between the others
     assert rewards(babbled, 1000) == pytest.approx([1.0, 0.5, 0.0])  # the rival does, as without it:
     assert rewards([row[:2] for row in babbled[:2]]) == pytest.approx([1.0, 0.0])
 
 
-def test_with_two_members_the_rival_judges_against_its_own() -> None:
+def test_with_two_members_the_rival_compares_with_its_own_candidate() -> None:
     assert rewards([[0.9, 0.1], [0.6, 0.5]]) == pytest.approx([1.0, 0.0])
 
 
@@ -211,6 +211,6 @@ def test_the_fast_preset_is_the_default_with_exit_and_a_short_first_segment() ->
         ({"exit": "fixed", "min_active": 2}, 2),
     ],
 )
-def test_as_many_members_stay_as_was_said(settings: dict[str, Any], stay: int) -> None:
+def test_the_configured_number_of_members_stays(settings: dict[str, Any], stay: int) -> None:
     decide = EnsembleConfig(["a/a", "b/b", "c/c"], **settings).exit_policy()
     assert 3 - len(decide([9.0, 1.0, 0.1], 20).leavers) == stay

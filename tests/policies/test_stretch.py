@@ -79,7 +79,7 @@ def test_an_encoding_that_reaches_back_into_the_answer_is_aligned_at_its_end() -
     assert Stretch("byte")([joined, candidate(("e", 0.3))]) == pytest.approx([0.5 ** (4 / 5), 0.3])
 
 
-def test_ending_here_and_going_on_are_the_outcomes_of_one_event_whatever_follows() -> None:
+def test_ending_and_continuing_are_outcomes_of_one_event_for_any_text_after() -> None:
     ends = candidate((" Paris", 0.5), end=0.4)
     for what_follows in ([(",", 0.9)], [(",", 1e-9), (" the", 1e-9), (" capital", 1e-9)]):
         goes_on = candidate((" Paris", 0.5), *what_follows)
@@ -89,7 +89,7 @@ def test_ending_here_and_going_on_are_the_outcomes_of_one_event_whatever_follows
     assert elect([surer, candidate((" Paris", 0.5), (",", 0.99))]).winner == 0
 
 
-def test_equal_texts_of_which_one_ends_are_told_apart_by_the_end_alone() -> None:
+def test_equal_texts_of_which_one_ends_differ_by_the_end_alone() -> None:
     pair = candidate((" Yes", 0.5), end=0.3), candidate((" Yes", 0.5))
     assert Stretch()(pair) == pytest.approx([0.15, 0.35])
 
@@ -109,7 +109,7 @@ def test_answers_that_all_end_are_compared_whole() -> None:
     assert Stretch("byte")([tart, unfinished]) == pytest.approx([0.2, 0.3 * 0.1 ** (1 / 4)]), "one continues"
 
 
-def test_a_rival_that_goes_on_does_not_hide_how_answers_end() -> None:
+def test_a_rival_that_continues_does_not_hide_how_answers_end() -> None:
     tart = candidate((" A", 0.5), (" tart", 0.5), end=0.8)
     fox = candidate((" The", 0.9), (" red", 0.9), (" fox", 0.1), end=0.9)
     row = [tart, fox, candidate((" Or", 0.1), (" a", 0.1))]
@@ -120,7 +120,7 @@ def test_a_rival_that_goes_on_does_not_hide_how_answers_end() -> None:
     assert elect([tart, fox, likelier]).winner == 2
 
 
-def test_a_whole_answer_that_goes_on_from_another_one_does_not_lose_by_its_length() -> None:
+def test_a_whole_answer_that_continues_another_one_does_not_lose_by_its_length() -> None:
     tart = candidate((" The", 0.5), (" tart", 0.5), end=0.3)
     told = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
     assert Stretch()([tart, told]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
@@ -130,7 +130,7 @@ def test_a_whole_answer_that_goes_on_from_another_one_does_not_lose_by_its_lengt
     assert row[elect(row).winner] is longer, "the ones that continue are then compared, whole"
 
 
-def test_nobody_loses_because_a_third_one_was_short() -> None:
+def test_no_candidate_loses_because_a_third_one_was_short() -> None:
     tart, fox = (
         candidate((" A", 0.4), (" tart", 0.5), (" is", 0.9)),
         candidate((" The", 0.5), (" red", 0.1), (" fox", 0.1)),
@@ -142,14 +142,14 @@ def test_nobody_loses_because_a_third_one_was_short() -> None:
     assert elect([tart, fox, short]).votes == pytest.approx([0.4, 0.5, 0.1]), "the votes are of all three"
 
 
-def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None:
+def test_ending_the_answer_is_decided_before_its_alternatives() -> None:
     stops, one, other = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
     assert Stretch()([stops, one, other]) == pytest.approx([0.4, 0.6, 0.6])
     assert elect([stops, one, other]).winner == 2, "the ones that continue are then compared"
     assert elect([candidate(end=0.7), one, other]).winner == 0
 
 
-def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins_if_it_is_expected() -> None:
+def test_an_expected_continuation_wins_over_its_beginning() -> None:
     def rows(*tail: float, end: float | None = None) -> list[list[CandidateLogprobs]]:
         more = [[(" tart", p), (" is", p)] for p in tail]
         starts = (0.3, 0.6)
@@ -168,7 +168,7 @@ def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins_if_it_is_expect
     assert elect(*rows(0.7, 0.4, end=0.9)).winner == 1
 
 
-def test_a_verifier_whose_last_token_begins_before_has_nothing_against_what_stands_behind() -> None:
+def test_a_token_across_the_border_belongs_to_the_text_before_it() -> None:
     digits, joined = candidate((" 180", 0.3), ("0", 0.1), end=0.4), candidate((" 1800", 0.2))
     assert mean_after(digits, 4) == pytest.approx(0.2)
     assert mean_after(digits, 5) == pytest.approx(0.4)
@@ -186,7 +186,7 @@ def test_one_expected_continuation_is_enough() -> None:
             assert row[elect(row).winner] is (winner or tart)
 
 
-def test_what_a_short_beginning_left_open_is_compared_without_it() -> None:
+def test_candidates_that_a_short_beginning_leaves_open_are_compared_without_it() -> None:
     start = candidate((" The", 0.6))
     fox, tart = candidate((" The", 0.6), (" fox", 0.2), (" ran", 0.9)), candidate((" The", 0.6), (" tart", 0.6))
     rival = candidate((" A", 0.3), (" tart", 0.9))
@@ -200,7 +200,7 @@ def test_what_a_short_beginning_left_open_is_compared_without_it() -> None:
     assert row[elect(row).winner] is ends
 
 
-def test_verifiers_see_the_same_candidates_in_tokens_of_their_own() -> None:
+def test_verifiers_see_the_same_candidates_in_their_own_tokens() -> None:
     one = [candidate((" The", 0.5), (" tart", 0.5)), candidate((" A", 0.4))]
     other = [candidate((" ", 0.9), ("T", 0.9), ("he", 0.9), (" tart", 0.5)), candidate((" A", 0.01))]
     election = elect(one, other, weights=[0.25, 0.75])
@@ -234,7 +234,7 @@ def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
     assert elect(*heard, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0
 
 
-def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing() -> None:
+def test_a_member_that_babbles_changes_nothing() -> None:
     """Of two that disagree, the one with the higher mean wins, with or without a third member that babbles."""
     war = [candidate((" 1756", 0.06), end=0.9), candidate((" six", 0.002), (" years", 0.9), end=0.9)]
     years = [candidate((" 1756", 1e-8), end=0.9), candidate((" six", 0.05), (" years", 0.9), end=0.9)]
@@ -255,7 +255,7 @@ def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing(
     assert elect(*strangers, aggregate=policies.SecondedMean()).winner == 0, "who are all the insiders there are"
 
 
-def test_nonsense_is_no_way_out_of_a_circle() -> None:
+def test_nonsense_is_no_way_out_of_a_repetition_loop() -> None:
     def row(circle: float, sense: float, nonsense: float) -> list[CandidateLogprobs]:
         return [candidate((" again", circle)), candidate((" and", sense)), candidate((" zq", nonsense))]
 

@@ -46,7 +46,7 @@ def test_many_captured_answers_equal_those_of_the_dynamic_execution(
     assert not driver.allocating
 
 
-def test_members_of_one_lane_work_in_streams_of_their_own(
+def test_members_of_one_lane_work_in_separate_streams(
     driver: Driver, tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward passes, drafts, and the memory of their rows."""
@@ -86,7 +86,7 @@ def test_members_of_one_lane_work_in_streams_of_their_own(
 
 
 @torch.inference_mode()
-def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Driver, runner: ModelRunner) -> None:
+def test_graphs_outlive_the_second_answer_and_returned_memory(driver: Driver, runner: ModelRunner) -> None:
     plain = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "plain", "switched off"))
     assert runner.static is not None
     sequences: list[SequenceState] = []
@@ -109,7 +109,7 @@ def test_graphs_outlive_the_second_answer_and_what_gives_memory_back(driver: Dri
 
 
 @torch.inference_mode()
-def test_after_lack_of_memory_no_step_reads_what_was_freed(
+def test_after_out_of_memory_no_step_reads_freed_memory(
     driver: Driver, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.runtime.kv_cache._LAYERS_A_STACK", 2)
@@ -144,7 +144,7 @@ def test_after_lack_of_memory_no_step_reads_what_was_freed(
     "error", [torch.OutOfMemoryError("injected: CUDA out of memory"), RuntimeError("CUDA error: out of memory")]
 )
 @torch.inference_mode()
-def test_lacks_of_memory_in_captures_do_not_end_capturing(
+def test_out_of_memory_in_captures_does_not_end_capturing(
     driver: Driver, runner: ModelRunner, error: Exception
 ) -> None:
     """The driver's error has no class for itself."""
@@ -160,7 +160,7 @@ def test_lacks_of_memory_in_captures_do_not_end_capturing(
 
 
 @torch.inference_mode()
-def test_a_kernel_on_a_stream_of_its_own_is_found_out(driver: Driver, runner: ModelRunner) -> None:
+def test_a_kernel_on_another_stream_is_detected(driver: Driver, runner: ModelRunner) -> None:
     aside, layer = Stream(), runner.model.model.layers[1].mlp
     buffers: dict[torch.Size, torch.Tensor] = {}
 

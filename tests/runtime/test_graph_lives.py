@@ -103,9 +103,7 @@ def test_a_step_that_is_over_holds_no_masks(driver: Driver, runner: ModelRunner)
 
 
 @torch.inference_mode()
-def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon(
-    driver: Driver, runner: ModelRunner
-) -> None:
+def test_out_of_memory_drops_caches_before_the_steps_of_a_member(driver: Driver, runner: ModelRunner) -> None:
     other = ModelRunner(runner.model, runner.plan, graphs=Graphs(runner.device, "other"))
     share_memory([runner, other])
     for each in (runner, other):
@@ -129,7 +127,7 @@ def test_lack_of_memory_takes_the_steps_of_one_member_after_what_comes_back_soon
 # ── streams ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_six_members_have_streams_of_their_own(streams: None, driver: Driver, tiny_engine: EnsembleEngine) -> None:
+def test_six_members_have_separate_streams(streams: None, driver: Driver, tiny_engine: EnsembleEngine) -> None:
     """Streams of probes, too: torch has 32, and hands them out cyclically."""
     folders = [config.model for config in tiny_engine.config.member_configs]
     made: list[LocalMember] = []
@@ -261,7 +259,7 @@ def lane_members(streams: None, tiny_engine: EnsembleEngine) -> Iterator[list[Lo
         yield local_members(engine)
 
 
-def test_the_seconds_of_a_forward_are_those_of_the_device(
+def test_the_seconds_of_a_forward_pass_are_measured_on_the_device(
     driver: Driver, lane_members: list[LocalMember], tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host does not wait for it: a clock that stops when all is queued would measure nothing."""
@@ -284,7 +282,7 @@ def test_the_seconds_of_a_forward_are_those_of_the_device(
     assert sum(told) == pytest.approx(spent)
 
 
-def test_blocks_that_are_there_already_count_as_room_for_answers(
+def test_existing_blocks_count_as_capacity_for_answers(
     driver: Driver, member: LocalMember, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = 1 << 32
@@ -301,7 +299,7 @@ def test_blocks_that_are_there_already_count_as_room_for_answers(
 
 
 @torch.inference_mode()
-def test_one_guess_among_nine_answers_sends_nobody_to_a_forward_of_no_fixed_shape(
+def test_one_guess_among_nine_answers_keeps_the_pass_in_a_fixed_shape(
     driver: Driver, member: LocalMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(static_runner, "_DEFAULT_MOST_TOKENS", static_runner.most_tokens(CUDA))
@@ -315,7 +313,7 @@ def test_one_guess_among_nine_answers_sends_nobody_to_a_forward_of_no_fixed_shap
 
 
 @pytest.mark.parametrize("execution", ["dynamic", "static"])
-def test_greedy_choices_ask_the_device_once_a_forward(
+def test_greedy_choices_read_from_the_device_once_a_forward_pass(
     driver: Driver, tiny_engine: EnsembleEngine, execution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions, params = [f"{n} moons and tides" for n in range(5)], SamplingParams(max_tokens=40)

@@ -104,7 +104,7 @@ def test_sources_of_copies_live_until_the_device_was_waited_for(
     assert [source() for source in queued] == [None, None]
 
 
-def test_what_a_caller_changes_after_an_upload_is_not_what_is_copied(queued: list[weakref.ref[torch.Tensor]]) -> None:
+def test_changes_after_an_upload_do_not_reach_the_copy(queued: list[weakref.ref[torch.Tensor]]) -> None:
     given = np.arange(4)
     sampler.upload(given, _Gpu())
     given[:] = 7
@@ -133,7 +133,7 @@ def test_sources_are_not_kept_without_end(
 @pytest.mark.parametrize(
     ("used", "heads", "piece"), [(0, 32, 1024), (7 * 1024, 32, 1024), (8 * 1024, 32, 512), (32 * 1024, 32, 128)]
 )
-def test_scores_of_a_piece_stay_below_what_metal_takes(used: int, heads: int, piece: int) -> None:
+def test_scores_of_a_piece_stay_below_metals_limit(used: int, heads: int, piece: int) -> None:
     assert mps.piece_on_mps(1024, used, heads) == piece
     assert 4 * heads * piece * (used + piece) <= 2**30
 
@@ -230,7 +230,7 @@ def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder
 # ── one thread at a time ─────────────────────────────────────────────────────────────────────────
 
 
-def test_forwards_of_two_engines_never_meet_on_mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_passes_of_two_engines_never_overlap_on_mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that use MPS at once end the process."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     inside, most = 0, 0
@@ -259,7 +259,7 @@ def test_forwards_of_two_engines_never_meet_on_mps(folder: Path, monkeypatch: py
     assert most == 1
 
 
-def test_an_engine_waits_for_who_holds_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_waits_for_the_holder_of_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Users hold it for the work of their embeddings."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:

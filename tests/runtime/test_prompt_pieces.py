@@ -19,7 +19,7 @@ from tests.support.tiny import byte_level_tokenizer, save_model
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gemma3_text", "gpt_oss"])
 @torch.inference_mode()
-def test_pieces_without_a_mask_equal_the_plain_forward(
+def test_pieces_without_a_mask_equal_the_plain_forward_pass(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call of the attention: whether it has a mask, queries and slots."""

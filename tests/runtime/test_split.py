@@ -103,7 +103,7 @@ with FakeTensorMode(allow_non_fake_inputs=True), NoConstants(), torch.inference_
 
 
 @pytest.mark.slow
-def test_a_forward_of_a_split_model_keeps_every_tensor_with_its_layer() -> None:
+def test_a_forward_pass_of_a_split_model_keeps_every_tensor_with_its_layer() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     caches = "accel:0 accel:1 accel:2"

@@ -32,7 +32,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("answers", "groups", "queries", "slots", "pieces"),
     [(1, 4, 1, 1024, 8), (3, 2, 5, 2048, 16), (2, 1, 7, 4096, 32), (40, 2, 1, 1024, 2)],
 )
-def test_pieces_give_what_the_whole_gives(
+def test_pieces_equal_the_whole(
     taken: list[int], dtype: torch.dtype, answers: int, groups: int, queries: int, slots: int, pieces: int
 ) -> None:
     """Most pieces are hidden from every query, as after a short answer in a long row."""
@@ -54,7 +54,7 @@ def test_pieces_give_what_the_whole_gives(
     [(512, 16, 1), (1024, 12, 1), (1024, 16, 200), (1278, 16, 1)],
     ids=["few slots", "a size that kernels do not take", "many answers", "pieces whose masks are not aligned"],
 )
-def test_what_gains_nothing_is_not_split(taken: list[int], slots: int, size: int, answers: int) -> None:
+def test_small_attention_is_not_split(taken: list[int], slots: int, size: int, answers: int) -> None:
     query, key = torch.randn(answers, 4, 1, size), torch.randn(answers, 2, slots, size)
     attention.grouped_kernel(torch.nn.Module(), query, key, key, torch.zeros(answers, 1, 1, slots))
     assert taken == []

@@ -122,7 +122,7 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
 
 @pytest.mark.parametrize("place", [0, 2, 8])
 @torch.inference_mode()
-def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
+def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_after_it(
     member: LocalMember, runner: ModelRunner, place: int
 ) -> None:
     prompt = prompts(member)[0]
@@ -174,7 +174,7 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
     assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
 
 
-def test_a_row_keeps_a_spare_slot_and_what_it_holds_when_others_come_and_go() -> None:
+def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> None:
     pool = CachePool(torch.device("cpu"))
     rows = [pool.row(10) for _ in range(3)]
     for n, row in enumerate(rows):
@@ -282,7 +282,7 @@ def test_grammars_and_alone_decoding_work_in_either_execution(
 
 
 @torch.inference_mode()
-def test_what_a_capture_could_not_survive_is_refused_before(member: LocalMember, runner: ModelRunner) -> None:
+def test_operations_that_break_a_capture_are_refused_before_it(member: LocalMember, runner: ModelRunner) -> None:
     sequences = [opened(runner, prompt) for prompt in prompts(member)]
     drafts = drafts_of(sequences, [4] * len(sequences))
     with NoWaiting(runner.device):

@@ -74,7 +74,7 @@ def test_each_member_is_where_it_was_put(engine: EnsembleEngine) -> None:
     }
 
 
-async def test_a_chain_of_langchain_streams_what_all_three_know(engine: EnsembleEngine) -> None:
+async def test_a_chain_of_langchain_streams_the_answer_of_all_three(engine: EnsembleEngine) -> None:
     store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
     store.add_documents([Passage(fact) for fact in FACTS])
     prompt = ChatPromptTemplate.from_template("{context}\n\nAnswer briefly from this text: {question}")

@@ -119,7 +119,7 @@ def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
             assert (params["skip_reading_prefix_cache"], params["detokenize"]) == (False, False)
 
 
-def test_what_others_began_to_say_is_not_asked_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
+def test_no_place_is_requested_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
     """No place is judged twice in an answer, nor drafted where it is known."""
     engine, ways = chat
     ways.asked.clear()
@@ -272,7 +272,7 @@ def test_answers_stay_short_at_long_contexts(
     ],
     ids=["on", "off", "no metrics", "lower", "higher", "rows fail twice"],
 )
-def test_doctor_says_which_way_is_used_and_what_the_flag_would_save(
+def test_doctor_names_the_verification_and_the_savings_of_the_flag(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], ways: Ways, way: str, advice: str
 ) -> None:
     with model_server(folders["chat"], ways) as (url, _):

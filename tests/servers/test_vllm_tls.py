@@ -104,13 +104,13 @@ def test_three_servers_answer_like_the_same_three_here(
             assert all(found.usage.members[name].drafted for name in NAMES)
 
 
-def test_a_certificate_that_nobody_trusts_is_named(there: list[MemberConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untrusted_certificate_is_named(there: list[MemberConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with EnsembleEngine(EnsembleConfig(there)) as engine, pytest.raises(MemberLoadError, match="certificate"):
         engine.load()
 
 
-def test_the_key_is_asked_for_behind_tls(
+def test_the_key_is_required_over_tls(
     there: list[MemberConfig], certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -186,7 +186,7 @@ def asked(wire: Wire) -> tuple[PipedLane, list[StageResult]]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_the_reader_of_a_pipe_meets_its_stages_get_a_fault(message: object, kind: str) -> None:
+def test_every_failure_of_a_pipes_reader_gives_its_stages_a_fault(message: object, kind: str) -> None:
     lane, [result] = asked(Wire(message))
     assert result.error is not None
     assert result.error.kind == kind
@@ -199,7 +199,7 @@ def test_whatever_the_reader_of_a_pipe_meets_its_stages_get_a_fault(message: obj
     lane.close()
 
 
-def test_a_result_that_nobody_asked_for_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unrequested_result_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     unknown, own = (Answered((StageResult(n, "a", Closed()),), CacheUse(), ()) for n in (99, 1))
     with caplog.at_level(logging.WARNING, "specfuse_shared.members.pipe"):
         lane, [result] = asked(Wire(unknown, own))
@@ -208,7 +208,7 @@ def test_a_result_that_nobody_asked_for_is_passed_over(caplog: pytest.LogCapture
     lane.close()
 
 
-def test_what_cannot_cross_a_pipe_fails_alone() -> None:
+def test_an_object_that_cannot_cross_a_pipe_fails_alone() -> None:
     lane, [result] = asked(Wire(unsendable=True))
     assert result.error is not None
     assert result.error.kind == "PicklingError"

@@ -35,7 +35,7 @@ def written(pool: CachePool, slots: int) -> CacheRow:
     return row
 
 
-def test_who_is_let_in_never_meets_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admitted_answers_never_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     room = 70 * 256 * SLOT_BYTES
     zeros = CacheBlock._zeros
 

@@ -70,7 +70,7 @@ def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEn
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_joins_leaves_and_cancels_changes_no_answer(
+def test_joining_leaving_and_cancelling_change_no_answer(
     engine: EnsembleEngine, either: EnsembleEngine, seed: int
 ) -> None:
     asked, chance = requests(20), random.Random(seed)
@@ -143,7 +143,7 @@ async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: En
     assert max(stalls) < 0.5, "far more than a busy test machine costs: a forward pass ran on the loop"
 
 
-def test_a_timeout_ends_the_answer_with_what_there_was(engine: EnsembleEngine) -> None:
+def test_a_timeout_ends_the_answer_with_its_text_so_far(engine: EnsembleEngine) -> None:
     shown: list[str] = []
     stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400), timeout=0.01)
     with pytest.raises(RequestTimeoutError, match="timeout passed") as late:
@@ -154,7 +154,7 @@ def test_a_timeout_ends_the_answer_with_what_there_was(engine: EnsembleEngine) -
         engine.stream("x", timeout=0)
 
 
-def test_cancellations_and_closed_streams_leave_nothing_behind(either: EnsembleEngine) -> None:
+def test_cancellations_and_closed_streams_free_everything(either: EnsembleEngine) -> None:
     engine, chance, question = either, random.Random(1), "What is a lens?"
     expected = engine.generate(question, SamplingParams(max_tokens=30)).text
 
@@ -251,9 +251,7 @@ def test_a_full_queue_refuses_before_anything_is_read(
         engine.check_busy()
 
 
-async def test_a_call_that_nobody_waits_for_any_more_reads_no_further(
-    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_abandoned_call_reads_no_further(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate, read, plainly = threading.Event(), threading.Event(), list[str](), PromptEncoder.encode
 
     def slow(self: PromptEncoder, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -277,7 +275,7 @@ async def test_a_call_that_nobody_waits_for_any_more_reads_no_further(
         assert engine.metrics().running == engine.metrics().waiting == 0
 
 
-async def test_so_many_asynchronous_calls_may_wait_for_a_place(tiny_engine: EnsembleEngine) -> None:
+async def test_more_asynchronous_calls_than_the_queue_holds_may_wait(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=5)
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1, max_queue=1)) as engine:
         engine.load()
@@ -296,7 +294,7 @@ async def test_so_many_asynchronous_calls_may_wait_for_a_place(tiny_engine: Ense
         assert (await engine.agenerate("And then", params)).text
 
 
-def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:
+def test_memory_decides_which_answers_run(tiny_engine: EnsembleEngine) -> None:
     members = local_members(tiny_engine)
     drafts = 2 * tiny_engine.config.segment_tokens
     one = sum(256 * m.bytes_per_token + drafts * m.vocabulary_size * 4 for m in members)

@@ -145,7 +145,7 @@ def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
 # ── coming back ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_member_that_is_slow_every_third_round_comes_back_and_commits_what_it_missed() -> None:
+def test_a_member_that_is_slow_every_third_round_returns_and_commits_missed_text() -> None:
     first, second = FakeLane({"a": scripted(LONG)}), FakeLane({"b": scripted(LONG)})
     drafts = itertools.count(1)
     slow = SlowLane(second, lambda request: 0.15 * (of_round(request) > 0 and next(drafts) % 3 == 0))

@@ -71,9 +71,7 @@ def test_one_prompt_asked_many_times_at_once_is_read_once(engine: EnsembleEngine
         assert other.metrics().reused_prompt_tokens > 0
 
 
-def test_prompts_that_begin_alike_share_what_they_have_in_common(
-    engine: EnsembleEngine, tiny_engine: EnsembleEngine
-) -> None:
+def test_prompts_with_a_common_prefix_share_it(engine: EnsembleEngine, tiny_engine: EnsembleEngine) -> None:
     texts = [f"What of {thing}?" for thing in ("tides", "moons", "rocks", "a very long beach", "gulls")]
     counts, member = fed_tokens(engine), local_members(engine)[0]
     results = engine.generate_batch([prompt(text) for text in texts], PARAMS)
@@ -84,7 +82,7 @@ def test_prompts_that_begin_alike_share_what_they_have_in_common(
 
 
 @pytest.mark.parametrize("way", ["closed", "timed out"])
-def test_what_was_read_stays_when_an_answer_stops(engine: EnsembleEngine, way: str) -> None:
+def test_a_read_prompt_stays_when_an_answer_stops(engine: EnsembleEngine, way: str) -> None:
     endless = SamplingParams(max_tokens=300, min_tokens=300, ignore_eos=True)
     if way == "closed":
         stream = engine.stream(prompt("Stop?"), endless)
@@ -163,7 +161,7 @@ def ask_all(engine: EnsembleEngine, schedule: list[Asked], known: dict[str, str]
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_texts_do_not_depend_on_who_shares_waits_or_stops(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
+def test_texts_do_not_depend_on_sharing_waiting_or_stopping(tiny_engine: EnsembleEngine, data: st.DataObject) -> None:
     texts = [f"{word} {n}" for n in range(4) for word in ("Why", "Why the sea is salt and the moon is round,")]
     known = expected(tiny_engine, texts)
     asked = st.tuples(st.sampled_from(texts), ENDS, st.just(0.0))
@@ -248,7 +246,7 @@ def test_answers_that_have_begun_keep_half_of_the_time() -> None:
     assert prompts == pytest.approx(answers, rel=0.1), "also where a token takes longer than was measured"
 
 
-def test_a_piece_waits_until_it_is_worth_its_forward() -> None:
+def test_a_piece_waits_until_it_is_worth_its_forward_pass() -> None:
     pace, reading = Pace(step=0.1, token=0.001, last=500), ReadingTime()
     assert reading.pieces(pace, False, 1000) == (0, 0.0), "the weights would be read for prompts alone"
     reading.learn(pace, 0.0, answers=0.2, prompts=0.0)

@@ -94,7 +94,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_when_it_is_made(make: Any, say
         make()
 
 
-def test_a_schema_that_is_not_strict_ignores_what_cannot_be_enforced() -> None:
+def test_a_lenient_schema_ignores_unenforceable_keywords() -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     with pytest.raises(GrammarError, match="uniqueItems"):
         Grammar.json_schema(schema)
@@ -254,7 +254,7 @@ def test_text_between_tags_is_finished_by_its_tag() -> None:
     assert answer.finish() == "<x></x>"
 
 
-def test_a_long_value_goes_on_as_long_as_there_is_room() -> None:
+def test_a_long_value_continues_up_to_its_limit() -> None:
     """Each piece has another closing, and far more are needed than one search may cost."""
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     person = {
@@ -276,7 +276,7 @@ def test_a_long_value_goes_on_as_long_as_there_is_room() -> None:
         assert answer.accepts(pieces[-1])
 
 
-def test_a_value_that_the_vocabulary_cannot_write_is_closed_and_said(tmp_path: Path) -> None:
+def test_a_value_that_the_vocabulary_cannot_write_is_closed_with_a_warning(tmp_path: Path) -> None:
     """Some community tokenizers lack bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -301,7 +301,7 @@ def test_a_value_that_finds_no_end_is_an_explicit_error(tiny_engine: EnsembleEng
     assert caught.value.text
 
 
-def test_what_the_grammar_dictates_needs_no_model(exact_engine: EnsembleEngine) -> None:
+def test_forced_text_needs_no_model(exact_engine: EnsembleEngine) -> None:
     result = exact_engine.generate(QUESTION, SamplingParams(max_tokens=60, grammar=Grammar.json_schema(CITY)))
     first = result.rounds[0]
     assert (first.text, first.verified, first.candidates[0].tokens) == ('{"name": "', False, 0)
@@ -323,7 +323,7 @@ def test_a_stop_string_does_not_break_a_value(tiny_engine: EnsembleEngine) -> No
     assert result.stop_sequence is None
 
 
-def test_a_stop_string_cuts_a_value_where_what_stands_before_it_is_one(tiny_engine: EnsembleEngine) -> None:
+def test_a_stop_string_cuts_a_value_after_a_whole_value(tiny_engine: EnsembleEngine) -> None:
     pattern = r"[a-e ,]{5,}"
     cut, ignored, across = 0, 0, 0
     for seed in range(4):

@@ -135,7 +135,7 @@ def test_a_long_closing_is_searched_for_once(exact_engine: EnsembleEngine, monke
     assert sum(tried) <= 2 * 24, "once for every byte that is allowed"
 
 
-def test_a_closing_goes_on_from_what_was_committed(exact_engine: EnsembleEngine) -> None:
+def test_a_closing_continues_the_committed_text(exact_engine: EnsembleEngine) -> None:
     codec = local_members(exact_engine)[0].codec
     grammar = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     answer = AnswerConstraint(grammar, codec, 200)

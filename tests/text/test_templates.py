@@ -188,7 +188,7 @@ def test_a_prompt_and_its_answer_are_the_beginning_of_the_next_prompt(kind: str)
 
 
 @pytest.mark.parametrize("name", FORGETS)
-def test_thoughts_that_later_prompts_drop_are_over_at_once(name: str) -> None:
+def test_reasoning_that_later_prompts_drop_ends_at_once(name: str) -> None:
     template, empty = FORGETS[name]
     made = encoder(template, "byte level")
     assert made.tokenizer.decode(made.encode(turns("Hi", "Hello", "Bye"))).endswith(empty)
@@ -213,7 +213,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_thoughts_stand_where_the_template_has_them(name: str) -> None:
+def test_reasoning_is_where_the_template_has_it(name: str) -> None:
     template, begun, closing = THOUGHTS[name]
     made = encoder(template, "byte level", thinking=True)
     assert made.tokenizer.decode(made.encode(turns("Hi"))).endswith(begun)
@@ -224,11 +224,11 @@ def test_thoughts_stand_where_the_template_has_them(name: str) -> None:
     assert (text, made.tokenizer.decode(written[count:])) == ("I wonder.", f"{closing}Yes.")
 
 
-def test_an_end_of_turn_that_ends_thoughts_elsewhere_is_no_marker() -> None:
+def test_an_end_of_turn_that_ends_reasoning_elsewhere_is_no_marker() -> None:
     assert encoder(TEMPLATES["phi 3"], "byte level").markers is None
 
 
-def test_a_turn_behind_an_answer_gets_no_mark_of_the_template() -> None:
+def test_a_turn_after_an_answer_gets_no_mark_of_the_template() -> None:
     made = encoder(TEMPLATES["gpt-oss"], "byte level")
     text = made.tokenizer.decode(made.encode([*turns("Hi"), Message("tool", "12", name="clock")]))
     assert text.endswith("12<|end|><|start|>assistant<|channel|>final<|message|>")
@@ -240,7 +240,7 @@ def test_a_turn_behind_an_answer_gets_no_mark_of_the_template() -> None:
 @pytest.mark.parametrize("name", ["vicuna", "two blanks", "alpaca", "chatml"])
 @settings(max_examples=20, deadline=None)
 @given(texts=st.lists(st.sampled_from(["Yes.", " and", "\n", "no", " (a) b", "日本", "é", " ", "  two"]), max_size=6))
-def test_answers_behind_blanks_are_read_as_they_were_written(name: str, kind: str, texts: list[str]) -> None:
+def test_answers_after_blanks_are_read_as_they_were_written(name: str, kind: str, texts: list[str]) -> None:
     codec = encoder_of(name, kind).answer_codec
     text, encoding = "".join(texts), Encoding()
     for piece in texts:
@@ -265,7 +265,7 @@ def test_members_with_such_templates_equal_the_naive_round(name: str, tiny_engin
             assert any(record.verified for record in records)
 
 
-def test_a_value_is_drafted_behind_the_blank_of_the_template(tiny_engine: EnsembleEngine) -> None:
+def test_a_value_is_drafted_after_the_blank_of_the_template(tiny_engine: EnsembleEngine) -> None:
     """The grammar has no blank there, and the answer has none."""
     members = [replace(member, chat_template=TEMPLATES["vicuna"]) for member in tiny_engine.config.member_configs]
     params = SamplingParams(max_tokens=20, grammar=Grammar.choice(["yes", "no way"]))
