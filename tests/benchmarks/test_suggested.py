@@ -11,7 +11,7 @@ from suggested import app, correlations, outcomes_of, rank_correlation
 from typer.testing import CliRunner
 
 from specfuse_shared.comparing import ENSEMBLE
-from tests.comparing.made import made
+from tests.comparing.comparisons import made
 
 GOOD, BAD = "the sea", "a bird"
 

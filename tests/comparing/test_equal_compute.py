@@ -13,8 +13,8 @@ from specfuse_shared.comparing import ENSEMBLE, Comparison, Question, Sampling, 
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Wanted
 from specfuse_shared.members.stages import Close, Draft, DraftAlone, Fault, StageRequest
+from tests.comparing.comparisons import answer
 from tests.comparing.fakes import Fakes, Script
-from tests.comparing.made import answer
 
 ROWS = [{"text": f"question {n}", "references": ["the sea"]} for n in range(30)]
 SCRIPT: Script = {

@@ -12,8 +12,8 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, GenerationError, Mes
 from specfuse_shared.comparing import ENSEMBLE, Comparison, rate
 from specfuse_shared.comparing.judging import MARKS, mark_of
 from specfuse_shared.members.stages import CandidateVerdict, Close, Fault, Open, Verdicts, Verify
+from tests.comparing.comparisons import made
 from tests.comparing.fakes import Fakes, ScriptedLane
-from tests.comparing.made import made
 from tests.support.against_naive import local_members
 
 GOOD, BAD = "the sea", "a bird"

@@ -9,7 +9,7 @@ import pytest
 from specfuse_shared.comparing import Answer, Question
 from specfuse_shared.comparing.equal_compute import best_by_references, chosen
 from specfuse_shared.comparing.metrics import final_answer
-from tests.comparing.made import answer
+from tests.comparing.comparisons import answer
 
 NUMBER = Question("How many?", references=["12"])
 SHORT = Question("Where?", references=["the sea"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specfuse_shared.comparing import ENSEMBLE, Comparison
-from tests.comparing.made import made
+from tests.comparing.comparisons import made
 
 GOOD, BAD, HALF = "the sea", "a bird", "the sea bird"
 

@@ -11,7 +11,7 @@ import pytest
 from specfuse_shared import ConfigError
 from specfuse_shared.comparing import ENSEMBLE, Question, votes_on
 from specfuse_shared.comparing.pages.voting import Pair, Votes, pairs_of
-from tests.comparing.made import made
+from tests.comparing.comparisons import made
 
 TEXTS = {
     "one": [f"one says {n}" for n in range(40)],

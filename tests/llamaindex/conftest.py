@@ -10,7 +10,7 @@ from llama_index_instrumentation import get_dispatcher
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import SpecFuseError
-from tests.llamaindex.listening import Callbacks, Failures, Listener
+from tests.llamaindex.instrumentation import Callbacks, Failures, Listener
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer, save_model
 
 

@@ -9,7 +9,7 @@ import pytest
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleEngine, Message
 from specfuse_shared.errors import RequestError
-from tests.llamaindex.listening import ENDPOINTS, Callbacks, Listener, ask, text_of
+from tests.llamaindex.instrumentation import ENDPOINTS, Callbacks, Listener, ask, text_of
 
 QUESTION = "Continue: 🌊 大海\n🌊 大海\n🌊 大海\n🌊"
 

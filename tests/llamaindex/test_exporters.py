@@ -11,7 +11,7 @@ import pytest
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import Grammar
-from tests.llamaindex.listening import ENDPOINTS, ask
+from tests.llamaindex.instrumentation import ENDPOINTS, ask
 from tests.support.exporting import Spans, instrumented, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs

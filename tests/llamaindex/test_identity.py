@@ -16,7 +16,7 @@ from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError, EngineClosedError
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 from tests.support.serving import serving
 from tests.support.tiny import CHAT_TEMPLATE
 

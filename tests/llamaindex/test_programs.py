@@ -22,7 +22,7 @@ from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, st
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import Listener, readable_or_refused
+from tests.llamaindex.instrumentation import Listener, readable_or_refused
 
 pytestmark = [
     pytest.mark.slow,

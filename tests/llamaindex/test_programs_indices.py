@@ -34,7 +34,7 @@ from sqlalchemy import create_engine, text
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleEngine, Grammar
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 pytestmark = [
     pytest.mark.slow,

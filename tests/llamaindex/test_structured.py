@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared.errors import RequestError
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 PROMPT = PromptTemplate("Describe {thing} in a few words.")
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from tests.llamaindex.listening import ENDPOINTS, Listener, ask
+from tests.llamaindex.instrumentation import ENDPOINTS, Listener, ask
 from tests.support.tiny import THINKING
 
 QUESTION = "How do the tides follow the moon?"

@@ -11,7 +11,7 @@ from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.messages import to_messages
 from specfuse_shared.errors import ConfigError, RequestError
 from specfuse_shared.serving.calls import choice_of
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 
 def add(a: int, b: int) -> int:
