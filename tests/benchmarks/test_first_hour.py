@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sheet import Sheet, read
+from figures import Sheet, read_sheet
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_hour.py"
 
@@ -24,7 +24,7 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 def found_in(out: Path, step: str) -> dict[str, Any]:
-    found = read(out / f"{step}.json")
+    found = read_sheet(out / f"{step}.json")
     assert found is not None
     return found
 
@@ -119,4 +119,4 @@ def test_a_sheet_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     sheet.add("x", "a|b\nc")
     assert json.loads(sheet.file.read_text("utf-8"))["status"] == "running"
     assert "| x | a/b c |" in sheet.table()
-    assert read(tmp_path / "other.json") is None
+    assert read_sheet(tmp_path / "other.json") is None

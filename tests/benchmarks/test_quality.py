@@ -211,4 +211,4 @@ def test_twenty_questions_are_graded_by_their_whole_answers() -> None:
     page = questions.page([({"question": "What is it?", "facts": [f]}, long) for f in ("Blackcurrant", "lemon")], 1)
     shown = "- **What is it?** It is, as far as the documents of the observatory …"
     assert page.endswith(f"\n\n{shown}\n{shown} *Wrong.*\n")
-    assert "1 of 2 answers hold the fact" in page
+    assert "1 of 2 answers contain the fact" in page

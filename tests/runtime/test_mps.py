@@ -180,7 +180,7 @@ def test_seconds_on_mps_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch)
     assert watch.seconds == 0.25
 
 
-class Census(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -215,16 +215,16 @@ def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder
     """Also the branches for a GPU alone: a processor is taken for another device where that makes a difference."""
     member = LocalMember(MemberConfig(str(folder)), execution=execution)
     params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-    with Census() as census:
+    with OperationRecorder() as recorder:
         session = open_session(EnsembleConfig([MemberConfig(str(folder))]), [member], MESSAGES, params)
         for _ in session.events():
             pass
         session.release()
     own = {"_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_attention_math_for_mps"}
-    names = {own.get(name, name) for name in census.names}
+    names = {own.get(name, name) for name in recorder.names}
     assert len(names) > 40
     assert names - kernels_of_mps() == set()
-    assert not census.wide, "MPS has no float64"
+    assert not recorder.wide, "MPS has no float64"
 
 
 # ── one thread at a time ─────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from census import Noiseless, model_on
+from step_costs import Noiseless, model_on
 
 from specfuse_shared import SamplingParams
 from specfuse_shared.members.local.sequence import (

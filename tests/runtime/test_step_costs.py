@@ -17,7 +17,7 @@ LAYERS = {"llama-3-8b": 32, "qwen2.5-7b": 28, "gemma-2-9b": 42}
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, str], dict[str, Any]]:
-    script = Path(__file__).parents[2] / "benchmarks" / "census.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "step_costs.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -4,7 +4,7 @@ Tensors have a device and a shape but no numbers. Every operation that computes 
 its tensors once; the attention counts as one kernel, with what its kind reads. Run by itself, because a device once
 registered stays for the life of the process.
 
-    python benchmarks/census.py [MODEL …]      one line of JSON for each model and kind of step
+    python benchmarks/step_costs.py [MODEL …]      one line of JSON for each model and kind of step
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shapes import SHAPES, Shape
+from bench_members import SHAPES, Shape
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import CausalBias, causal_lower_right
@@ -79,7 +79,7 @@ class Counts:
     attention: dict[str, int] = field(default_factory=dict)
 
 
-class Census(TorchDispatchMode):
+class CostCounter(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts, self.muted = counts, False
@@ -116,22 +116,22 @@ class OneKernel(TorchFunctionMode):
     So is its norm, for which it has a kernel on CUDA.
     """
 
-    def __init__(self, census: Census) -> None:
+    def __init__(self, costs: CostCounter) -> None:
         super().__init__()
-        self.census = census
+        self.costs = costs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.rms_norm:
-            self.census.counts.kernels += 1
-            self.census.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(kwargs["weight"])
+            self.costs.counts.kernels += 1
+            self.costs.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(kwargs["weight"])
             return torch.empty_like(args[0])
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = args[:3]
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
         kind = "no mask" if mask is None or isinstance(mask, CausalBias) else "mask"
-        counts = self.census.counts
+        counts = self.costs.counts
         counts.attention[kind] = counts.attention.get(kind, 0) + 1
         counts.kernels += 1
         read = [query, key, value, query] + ([] if kind == "no mask" else [mask])
@@ -164,8 +164,8 @@ def lower_right(queries: int, slots: int) -> CausalBias:
 @contextmanager
 def counted() -> Iterator[Counts]:
     counts = Counts()
-    census = Census(counts)
-    with OneKernel(census), census:
+    costs = CostCounter(counts)
+    with OneKernel(costs), costs:
         yield counts
 
 
@@ -251,6 +251,7 @@ if __name__ == "__main__":
         fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
     _setup_privateuseone_for_python_backend("absent")
     vars(attention)["causal_lower_right"] = lower_right
+    vars(attention)["masks_lower_right"] = lambda device: True  # as on CUDA
     fake_tensor.CONSTANT_NUMEL_LIMIT = -1
     with FakeTensorMode(allow_non_fake_inputs=True):
         for chosen in models:
