@@ -119,7 +119,7 @@ def with_langchain(engine: EnsembleEngine) -> Ask:
 
     def ask(question: str) -> tuple[list[str], str]:
         messages: list[Any] = []
-        asked = {"messages": [("user", question)]}
+        asked: Any = {"messages": [("user", question)]}
         try:
             for state in agent.stream(asked, {"recursion_limit": 8}, stream_mode="values"):
                 messages = state["messages"]

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench_members import noisy
 from rich.console import Console
 from rich.table import Table
 from rouge_score.rouge_scorer import RougeScorer
-from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, MemberConfig, SamplingParams, demo_members
 from specfuse_shared.config import PRESETS

@@ -38,7 +38,7 @@ from xml.etree import ElementTree
 
 import psutil
 import torch
-from sheet import Sheet, read
+from figures import Sheet, read_sheet
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 580
@@ -55,19 +55,19 @@ class Card:
 
 
 def versions(sheet: Sheet, card: Card) -> None:
-    from hour_card import versions
+    from first_hour_steps import versions
 
     versions(sheet, card.device)
 
 
 def costs(sheet: Sheet, card: Card) -> None:
-    from hour_card import costs
+    from first_hour_steps import costs
 
     costs(sheet, card.device)
 
 
 def graphs(sheet: Sheet, card: Card) -> None:
-    from hour_engine import graphs
+    from first_hour_steps import graphs
 
     graphs(sheet, card.device)
     tool = shutil.which("compute-sanitizer")
@@ -85,7 +85,7 @@ def graphs(sheet: Sheet, card: Card) -> None:
 
 def sanitised(device: str) -> None:
     """The part that runs under the sanitiser."""
-    from hour_engine import graphs
+    from first_hour_steps import graphs
 
     with tempfile.TemporaryDirectory() as folder:
         graphs(Sheet(Path(folder), "sanitised", "", True), torch.device(device))
@@ -127,7 +127,7 @@ def _speed(sheet: Sheet, card: Card, parts: Sequence[str]) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--json", str(file), *parts]
     command += ["--tiny", "--repeats", "1", "--minutes", "2"] if card.tiny else ["--device", str(card.device)]
     done = _run(command, MOST_SECONDS - 10)
-    found = read(file)
+    found = read_sheet(file)
     if found is None:
         raise RuntimeError(f"gpu.py wrote nothing: {done.stderr[-600:]}")
     for figure in found["figures"]:
@@ -140,13 +140,13 @@ def _speed(sheet: Sheet, card: Card, parts: Sequence[str]) -> None:
 
 
 def soak(sheet: Sheet, card: Card) -> None:
-    from hour_engine import soak
+    from first_hour_steps import soak
 
     soak(sheet, card.device, 15 if card.tiny else 420)
 
 
 def profile(sheet: Sheet, card: Card) -> None:
-    from hour_engine import profiled
+    from first_hour_steps import profiled
 
     profiled(sheet, card.device, card.tiny)
 
@@ -174,7 +174,7 @@ def run_step(name: str, card: Card) -> int:
 def run_all(names: Sequence[str], card: Card, again: bool) -> int:
     failed = 0
     for name in names:
-        known = read(card.out / f"{name}.json")
+        known = read_sheet(card.out / f"{name}.json")
         if not again and known is not None and known["status"] == DONE and known["tiny"] == card.tiny:
             print(f"{name}: done before, in {known['seconds']:g} s", flush=True)
             continue
@@ -192,7 +192,7 @@ def run_all(names: Sequence[str], card: Card, again: bool) -> int:
 
 def mark(file: Path, status: str) -> None:
     """Say of a step that was killed how it ended."""
-    if (found := read(file)) is not None:
+    if (found := read_sheet(file)) is not None:
         file.write_text(json.dumps({**found, "status": status}, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -37,12 +37,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sweep
+import gpu_contexts
 import torch
-from figures import RESULTS, Figure, markdown, report, write
-from loaded import SEGMENT, engine_over, forwards_of, prompt, told
-from peak import peak_bytes
-from shapes import members
+from bench_members import SEGMENT, engine_over, forwards_of, members, prompt, told
+from figures import RESULTS, Figure, markdown, peak_bytes, report, write
 from speculation import forwards
 from vllm_peer import Peer
 
@@ -63,7 +61,7 @@ _WARMING = 2
 @dataclass(frozen=True)
 class Sizes:
     """Prompt tokens of the short and the long prompt, tokens of an answer, how many at once, bytes of the copy; prompt
-    tokens of the sweep."""
+    tokens of the measurement of contexts."""
 
     short: int = 512
     long: int = 4000
@@ -101,7 +99,7 @@ class Bench:
         yield "the first segment", lambda: self.first(self.members)
         yield "answers at once", lambda: self.answers(self.members)
         yield "speculation", lambda: self.speculation(self.members)
-        yield from sweep.parts(self)
+        yield from gpu_contexts.parts(self)
 
     def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
         """All parts that begin within so many minutes, of those with one text in their names and without another;

@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class Peers:
         params = SamplingParams(max_tokens=self.tokens, min_tokens=self.tokens, ignore_eos=True)
         start = time.perf_counter()
         results: list[Any] = (engine or self.engine).generate_batch(QUESTIONS[:count], params)
-        return sum(r.usage.completion_tokens for r in results) / (time.perf_counter() - start)
+        return float(sum(r.usage.completion_tokens for r in results)) / (time.perf_counter() - start)
 
     @torch.inference_mode()
     def library(self, count: int) -> float:
@@ -71,7 +72,8 @@ class Peers:
         return count * self.tokens / (time.perf_counter() - start)
 
     def run(self, repeats: int) -> list[Figure]:
-        figures, kinds = [], {"engine": self.ours, "generate": self.library}
+        figures: list[Figure] = []
+        kinds: dict[str, Callable[[int], float]] = {"engine": self.ours, "generate": self.library}
         if (server := self.server) is not None:
             kinds["vLLM"] = lambda n: server.speed(self.prompts[:n], self.tokens)
         pairs = [("engine", name) for name in list(kinds)[1:]]

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from figures import peak_bytes, shortened
 from metrics import sentence_vectors
-from peak import peak_bytes
 from quality_rows import FOLDER, answers_file, read_answers, read_rows, stored_as
 from quality_table import loudest, measured, plot, rivals_of, seen, show
 from rich.progress import Progress
-from shortened import shortened
 from variants import BARS, VARIANTS, ensemble, with_further
 
 from specfuse_shared.comparing.intervals import Interval, difference

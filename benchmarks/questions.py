@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from shortened import shortened
+from figures import shortened
 
 from langchain_specfuse import ChatSpecFuse
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, demo_members

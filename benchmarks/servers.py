@@ -133,7 +133,7 @@ async def run(options: Any) -> None:
     config = MemberConfig(options.model, server=options.server, api_key_env=key, server_timeout=600.0)
     member, asked = ServerMember(config), [0]
 
-    def count(name: str, answers: int, seconds: float, steps: int = 1) -> None:
+    def count(member: str, answers: int, seconds: float, steps: int = 1) -> None:
         asked[0] += 1
 
     await member.connect(count)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench_members import noisy
 from figures import RESULTS, Figure, report
-from weakened import noisy
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, SamplingParams, demo_members
 from specfuse_shared.loading.gguf import cache_folder

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from weakened import noisy, shallow
+from bench_members import noisy, shallow
 
 from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.loading.gguf import cache_folder

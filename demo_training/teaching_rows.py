@@ -30,7 +30,15 @@ import teaching_forms
 import teaching_passages
 import typer
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, FinishReason, Message, SamplingParams, demo_members
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    FinishReason,
+    Message,
+    SamplingParams,
+    demo_members,
+)
 from specfuse_shared.comparing.metrics import is_looping
 from specfuse_shared.text.grammars.grammar import schema_request
 from specfuse_shared.text.tool_calls import call_text
@@ -274,7 +282,11 @@ def own(data: Path, out: Path, rows: int = 400, together: Annotated[int, typer.O
     with EnsembleEngine(EnsembleConfig([member], max_concurrent=together)) as engine:
         results = engine.generate_batch(asked, SamplingParams(max_tokens=160))
     for prompt, result in zip(asked, results, strict=True):
-        if result.finish_reason == FinishReason.STOP and not is_looping(result.text):
+        if (
+            isinstance(result, EnsembleResult)
+            and result.finish_reason == FinishReason.STOP
+            and not is_looping(result.text)
+        ):
             found.append(_row([_user(prompt)], offered(chance) if chance.random() < 0.33 else [], result.text.strip()))
     write(out, found)
 

@@ -122,7 +122,7 @@ def train(model: Any, rows: list[Row], held: list[Row], epochs: int) -> None:
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
     ordered = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
     batches = [ordered[n : n + BATCH] for n in range(0, len(ordered), BATCH)]
-    loader = DataLoader(batches, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    loader: DataLoader[list[Row]] = DataLoader(batches, batch_size=None, shuffle=True)  # type: ignore[arg-type]
     schedule = get_cosine_schedule_with_warmup(optimizer, 20, epochs * len(batches))
     began, step = time.monotonic(), 0
     for epoch in range(epochs):

@@ -41,5 +41,5 @@ def quiet() -> None:
     """No progress bars and no advice from the libraries."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

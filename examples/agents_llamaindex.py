@@ -35,7 +35,7 @@ def page(name: str) -> str:
 def opening_hours(month: str) -> str:
     """The opening hours of the visitor centre in a month."""
     summer, winter = re.findall(r"from (\d\d:\d\d to \d\d:\d\d)", page("opening-hours.md"))[:2]
-    return summer if month in SUMMER else winter
+    return str(summer if month in SUMMER else winter)
 
 
 def ticket_price(visitor: str) -> str:
@@ -73,7 +73,7 @@ def call(thought: str, tool: str, arguments: dict[str, Any], result: str, react:
 async def answer(question: str, react: bool) -> None:
     """Run the agent; print its calls and its text as they arrive."""
     llm = SpecFuseLLM(members="demo", max_tokens=60, grammar=Grammar.regex(STEP) if react else None)
-    tools = [FunctionTool.from_defaults(opening_hours), FunctionTool.from_defaults(ticket_price)]
+    tools: list[Any] = [FunctionTool.from_defaults(opening_hours), FunctionTool.from_defaults(ticket_price)]
     agent = (
         ReActAgent(tools=tools, llm=llm)
         if react

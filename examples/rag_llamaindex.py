@@ -107,7 +107,7 @@ def answer(question: str, folder: Path) -> None:
     engine = index.as_query_engine(
         llm=llm, streaming=True, similarity_top_k=NEIGHBOURS, text_qa_template=PROMPT, response_mode="simple_summarize"
     )
-    response = engine.query(question)
+    response: Any = engine.query(question)
     print(f"Question  {question}\n\nAnswer")
     response.print_response_stream()
     print("\n\nSources")

@@ -1,4 +1,4 @@
-"""What many tests share: the real demo ensemble, loaded once, two tiny members, and a browser.
+"""Fixtures that many tests share: the real demo ensemble, loaded once, two tiny members, and a browser.
 
 `pytest -m gpu` has to start on a lent card, where there is pytest and little else: settings of plugins that are missing
 are known all the same, and files without a test that needs a card are not even imported.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, demo_members
-from specfuse_shared.serving import admission as memory
+from specfuse_shared.serving import admission
 from specfuse_shared.text.chat_template import PromptEncoder
 from specfuse_shared.text.codec import Codec
 from tests.support.against_naive import FAULT_ROW, EngineOver, local_members
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == "gpu":  # a lent card has versions of its own, which may warn of anything
+    if config.option.markexpr == "gpu":  # a lent card has other versions, which may warn
         config.addinivalue_line("filterwarnings", "default")
 
 
@@ -52,7 +52,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever needs one of the shared demo ensembles is slow: the README's test command loads the demo for the
+    """Every test that needs a shared demo ensemble is slow: the README's test command loads the demo for the
     README's examples and the programs of examples/ only."""
     for item in items:
         if not {"demo_engine", "exact_engine"}.isdisjoint(getattr(item, "fixturenames", ())):
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Each engine that a test closes collects garbage, which searches all libraries unless they are set aside."""
-    memory.settle()
+    admission.settle()
 
 
 @pytest.fixture(scope="session")

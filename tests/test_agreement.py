@@ -1,5 +1,5 @@
-"""How far members agree, where they differ, and on which fields: by rounds whose numbers are known, and where it is
-told."""
+"""How far members agree, where they differ, and on which fields: by rounds with known numbers, and in every place that
+reports it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def judged(text: str, drafts: dict[str, str], **changes: object) -> RoundRecord:
     """A round won by alpha with `text`, in which each member drafted its own."""
     candidates = tuple(Candidate(draft, (name,), False, 3) for name, draft in drafts.items())
     told = {"candidates": candidates, "weights": WEIGHTS, **changes}
-    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **told)  # type: ignore[arg-type]
+    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **told)
 
 
 def test_members_that_draft_the_same_agree() -> None:
@@ -44,7 +45,7 @@ def test_they_agree_up_to_where_a_draft_leaves_the_segment() -> None:
     assert found == Agreement(pytest.approx((6 + 2 * 0.75) / 8), (Disagreement(6, 8, 0.75),))
 
 
-def test_of_what_comes_behind_a_shorter_draft_nothing_is_known_unless_it_ends_there() -> None:
+def test_text_after_a_shorter_draft_is_unknown_unless_the_draft_ends_there() -> None:
     drafts = {"alpha": " the sea", "beta": " the"}
     assert agreement_of([judged(" the sea", drafts)]) == Agreement(1.0, ())
     ends = (Candidate(" the sea", ("alpha",), False, 2), Candidate(" the", ("beta",), True, 1))
@@ -52,7 +53,7 @@ def test_of_what_comes_behind_a_shorter_draft_nothing_is_known_unless_it_ends_th
     assert found == Agreement(pytest.approx((4 + 4 * 0.75) / 8), (Disagreement(4, 8, 0.75),))
 
 
-def test_what_a_grammar_dictates_and_what_one_member_writes_alone_says_nothing() -> None:
+def test_forced_text_and_text_of_a_lone_member_have_no_agreement() -> None:
     dictated = Candidate('{"a": ', ("alpha", "beta"), False, 0)
     assert agreement_of([judged('{"a": ', {}, candidates=(dictated,))]) is None
     assert agreement_of([judged(" the sea", {"alpha": " the sea"}, active=("alpha",))]) is None
@@ -71,7 +72,7 @@ def test_places_are_those_of_the_answer_and_end_with_it() -> None:
     assert [record.agreement for record in answer.rounds] == [pytest.approx(4.5 / 8), pytest.approx(6 / 11)]
 
 
-def test_an_answer_tells_its_agreement_as_a_record_and_in_a_report() -> None:
+def test_the_record_and_the_report_of_an_answer_have_its_agreement() -> None:
     answer = explained([("alpha", " one two"), ("beta", " three four")])
     told = json.loads(json.dumps(answer.to_dict()))["agreement"]
     assert told["share"] == pytest.approx(10.5 / 19)
@@ -98,7 +99,7 @@ THREE = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
 
 
 def told(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
-    """Kind, words of the answer, and what others would have written; "…" where a draft ended within a word."""
+    """Kind, words of the answer, and the others' words in their place; "…" where a draft ended within a word."""
     for each in answer.differences:
         assert answer.text[each.start : each.end] == each.text
     return [
@@ -190,7 +191,7 @@ def test_scripts_without_spaces_differ_by_character() -> None:
     assert told(answer) == [("word", "几", {"beta": "何"})]
 
 
-def test_what_is_cut_dictated_or_closed_is_no_difference() -> None:
+def test_cut_forced_or_closed_text_is_no_difference() -> None:
     rounds = [("It is 42 or", {"beta": "It is 41 or", "gamma": "It is 42 but"})]
     cut = differing(rounds, THREE)
     assert told(replace(cut, text="It is 42")) == [("number", "42", {"beta": "41 or…"})]
@@ -218,7 +219,7 @@ def fields(answer: EnsembleResult) -> dict[str, tuple[str, float | None, dict[st
     }
 
 
-def test_each_field_has_its_share_and_what_else_it_would_have_been() -> None:
+def test_each_field_has_its_share_and_its_alternatives() -> None:
     rounds = [
         ('{"city": "Os', {"beta": '{"city": "Ber', "gamma": '{"city": "Oslo", "'}),
         ('lo", "days": [1, 2', {"beta": 'lo", "days": [1, 3, ', "gamma": 'lo", "days": [1.0, '}),
@@ -262,7 +263,7 @@ def test_a_field_that_the_grammar_dictated_has_no_share() -> None:
     "text",
     ['{"a": 1, "b": [tru', '{"a": 1, "b"', '{"a": 1}}', '{"a": 1, , }', '{"a": 1 "b": 2}', '{"a": 1, "b": "\\u12'],
 )
-def test_what_stands_before_a_cut_or_broken_place_has_its_fields(text: str) -> None:
+def test_text_before_a_cut_or_broken_place_has_its_fields(text: str) -> None:
     assert fields(differing([(text, {"beta": '{"a": 7, ', "gamma": "{{]"})], THREE))["0$.a"] == (
         "1",
         0.625,
@@ -270,7 +271,7 @@ def test_what_stands_before_a_cut_or_broken_place_has_its_fields(text: str) -> N
     )
 
 
-def test_no_text_whatever_raises_and_all_of_it_is_plain_json() -> None:
+def test_no_text_raises_and_every_result_is_plain_json() -> None:
     chance = random.Random(5)
     parts = [*'{}[],:"\\\n é明"', "true", "1,969", "-5", "Oslo", "<tool_call>", '{"a": ', "the", " ", " "]
 
@@ -281,7 +282,8 @@ def test_no_text_whatever_raises_and_all_of_it_is_plain_json() -> None:
         rounds = [(text := some(), {"beta": some(), "gamma": text[: chance.randrange(9)] + some()}) for _ in range(4)]
         answer = differing(rounds, THREE, over=chance.random() < 0.5)
         answer = replace(answer, text=answer.text[: chance.randrange(60)])
-        for each in (*answer.differences, *answer.fields):
+        found: list[Any] = [*answer.differences, *answer.fields]
+        for each in found:
             assert 0 <= each.start <= each.end <= len(answer.text)
             assert each.text == answer.text[each.start : each.end]
             assert each.others or each.share in (None, 1.0)
@@ -311,7 +313,7 @@ def test_the_time_grows_with_the_length_and_not_with_its_square() -> None:
     assert min(seconds(long) for _ in range(2)) < 20 * min(seconds(short) for _ in range(3)) + 0.1
 
 
-# ── where it is told ─────────────────────────────────────────────────────────────────────────────
+# ── where it is reported ─────────────────────────────────────────────────────────────────────────
 
 
 def test_a_real_answer_tells_it_as_json_and_nothing_where_nothing_is_kept(tiny_engine: EnsembleEngine) -> None:

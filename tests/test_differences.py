@@ -1,4 +1,4 @@
-"""What answers say otherwise: numbers and names first, then longer words."""
+"""Differences between answers: numbers and names first, then longer words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def told(*texts: str) -> list[list[tuple[str, str]]]:
     ]
 
 
-def test_numbers_and_names_that_another_answer_lacks_are_told_from_words() -> None:
+def test_missing_numbers_and_names_are_distinguished_from_words() -> None:
     first, second = told(
         "The moon landing was on July 20, 1969, by Neil Armstrong.", "The Moon landing was on July 21, 1969 with crew."
     )
@@ -41,7 +41,7 @@ def test_a_difference_to_one_of_several_answers_counts() -> None:
         ("x", "x"),
     ],
 )
-def test_what_is_said_in_other_letters_is_no_difference(one: str, other: str) -> None:
+def test_other_letter_forms_are_no_difference(one: str, other: str) -> None:
     assert told(one, other) == [[], []]
 
 
@@ -52,7 +52,7 @@ def test_a_capital_at_the_beginning_of_a_sentence_makes_no_name() -> None:
     assert [kind for _, kind in first] == ["word", "number", "word", "word"]
 
 
-def test_what_is_in_quotes_is_a_name_if_it_is_long_enough() -> None:
+def test_a_quoted_text_is_a_name_if_it_is_long_enough() -> None:
     [[*first], _] = told('They read "the white whale" and “dune”, not «war of hosts» or "at', "")
     assert [text for text, kind in first if kind == "name"] == ["white", "whale", "dune", "hosts"]
     assert ("They", "word") in first

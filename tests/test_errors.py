@@ -15,7 +15,7 @@ MADE = [
     errors.MissingExtraError("Grammars", "grammar"),
     errors.PromptTooLongError("gemma", 100, 120, 5),
     errors.GenerationError("it failed", member="gemma", text="so far"),
-    errors.UnfinishedValueError("no room", member=None, text='{"a'),
+    errors.UnfinishedValueError("no memory", member=None, text='{"a'),
     errors.RequestTimeoutError.of("so far"),
     errors.EngineClosedError(text="so far"),
 ]
@@ -44,7 +44,7 @@ def refuse(number: int) -> int:
     raise errors.PromptTooLongError("gemma", 100, 100 + number, 5)
 
 
-def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
+def test_a_pool_of_processes_raises_its_workers_error() -> None:
     with (
         multiprocessing.get_context("spawn").Pool(1) as pool,
         pytest.raises(errors.PromptTooLongError, match="107") as caught,
@@ -57,4 +57,4 @@ def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:
 @pytest.mark.parametrize("value", [8.0, 2.5, True])
 def test_a_count_is_a_whole_number(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams.{name} must be a whole number, not {value!r}"):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})

@@ -1,4 +1,4 @@
-"""The fields of JSON in a text that may be cut or broken, and of texts that go on with it otherwise."""
+"""The fields of JSON in a text that may be cut or broken, and of texts that continue it differently."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_a_cut_string_is_a_field_that_is_not_whole(text: str) -> None:
     assert (field.path, field.whole) == ("$.a", False)
 
 
-def test_what_is_nested_too_deep_has_no_path_and_ends_the_reading() -> None:
+def test_json_nested_too_deep_has_no_path_and_ends_the_reading() -> None:
     assert len(found('{"a":' * (DEEPEST - 1) + "1")) == 0 + 1
     assert found('{"a":' * DEEPEST + '{"b": 1') == {}
     assert found('{"a":' * 100_000) == {}
 
 
-def test_another_text_goes_on_at_any_place() -> None:
+def test_another_text_may_continue_at_any_place() -> None:
     text = '{"city": "Oslo", "n": 12, "ok": true}'
     assert behind(text, text.index("slo"), 'tta", "n": 3}') == [("$.city", '"Otta"', True), ("$.n", "3", True)]
     assert behind(text, text.index("2,"), "5") == [("$.n", "15", False)]
@@ -62,7 +62,7 @@ def test_another_text_goes_on_at_any_place() -> None:
     assert behind('{"a"]', 5, '"x"') == []
 
 
-def test_of_a_long_string_only_what_is_new_is_read() -> None:
+def test_only_the_new_part_of_a_long_string_is_read() -> None:
     text = '{"a": "' + "word " * 100 + 'end \\"of\\" it", "b": 1}'
     at = text.index("end")
     assert behind(text, at, 'stop", "b": 2,') == [("$.a", 'stop"', True), ("$.b", "2", True)]

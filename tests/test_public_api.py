@@ -112,7 +112,7 @@ def test_importing_the_engine_imports_no_framework() -> None:
 
 
 @pytest.mark.parametrize("name", ["EnsembleConfig", "MemberConfig", "SamplingParams"])
-def test_every_setting_says_below_itself_what_it_does(name: str) -> None:
+def test_every_setting_has_a_docstring(name: str) -> None:
     settings = public()[name]
     (definition,) = ast.parse(inspect.getsource(settings)).body
     assert isinstance(definition, ast.ClassDef)

@@ -40,7 +40,7 @@ def _demo() -> Iterator[None]:
 
 @pytest.fixture
 def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where examples write files, and what LlamaIndex keeps for the whole process, put back afterwards."""
+    """The folder in which examples write files, and LlamaIndex's global settings, restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
     for name, value in vars(Settings).items():
@@ -147,7 +147,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", [README, "CONTRIBUTING.md", *DOCUMENTS])
-def test_what_a_page_links_to_is_there(page: str) -> None:
+def test_links_of_a_page_exist(page: str) -> None:
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
     assert [name for name in linked if not (ROOT / page).parent.joinpath(name).exists()] == []
 

@@ -1,4 +1,4 @@
-"""What Windows does otherwise, on any system: missing modules, encodings, line ends, paths and signals."""
+"""Differences of Windows, on any system: missing modules, encodings, line ends, paths and signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.tuning import check_config_file, write_ensemble
 from specfuse_shared.frameworks.settings import found, hidden
 from specfuse_shared.loading.config_files import read_ensemble
-from specfuse_shared.serving import scheduler as streams
+from specfuse_shared.serving import scheduler
 from specfuse_shared.serving.scheduler import EventStream
 
 BOM = b"\xef\xbb\xbf"
@@ -38,7 +38,7 @@ UNIX = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog",
 IMPORT_ALL = """
     import importlib, os, pkgutil, sys
 
-    # what others import while they have Unix; our modules then find none of its own
+    # imported while Unix modules exist; our modules then find none
     import asyncio, filelock, subprocess, torch, transformers, psutil, typer, uvicorn, importlib.metadata  # noqa
     import multiprocessing.synchronize, multiprocessing.resource_tracker, tempfile, shutil, rich.console  # noqa
 
@@ -113,7 +113,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path: Path) -> None
         process.communicate()
 
 
-def test_a_thread_may_close_what_another_one_opened(tmp_path: Path) -> None:
+def test_a_thread_may_close_a_file_of_another_thread(tmp_path: Path) -> None:
     run = RunFile(tmp_path / "run.jsonl").__enter__()
     thread = threading.Thread(target=run.close)
     thread.start()
@@ -172,10 +172,10 @@ def test_other_mistakes_are_not_taken_for_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["model", "adapter", "tokenizer", "gguf_file"])
 def test_a_path_whose_backslashes_were_read_is_explained(setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"MemberConfig.{setting} is 'C:\\new\\x08ig', which has a control"):
-        MemberConfig(**{"model": "a/b", setting: "C:\new\big"})  # type: ignore[arg-type]
+        MemberConfig(**{"model": "a/b", setting: "C:\new\big"})
 
 
-def test_a_file_that_an_editor_holds_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_held_by_an_editor_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tomlkit")
     file = tmp_path / "pair.toml"
     file.write_text(TOML, "utf-8")
@@ -229,7 +229,7 @@ def test_an_answer_to_a_file_is_utf_8_and_exactly_as_it_was(monkeypatch: pytest.
     assert raw.getvalue().split(b"\n", 1)[1] == "大 – 🌊\nsea\r\n".encode()
 
 
-def test_what_a_terminal_cannot_show_is_escaped_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_a_terminal_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="cp1252")
     monkeypatch.setattr(stream, "isatty", lambda: True)
@@ -247,7 +247,7 @@ def test_a_question_on_standard_input_may_begin_with_a_byte_order_mark(monkeypat
 
 def test_a_wait_for_an_answer_ends_where_ctrl_c_is_seen_between_waits_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that raises the signal while the main one waits without end would wait for ever on such a system."""
-    monkeypatch.setattr(streams, "_SECONDS_OF_A_WAIT", 0.02)
+    monkeypatch.setattr(scheduler, "_SECONDS_OF_A_WAIT", 0.02)
     waits: list[float | None] = []
 
     class Items(SimpleQueue[Event | Exception]):
@@ -265,7 +265,7 @@ def test_a_wait_for_an_answer_ends_where_ctrl_c_is_seen_between_waits_only(monke
 
 
 def test_an_item_that_comes_between_two_waits_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_SECONDS_OF_A_WAIT", 0.01)
+    monkeypatch.setattr(scheduler, "_SECONDS_OF_A_WAIT", 0.01)
     items = SimpleQueue[Event | Exception]()
     threading.Timer(0.05, items.put, [ConfigError("here")]).start()
     began = time.monotonic()
@@ -281,7 +281,7 @@ def test_ctrl_break_stops_the_server_as_other_signals_do(monkeypatch: pytest.Mon
     assert stop_signals() == (signal.SIGINT, 21)
 
 
-def test_records_are_read_whatever_the_preferred_encoding_is(tmp_path: Path) -> None:
+def test_records_are_read_under_any_preferred_encoding(tmp_path: Path) -> None:
     """No file is opened in the encoding of the system."""
     script = (
         "import sys\nfrom specfuse_shared.comparing.run.run_file import RunFile\n"

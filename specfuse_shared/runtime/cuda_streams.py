@@ -31,7 +31,7 @@ def own_stream(device: torch.device, owner: object) -> Any:
     with _lock:
         for priority in _PRIORITIES:
             for _ in range(_IN_TURN):
-                stream: Any = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+                stream: Any = torch.cuda.Stream(device, priority=priority)
                 if stream.cuda_stream not in _owners:
                     _owners[stream.cuda_stream] = owner
                     return stream
@@ -66,7 +66,7 @@ class Stopwatch:
 
     def _note(self) -> None:
         if self._stream is not None:
-            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event: Any = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)
             self._events.append(event)
         elif self._on_mps:

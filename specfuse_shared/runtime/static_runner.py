@@ -413,7 +413,7 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NoWaiting(TorchDispatchMode):
     """While this lasts, what this thread asks of `device` raises `UncapturableError` where the host had to wait."""
 
     def __init__(self, device: torch.device) -> None:

@@ -203,7 +203,7 @@ def bound_kernels() -> None:
 def release() -> None:
     """Collect what is left of a closed engine, and return free memory of the process and of its devices."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available() and not only_cpu():
         empty_cache()

@@ -38,7 +38,7 @@ def client(tiny: EnsembleEngine) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def address(client: httpx.Client) -> str:
-    """What OpenAI's clients are given as `base_url`."""
+    """The `base_url` for OpenAI's clients."""
     return f"{client.base_url}/v1"
 
 

@@ -1,4 +1,4 @@
-"""What the server answers is what the engine answers, in OpenAI's words."""
+"""The server gives the engine's answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_chat_is_the_engines_answer(client: httpx.Client, tiny: EnsembleEngine
     assert (told["object"], told["model"]) == ("chat.completion", "tiny")
 
 
-def test_a_stream_joined_is_the_whole_answer_and_says_who_wrote_each_segment(client: httpx.Client) -> None:
+def test_a_stream_joined_is_the_whole_answer_with_the_author_of_each_segment(client: httpx.Client) -> None:
     whole, found = chat(client, max_tokens=20), chunks(client, max_tokens=20, stream_options={"include_usage": True})
     text = "".join(delta.get("content", "") for delta in deltas(found))
     assert text == whole["choices"][0]["message"]["content"]
@@ -106,7 +106,7 @@ def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
 
 
 def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The log-probabilities of a stream; each chunk's are of its text, as far as tokens end there."""
+    """The log-probabilities of a stream; each chunk has the ones of the tokens that end in its text."""
     text, found = "", list[dict[str, Any]]()
     for piece in pieces:
         choice = piece["choices"][0]
@@ -133,7 +133,7 @@ def test_logprobs_come_with_the_chunks_that_they_are_of(client: httpx.Client, mo
     assert [len(e["top_logprobs"]) for e in found] == [more.get("top_logprobs", 0)] * len(found)
 
 
-def test_the_most_probable_tokens_in_each_place_are_told(client: httpx.Client, tiny: EnsembleEngine) -> None:
+def test_the_most_probable_tokens_in_each_place_are_reported(client: httpx.Client, tiny: EnsembleEngine) -> None:
     result = tiny.generate(QUESTION, SamplingParams(max_tokens=8, logprobs=True, top_logprobs=3))
     assert result.logprobs is not None
     expected = [[each.token for each in token.top] for token in result.logprobs]
@@ -149,7 +149,7 @@ def test_the_most_probable_tokens_in_each_place_are_told(client: httpx.Client, t
     assert all(entry["top_logprobs"] == [] for entry in plain)
 
 
-def test_completions_tell_them_by_text_with_the_answers_own(client: httpx.Client) -> None:
+def test_completions_report_them_by_text_with_the_answers_own(client: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "Why is the sea salty?", "max_tokens": 8}
 
     def asked(**more: Any) -> Any:
@@ -268,11 +268,11 @@ def test_a_value_and_a_call_that_were_closed_in_time_say_length(client: httpx.Cl
     assert chat(client, messages=turns)["choices"][0]["finish_reason"]
 
 
-def test_thoughts_are_kept_apart_from_the_answer(client: httpx.Client) -> None:
+def test_reasoning_is_separate_from_the_answer(client: httpx.Client) -> None:
     assert "reasoning_content" not in chat(client)["choices"][0]["message"]
 
 
-def test_what_a_client_read_in_an_answer_may_come_back_with_it(client: httpx.Client) -> None:
+def test_fields_of_an_answer_may_come_back_with_it(client: httpx.Client) -> None:
     def told(call: dict[str, Any], message: dict[str, Any]) -> Any:
         function = {"name": "add", "arguments": "{}", **call}
         turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], **message}
@@ -283,7 +283,7 @@ def test_what_a_client_read_in_an_answer_may_come_back_with_it(client: httpx.Cli
     assert read == told({}, {})
 
 
-def test_what_means_nothing_here_is_accepted(client: httpx.Client) -> None:
+def test_fields_without_meaning_here_are_accepted(client: httpx.Client) -> None:
     given = {
         "user": "ada",
         "store": False,

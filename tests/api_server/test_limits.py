@@ -1,4 +1,4 @@
-"""How much a client may ask for: at once, in a minute, with a key of its own."""
+"""Limits of a client: concurrent requests, requests a minute, and limits of a key."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_client_has_its_own_key_and_limits(tiny: EnsembleEngine, clients: 
         assert ask("ann's").status_code == 200
 
 
-def test_so_many_requests_are_answered_at_once(tiny: EnsembleEngine) -> None:
+def test_the_limit_of_concurrent_requests_holds(tiny: EnsembleEngine) -> None:
     with serving({"tiny": tiny}, ServerSettings(max_requests=2)) as client:
         statuses: list[int] = []
 

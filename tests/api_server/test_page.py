@@ -1,4 +1,4 @@
-"""The page in a real browser: what can be seen, reached and stopped, and that its policy lets nothing else in."""
+"""The page in a real browser: its visible text, its controls, its Stop button, and its content policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLOURS = """() => [...document.querySelectorAll("#report .seg:not(:has(:checked
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, EnsembleEngine]]:
-    """A server whose answers go round in circles until somebody stops them, and its engine."""
+    """A server whose answers repeat themselves until they are stopped, and its engine."""
     with (
         EnsembleEngine(reciting(tmp_path_factory.mktemp("endless"), endless=True)) as engine,
         serving({"endless": engine}) as client,
@@ -91,7 +91,7 @@ def test_an_answer_grows_while_it_is_written(
     ask(page, tokens=3000)
     for _ in range(3):
         count = max(1, segments(page))
-        until(lambda before=count: segments(page) > before)  # type: ignore[misc]
+        until(lambda before=count: segments(page) > before)
         assert page.locator("#report .facts dd").first.inner_text() == "not yet"
         assert page.locator("#status").inner_text() == "The members are writing …"
         assert shown_card(page).startswith("Round ")
@@ -109,12 +109,12 @@ def test_an_answer_is_in_its_members_colours(opened: Callable[..., Page], client
     assert answer == (page.locator("#spoken").text_content() or "").replace("\0", "\ufffd")  # which HTML cannot hold
     colours = page.evaluate(COLOURS)
     assert {member for member, _ in colours} == {"m0", "m1"}, "both members wrote"
-    assert len({ground for _, ground in colours}) == 2, "each in a colour of its own"
+    assert len({ground for _, ground in colours}) == 2, "each member has another colour"
     for heading in ("Weights", "Time", "Members"):
         assert page.locator("#report").get_by_text(heading, exact=True).first.is_visible()
 
 
-def test_the_page_goes_on_with_a_conversation(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_the_page_continues_a_conversation(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     asked: list[list[dict[str, str]]] = []
     page.on("request", lambda r: asked.append(r.post_data_json["messages"]) if r.method == "POST" else None)
@@ -242,7 +242,7 @@ def test_history_shows_reports_again_and_saves_them_as_files(
     assert '<h1 dir="auto">Why is the sea salty?</h1>' in saved
 
 
-def test_it_says_what_is_being_loaded_and_when_it_is_ready(
+def test_the_page_shows_loading_and_readiness(
     opened: Callable[..., Page], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EnsembleEngine(reciting(tmp_path)) as engine:
@@ -319,7 +319,7 @@ def columns(page: Page) -> list[str]:
     return page.locator("#beside article p:not(.problem)").all_text_contents()
 
 
-def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     ask_each(page)
     expect(page.locator("#status")).to_have_text("Finished")
@@ -330,7 +330,7 @@ def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..
         asked = {"model": f"tiny/{name}", "messages": [{"role": "user", "content": "Why is the sea salty?"}]}
         answer = client.post("/v1/chat/completions", json={**asked, "max_tokens": 24}).json()
         assert text == answer["choices"][0]["message"]["content"]
-    tops = [page.locator("#beside article").nth(n).bounding_box()["y"] for n in range(3)]  # type: ignore[index]
+    tops = [page.locator("#beside article").nth(n).bounding_box()["y"] for n in range(3)]
     assert len(set(tops)) == 1, "side by side"
     ask(page, "And without?", 8)
     page.get_by_label("Each member by itself, too").uncheck()
@@ -342,7 +342,7 @@ def test_each_members_own_answer_stands_beside_the_joint_one(opened: Callable[..
     assert columns(page) == told, "the history has them, too"
 
 
-def test_what_answers_say_otherwise_is_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_differences_are_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     for texts in DIFFERENT:
         found = page.evaluate("texts => import('/each.js').then(each => each.differences(texts))", texts)
@@ -417,7 +417,7 @@ def test_answers_side_by_side_can_be_read_on_a_phone(
     ratios = page.evaluate(CONTRASTS)
     assert ratios[0][0] >= 4.5, ratios[:5]
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
-    lefts = {page.locator("#beside article").nth(n).bounding_box()["x"] for n in range(3)}  # type: ignore[index]
+    lefts = {page.locator("#beside article").nth(n).bounding_box()["x"] for n in range(3)}
     assert len(lefts) == 1, "below each other"
 
 
@@ -435,10 +435,10 @@ def test_every_text_has_enough_contrast_and_a_phone_never_scrolls_sideways(
     assert (page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)") is (scheme == "dark")
 
 
-def test_everything_has_a_name_for_those_who_cannot_see_it(opened: Callable[..., Page], client: httpx.Client) -> None:
+def test_every_control_has_an_accessible_name(opened: Callable[..., Page], client: httpx.Client) -> None:
     page = opened(client)
     for role, name in [("textbox", "Question"), ("combobox", "Model"), ("spinbutton", "Tokens"), ("button", "Ask")]:
-        assert page.get_by_role(role, name=name).count() >= 1  # type: ignore[arg-type]
+        assert page.get_by_role(role, name=name).count() >= 1
     ask(page, tokens=16)
     expect(page.locator("#status")).to_have_text("Finished")
     assert page.get_by_role("log").count() == 1

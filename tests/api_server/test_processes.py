@@ -60,7 +60,7 @@ sys.stderr.write(json.dumps([own.memory_info().rss, [f.path for f in own.memory_
 
 
 def told(process: subprocess.Popen[str]) -> tuple[dict[str, Any], int, list[str]]:
-    """What a program printed, its memory in bytes, and the files that it had mapped."""
+    """The output of a program, its memory in bytes, and the files that it had mapped."""
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     rss, maps = json.loads(errors.splitlines()[-1])
@@ -99,7 +99,7 @@ def test_two_programs_share_the_weights_of_one_server(
         record_property(f"MiB of the {name}", round(size / 2**20))
 
 
-def test_garbage_is_not_looked_for_among_what_was_loaded(tiny_members: list[MemberConfig]) -> None:
+def test_loaded_objects_are_frozen_for_the_garbage_collector(tiny_members: list[MemberConfig]) -> None:
     members = [member.model for member in tiny_members]
     done = subprocess.run([sys.executable, "-c", SERVED, *members], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

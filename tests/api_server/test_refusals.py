@@ -1,4 +1,4 @@
-"""Bad requests: a status, a reason, and nothing of their content in any log; good ones go on beside them."""
+"""Bad requests get a status and a reason, and no log has their content; concurrent good requests are answered."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_an_error_has_the_field_and_the_reason(
         ),
     ],
 )
-def test_what_is_no_json_is_refused(client: httpx.Client, raw: bytes) -> None:
+def test_a_body_that_is_no_json_is_refused(client: httpx.Client, raw: bytes) -> None:
     refused(client, 400, "JSON", content=raw, headers=JSON)
 
 
@@ -231,7 +231,7 @@ def called(arguments: str) -> dict[str, Any]:
     ],
     ids=lambda change: json.dumps(change)[:30],
 )
-def test_what_would_cost_much_is_refused_for_little(client: httpx.Client, change: dict[str, Any]) -> None:
+def test_errors_of_expensive_requests_are_short(client: httpx.Client, change: dict[str, Any]) -> None:
     error = refused(client, 400, json={**CHAT, "tool_choice": "required" if "tools" in change else None, **change})
     assert len(error["message"]) < 1000
 
@@ -244,7 +244,7 @@ def test_of_a_million_wrong_items_the_first_is_enough() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("broken", ["one", "all"])
-def test_what_went_wrong_here_is_not_told_there(
+def test_internal_errors_are_not_sent_to_clients(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool, broken: str
 ) -> None:
     plainly = LocalSession.stage
@@ -304,7 +304,7 @@ def test_control_strings_are_text_wherever_they_stand(client: httpx.Client, tiny
     assert client.post("/v1/chat/completions", json={**plain, "model": text}).status_code == 404
 
 
-def test_a_full_queue_is_told_with_the_time_to_wait(tiny_members: list[MemberConfig]) -> None:
+def test_a_full_queue_is_reported_with_the_time_to_wait(tiny_members: list[MemberConfig]) -> None:
     config = EnsembleConfig(tiny_members, max_concurrent=1, max_queue=1, when_busy="raise")
     long = {"model": "tiny", "messages": QUESTION, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     short = {"model": "tiny", "messages": QUESTION, "max_tokens": 2}

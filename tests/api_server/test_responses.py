@@ -19,7 +19,7 @@ from tests.support.serving import ADD, DIGIT, QUESTION, chat, serving, untimed
 from tests.support.tiny import THINKING
 
 ASKED: str = QUESTION[0]["content"]
-TOOL = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
+TOOL = {"type": "function", **ADD["function"]}
 FORMAT = {"format": {"type": "json_schema", "name": "digit", "schema": DIGIT, "strict": True}}
 ENDLESS = {"kind": "lark", "source": "start: /(ab|cd){2000}/"}
 
@@ -200,7 +200,7 @@ def test_a_call_that_is_cut_is_incomplete_and_its_arguments_are_never_done() -> 
 
 
 @pytest.mark.parametrize("summary", [None, "auto"])
-def test_thoughts_are_an_item_of_their_own(tiny_members: list[MemberConfig], summary: str | None) -> None:
+def test_reasoning_is_a_separate_item(tiny_members: list[MemberConfig], summary: str | None) -> None:
     chat_member, base = tiny_members
     members = [replace(chat_member, chat_template=THINKING, thinking=True), base]
     with EnsembleEngine(EnsembleConfig(members)) as engine, serving({"tiny": engine}) as client:
@@ -252,7 +252,7 @@ def test_a_format_holds(client: httpx.Client) -> None:
     assert cut["usage"]["output_tokens"]
 
 
-def test_what_has_no_effect_is_accepted(client: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
     extra = {
         "store": False,
         "previous_response_id": None,
@@ -310,7 +310,9 @@ def test_what_has_no_effect_is_accepted(client: httpx.Client) -> None:
         ({"model": "none"}, "model", "no model"),
     ],
 )
-def test_what_cannot_be_is_named(client: httpx.Client, change: dict[str, Any], param: str | None, word: str) -> None:
+def test_impossible_fields_are_named(
+    client: httpx.Client, change: dict[str, Any], param: str | None, word: str
+) -> None:
     for stream in (False, True):
         response = client.post("/v1/responses", json={"model": "tiny", "input": ASKED, "stream": stream, **change})
         assert response.status_code == (404 if "model" in change else 400), response.text
@@ -351,7 +353,7 @@ def test_nothing_is_kept_to_be_fetched(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("number", ["1e400", "NaN", "Infinity", "9" * 5000])
-def test_what_is_repeated_is_json(client: httpx.Client, number: str) -> None:
+def test_echoed_fields_are_json(client: httpx.Client, number: str) -> None:
     tool = {"type": "function", "name": "add", "parameters": {"type": "object", "default": "NUMBER"}}
     asked = {"model": "tiny", "input": "Hi", "tool_choice": "none", "tools": [tool]}
     raw = json.dumps(asked).replace('"NUMBER"', number)

@@ -29,7 +29,7 @@ Refusal = tuple[int, dict[str, str]]
 
 @dataclass
 class Gate:
-    """In front of a server: refuses what it was told to first, or drops the connection (0), and remembers requests."""
+    """A proxy that first refuses as scripted, or drops the connection (0), and records requests."""
 
     refusals: list[Refusal] = field(default_factory=list)
     seen: list[dict[str, str]] = field(default_factory=list)
@@ -74,7 +74,7 @@ def gate(gates: Gate) -> Gate:
 
 
 def asked(gate: Gate, way: str, **settings: Any) -> str:
-    """An answer of a model behind the gate, in one of the ways to ask for one."""
+    """An answer of a model through the proxy, by one of the methods."""
     at = {"base_url": gate.address, "model": "tiny", "max_tokens": 4, **settings}
     chat, llm = ChatSpecFuse(**at), SpecFuseLLM(**at)
     if way == "invoke":
@@ -86,16 +86,16 @@ def asked(gate: Gate, way: str, **settings: Any) -> str:
     if way == "batch":
         return chat.batch(["Hi"])[0].text
     if way == "complete":
-        return llm.complete("Hi").text
+        return str(llm.complete("Hi"))
     assert way == "acomplete"
-    return asyncio.run(llm.acomplete("Hi")).text
+    return str(asyncio.run(llm.acomplete("Hi")))
 
 
 WAYS = ("invoke", "stream", "ainvoke", "batch", "complete", "acomplete")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_for_a_while_is_asked_again(gate: Gate, way: str) -> None:
+def test_temporary_refusals_are_retried(gate: Gate, way: str) -> None:
     expected = asked(gate, way)
     gate.seen.clear()
     gate.refusals[:] = [(429, {"Retry-After": "0"}), (503, {"Retry-After": "0"})]
@@ -119,7 +119,7 @@ def test_retry_after_is_obeyed(gate: Gate, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["invoke", "ainvoke"])
-def test_nobody_waits_for_longer_than_is_of_use(gate: Gate, way: str) -> None:
+def test_useless_retries_are_not_made(gate: Gate, way: str) -> None:
     """A minute is the most; a call's own timeout may be less; and some refusals say that it is no use."""
     began = time.monotonic()
     for headers, settings in (

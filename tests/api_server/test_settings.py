@@ -1,4 +1,4 @@
-"""The configuration file: what it may say, and what is said about one that is wrong."""
+"""The configuration file: its settings, and the messages about wrong ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
         ("[ensembles]\na = 5", r"\[ensembles\.a\]"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_table_and_what_was_expected(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_setting_is_named_with_its_table_and_the_expected_value(tmp_path: Path, text: str, said: str) -> None:
     file = written(tmp_path, text)
     with pytest.raises(ConfigError, match=rf"serve\.toml.*{said}"):
         read_config(file)

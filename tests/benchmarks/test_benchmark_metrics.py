@@ -1,4 +1,4 @@
-"""What the quality benchmark counts besides."""
+"""Further measures of the quality benchmark."""
 
 from __future__ import annotations
 

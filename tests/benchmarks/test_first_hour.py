@@ -1,4 +1,4 @@
-"""The first hour on a card, in small on a processor: it can be stopped, goes on, and says what is missing."""
+"""The first hour on a card, in small on a processor: it can be interrupted and resumed, and reports missing parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sheet import Sheet, read
+from figures import Sheet, read_sheet
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_hour.py"
 
@@ -24,7 +24,7 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 def found_in(out: Path, step: str) -> dict[str, Any]:
-    found = read(out / f"{step}.json")
+    found = read_sheet(out / f"{step}.json")
     assert found is not None
     return found
 
@@ -54,7 +54,7 @@ def test_a_step_writes_json_and_a_table_and_is_not_run_again(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_running_and_can_be_resumed(tmp_path: Path) -> None:
     running = subprocess.Popen(command(tmp_path, "--only", "versions", "soak"), stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 200
     while not (tmp_path / "soak.json").exists():
@@ -64,7 +64,7 @@ def test_who_is_stopped_leaves_nothing_running_and_goes_on(tmp_path: Path) -> No
     running.send_signal(signal.SIGTERM)
     shown, _ = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "goes on from here" in shown
+    assert "continues from here" in shown
     assert found_in(tmp_path, "versions")["status"] == "done"
     assert found_in(tmp_path, "soak")["status"] == "running"
     assert not processes_with(str(tmp_path))
@@ -119,4 +119,4 @@ def test_a_sheet_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     sheet.add("x", "a|b\nc")
     assert json.loads(sheet.file.read_text("utf-8"))["status"] == "running"
     assert "| x | a/b c |" in sheet.table()
-    assert read(tmp_path / "other.json") is None
+    assert read_sheet(tmp_path / "other.json") is None

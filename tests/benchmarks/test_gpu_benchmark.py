@@ -1,4 +1,4 @@
-"""The GPU benchmark runs on a machine without one, with small sizes, and its shapes are those of the real models."""
+"""The GPU benchmark runs on a machine without one, with small sizes, and its shapes equal the real models' shapes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_longer_contexts_are_swept_with_and_without_guesses(tmp_path: Path) -> N
 
 
 class Server(BaseHTTPRequestHandler):
-    """As much of vLLM's routes as the benchmark asks for; every answer has as many tokens as were wanted."""
+    """The part of vLLM's routes that the benchmark uses; every answer has the requested number of tokens."""
 
     def do_GET(self) -> None:
         self._send({"/version": {"version": "0.0"}, "/v1/models": {"data": [{"id": "served"}]}}[self.path])
@@ -88,7 +88,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_what_an_interrupted_run_found_is_written_beside_a_server_s_decode(tmp_path: Path) -> None:
+def test_the_results_of_an_interrupted_run_and_a_servers_decode_are_written(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -27,7 +27,7 @@ from specfuse_shared.comparing.run.run_file import RunFile
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder of two sets, and a folder of its own for answers."""
+    """A data folder of two sets, and a folder for answers."""
     monkeypatch.setattr(quality_rows, "FOLDER", tmp_path / "answers")
     open_rows = [
         {"id": str(n), "task": "open", "prompt": f"{n}?", "references": ["the sea", "the sea at ebb"]} for n in range(5)
@@ -73,7 +73,7 @@ def test_the_halves_part_the_rows(data: Path) -> None:
         quality_rows.read_rows(data, ["opne"], "all")
 
 
-def test_a_passage_is_asked_in_two_ways_with_answers_of_their_own(data: Path) -> None:
+def test_a_passage_is_asked_in_two_ways_with_separate_answers(data: Path) -> None:
     few, sentence = (quality_rows.read_rows(data, [task], "all", 1)[0] for task in ("rag", "rag-sentence"))
     assert (few.id, sentence.id) == ("rag/0", "rag-sentence/0")
     assert few.prompt == "Answer the question with a few words.\n\nIt is red.\n\n0?"
@@ -133,7 +133,7 @@ def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
         assert line in CliRunner().invoke(quality.app, [*asked, *more]).output
 
 
-def test_below_each_table_stands_what_cannot_be_seen() -> None:
+def test_each_table_states_the_smallest_visible_difference() -> None:
     def facts(each: list[float]) -> dict[str, Any]:
         return {"columns": {"open: rougeL": {"each": each, "difference": difference(each, [0.0] * 40)}}}
 
@@ -191,7 +191,7 @@ def test_answers_stand_side_by_side_as_they_are(
     assert page.count("**alone**\n\n    (nothing)\n") == 2
 
 
-def test_a_long_answer_is_cut_and_what_stands_above_the_answers_stays(
+def test_a_long_answer_is_cut_and_the_text_above_the_answers_stays(
     data: Path, answered: Callable[[str, dict[str, str]], None], tmp_path: Path
 ) -> None:
     answered("default", {"open": "The sea.\n\n1. ebb\n2. flood"})
@@ -206,7 +206,7 @@ def test_a_long_answer_is_cut_and_what_stands_above_the_answers_stays(
     assert page.read_text("utf-8") == f"{beginning}    The sea.\n\n    1. ebb\n    2. flood\n"
 
 
-def test_twenty_questions_are_told_right_or_wrong_by_their_whole_answers() -> None:
+def test_twenty_questions_are_graded_by_their_whole_answers() -> None:
     long = "It is, as far as the documents of the observatory say so, blackcurrant."
     page = questions.page([({"question": "What is it?", "facts": [f]}, long) for f in ("Blackcurrant", "lemon")], 1)
     shown = "- **What is it?** It is, as far as the documents of the observatory …"

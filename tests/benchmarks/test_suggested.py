@@ -1,16 +1,17 @@
-"""Rank correlation of what members alone predict with what ensembles gained."""
+"""Rank correlation between predictions from members alone and the gains of ensembles."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from suggested import app, correlations, outcomes_of, rank_correlation
 from typer.testing import CliRunner
 
 from specfuse_shared.comparing import ENSEMBLE
-from tests.comparing.made import made
+from tests.comparing.comparisons import made
 
 GOOD, BAD = "the sea", "a bird"
 
@@ -20,8 +21,8 @@ def answers(right: int, first: int = 0) -> list[str]:
     return [GOOD if first <= n < first + right else BAD for n in range(24)]
 
 
-def comparison(second: list[str], gain: int) -> dict[str, object]:
-    """Beside a member that is right 12 times; the ensemble is right `gain` times more often."""
+def comparison(second: list[str], gain: int) -> Any:
+    """A comparison with a member that is right 12 times; the ensemble is right `gain` times more often."""
     return json.loads(json.dumps(made({"one": answers(12), "two": second, ENSEMBLE: answers(12 + gain)}).to_dict()))
 
 
@@ -32,7 +33,7 @@ def test_an_order_that_agrees_is_one_and_one_that_does_not_is_minus_one() -> Non
     assert rank_correlation([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None
 
 
-def test_predictions_stand_beside_gains(tmp_path: Path) -> None:
+def test_predictions_are_listed_with_gains(tmp_path: Path) -> None:
     runs = [comparison(answers(12, 12), 6), comparison(answers(12, 6), 3), comparison(answers(12), 0)]
     runs.append(comparison(answers(4), -2))
     outcomes = [each for run in runs for each in outcomes_of(run)]

@@ -119,7 +119,7 @@ def test_no_model_library_is_imported_for_help_and_mistakes(argv: list[str]) -> 
     assert "'transformers'" not in modules
 
 
-def test_a_fault_of_a_file_is_not_told_as_one_of_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_a_file_is_not_reported_as_an_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "e.toml"
     file.write_text('[ensembles.a]\nmembers = ["x"]\nfeedback_rate = -1\n', "utf-8")
     assert main(["ask", "hi", "--config", str(file)]) == 2

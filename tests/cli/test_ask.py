@@ -57,7 +57,7 @@ def test_explain_adds_every_round(members: list[str], capsys: pytest.CaptureFixt
     assert "second “Another answer" in table
 
 
-def test_a_report_is_written_and_said_on_stderr(
+def test_a_report_is_written_and_named_on_stderr(
     members: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "report.html"

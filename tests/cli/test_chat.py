@@ -1,4 +1,4 @@
-"""`specfuse-llm chat`: turns, commands, Ctrl-C in a real terminal, and what is refused."""
+"""`specfuse-llm chat`: turns, commands, Ctrl-C in a real terminal, and refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_refused_question_is_no_turn(
     assert [turn["content"] for turn in json.loads(file.read_text("utf-8"))] == ["One?", "Plain words spoken here."]
 
 
-def test_what_is_no_text_is_no_turn_and_ends_nothing(
+def test_input_without_text_is_no_turn_and_ends_nothing(
     speaker: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said("caf\udce9\nOne?\n", speaker, monkeypatch) == 0
@@ -75,7 +75,7 @@ def test_what_is_no_text_is_no_turn_and_ends_nothing(
     assert "no UTF-8 text" in capsys.readouterr().err
 
 
-def test_what_cannot_be_saved_is_said(
+def test_a_failure_to_save_is_reported(
     speaker: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(f"/save {tmp_path}/no/talk.json\n/save ~nobody-here/talk.json\n", speaker, monkeypatch) == 0
@@ -84,7 +84,7 @@ def test_what_cannot_be_saved_is_said(
 
 @contextmanager
 def chatting(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The command in a terminal of its own, and the end of that terminal that a person has."""
+    """The command in a terminal, and the user's end of that terminal."""
     pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -120,7 +120,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(recite: Callable[..., str])
         assert process.wait(30) == 0, rest[-500:]
 
 
-def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Callable[..., str]) -> None:
+def test_ctrl_c_stops_all_answers_and_keeps_their_text(recite: Callable[..., str]) -> None:
     endless = [recite(name, "Plain words spoken here", endless=True) for name in ("talker", "speaker2")]
     arguments = [part for folder in endless for part in ("--member", folder)]
     with chatting(*arguments, "--max-tokens", "3000", COLUMNS="100", LINES="30") as (process, master):
@@ -135,7 +135,7 @@ def test_ctrl_c_stops_all_answers_side_by_side_and_keeps_what_came(recite: Calla
 
 
 def _until(master: int, wanted: bytes, seen: bytes = b"") -> bytes:
-    """Read until this is shown; what came behind it."""
+    """Read until this is shown; the output after it."""
     limit = time.monotonic() + 120
     while wanted not in seen:
         assert time.monotonic() < limit, seen[-500:]
@@ -151,7 +151,7 @@ def two_speakers(recite: Callable[..., str]) -> list[str]:
     ]
 
 
-def test_each_shows_every_members_own_answer_and_what_differs(
+def test_each_shows_every_members_own_answer_and_the_differences(
     recite: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
@@ -170,7 +170,7 @@ def test_each_shows_every_members_own_answer_and_what_differs(
     assert together == f"together: {turns[1]['content']}"
 
 
-def test_differ_tells_what_each_member_would_have_written(
+def test_differ_shows_each_members_words(
     recite: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said("/differ\nWhen?\n/differ\n/clear\n/differ\n", two_speakers(recite), monkeypatch) == 0

@@ -179,18 +179,18 @@ def test_a_gain_is_written_and_read_by_ask(
     assert json.loads(capsys.readouterr().out)["text"] == "Another answer entirely."
 
 
-def test_what_goes_wrong_afterwards_is_told_after_the_verdict(
+def test_later_errors_are_reported_after_the_verdict(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*given: object, **settings: object) -> None:
-        raise PlacementError("no device has room")
+        raise PlacementError("no device has enough memory")
 
     monkeypatch.setattr("specfuse_shared.comparing.rate", no_room)
     command = ["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--timed", "0", "--judge", "members"]
     assert main([*command, "--out", "report.html"]) == 1
     out, err = capsys.readouterr()
     assert "than the best member, first, on 22 questions" in " ".join(out.split())
-    assert err.endswith("report: report.html\nspecfuse-llm: no device has room\n")
+    assert err.endswith("report: report.html\nspecfuse-llm: no device has enough memory\n")
 
 
 def test_a_single_member_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,7 @@ def test_a_single_member_is_refused(folder: Path, capsys: pytest.CaptureFixture[
     assert "two members or more" in capsys.readouterr().err
 
 
-def test_what_was_left_out_of_a_file_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_left_out_of_a_file_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (folder / "q.jsonl").open("a") as file:
         file.write('{"question": ""}\n')
     assert main(["compare", "--config", "pair.toml", "--questions", "q.jsonl", "--timed", "0"]) == 0

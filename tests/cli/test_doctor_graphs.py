@@ -1,4 +1,4 @@
-"""`specfuse-llm doctor` tells how the forwards of a short answer ran: replayed, in a fixed shape, or as they came."""
+"""`specfuse-llm doctor` reports how forward passes of a short answer ran: replayed, in a fixed shape, or dynamic."""
 
 from __future__ import annotations
 

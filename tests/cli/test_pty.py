@@ -96,13 +96,13 @@ def test_a_terminal_obeys_nothing_that_a_model_wrote(hostile: list[str]) -> None
     assert r"Look\x1b]0;owned\x07 [red]here\x1b[2J\x9b31m ok" in COLOUR.sub("", shown)
 
 
-def test_a_file_gets_what_a_model_wrote_exactly(hostile: list[str]) -> None:
+def test_a_file_gets_a_models_exact_text(hostile: list[str]) -> None:
     run = subprocess.run([*COMMAND, "ask", "Speak", *hostile], capture_output=True, check=False)
     assert run.returncode == 0
     assert run.stdout.decode() == HOSTILE + "\n"
 
 
-def test_ctrl_c_ends_with_130_and_keeps_what_was_shown(recite: Callable[..., str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_130_and_keeps_the_shown_text(recite: Callable[..., str], tmp_path: Path) -> None:
     endless = ["--member", recite("endless", "round and", endless=True)]
     report = tmp_path / "report.html"
     arguments = ["ask", "Speak", "--max-tokens", "4000", "--report", str(report), *endless, *endless]

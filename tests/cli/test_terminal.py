@@ -60,7 +60,7 @@ def record(index: int, text: str, winner: str, start: int) -> RoundRecord:
 
 
 def answer(*segments: str) -> list[Event]:
-    """A stream in which the members win in turn."""
+    """A stream in which the members win alternately."""
     events: list[Event] = [StartEvent(MEMBERS, 7)]
     records, text = [], ""
     for index, segment in enumerate(segments, 1):
@@ -131,7 +131,7 @@ def test_the_legend_comes_first_and_exits_are_noted() -> None:
     assert notes.splitlines() == ["● [red]a  ● b", "b left after round 1 (retention 0.125)"]
 
 
-def test_a_member_that_failed_is_told_of_after_the_answer() -> None:
+def test_a_failed_member_is_reported_after_the_answer() -> None:
     events = answer("One ")
     failed = [
         WarningEvent("b", "verify", "member 'b' failed in verify\x1b[2J and left the answer: device lost"),
@@ -144,7 +144,7 @@ def test_a_member_that_failed_is_told_of_after_the_answer() -> None:
     assert "b left after round 2 (it failed)" in shown(notes)
 
 
-def test_what_was_shown_stays_when_a_stream_breaks_off() -> None:
+def test_shown_text_stays_when_a_stream_breaks_off() -> None:
     def interrupted() -> Iterator[Event]:
         yield from answer("One ")[:2]
         raise KeyboardInterrupt
@@ -196,7 +196,7 @@ def test_explain_shows_every_round_with_scores_winner_weights_exits_and_timings(
     assert text.count("b left after round 1 (retention 0.125)") == 1
 
 
-def test_differences_come_with_what_others_would_have_written_and_obey_nothing() -> None:
+def test_differences_come_with_other_members_words_as_plain_text() -> None:
     out, weights = console(), {"[red]a": 0.75, "b": 0.25}
     drafts = {"b": "It is 41 \x1b[2Jof [bold]them"}
     terminal.show_differences(differing([("It is 42 [bold]or so", drafts), (" and on", {})], weights), out)
@@ -208,7 +208,7 @@ def test_differences_come_with_what_others_would_have_written_and_obey_nothing()
     assert "\x1b" not in shown(out)
 
 
-def test_fields_come_with_what_else_they_would_have_been() -> None:
+def test_fields_come_with_their_alternatives() -> None:
     out = console()
     answer = differing([('{"n": 42, "ok": true}', {"b": '{"n": 41, "ok": true}'})], {"a": 0.75, "b": 0.25}, over=True)
     terminal.show_differences(answer, out)
@@ -227,7 +227,7 @@ def test_a_terminal_shows_the_most_important_differences_and_counts_the_others()
     assert "18 less important ones are in --json and --report" in shown(out)
 
 
-def test_explain_says_who_drafted_first_and_what_guesses_saved() -> None:
+def test_explain_names_the_leader_and_the_savings_of_guesses() -> None:
     out, result = console(), finished("One ", "two")
     led, plain = replace(result.rounds[0], leader="b"), result.rounds[1]
     members = {
@@ -249,7 +249,7 @@ def test_a_control_sequence_in_a_member_name_is_written_out() -> None:
     assert shown(notes) == "● m\\x1b[31m\n"
 
 
-def test_thoughts_are_notes_in_front_of_the_answer() -> None:
+def test_reasoning_is_a_note_before_the_answer() -> None:
     start, *rest = answer("One ", "two.")
     out, notes = console(), console()
     one, other = MEMBERS

@@ -1,4 +1,4 @@
-"""Engines over members of plain Python, which answer each question with what a script tells them."""
+"""Engines over members of plain Python, which answer each question from a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison over members of plain Python: who is asked what, what is kept, and what failures do."""
+"""A comparison over members of plain Python: its requests, the answers that it keeps, and the effects of failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEA: Script = {
 }
 
 
-def test_everybody_answers_every_question_once() -> None:
+def test_every_system_answers_every_question_once() -> None:
     fakes = Fakes(SEA)
     found = compare(["first", "second"], ROWS, make_engine=fakes, timed=0)
     assert [asker.name for asker in found.askers] == ["first", "second", ENSEMBLE]
@@ -85,7 +85,7 @@ def test_only_what_changed_is_asked_again(tmp_path: Path) -> None:
     assert third.opened == 4 * 30, "the third alone, and all three; the others alone are known"
 
 
-def test_progress_ends_with_everything_and_begins_with_what_is_there(tmp_path: Path) -> None:
+def test_progress_begins_with_kept_answers_and_ends_with_all(tmp_path: Path) -> None:
     run, told = tmp_path / "run.jsonl", list[Progress]()
     compare(["first", "second"], ROWS[:10], run=run, make_engine=Fakes(SEA), timed=0)
     compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA), timed=1, on_progress=told.append)
@@ -174,13 +174,13 @@ def test_questions_that_one_of_them_cannot_answer_are_left_out_for_all() -> None
     assert f"{30 - rows} of 30 questions are left out of it" in found.remarks
 
 
-def test_where_nobody_can_answer_the_reason_is_told() -> None:
+def test_if_no_member_can_answer_the_reason_is_reported() -> None:
     broken = Fakes(SEA, disturb=lambda r: None if isinstance(r.op, Close) else Fault("RuntimeError", "no device"))
     with pytest.raises(SpecFuseError, match=r"too few answers came.*first has no answer to 30 of 30.*no device"):
         compare(["first", "second"], ROWS, make_engine=broken, timed=0)
 
 
-def test_an_engine_that_breaks_ends_the_run_and_what_came_before_is_kept(tmp_path: Path) -> None:
+def test_a_broken_engine_ends_the_run_and_earlier_answers_are_kept(tmp_path: Path) -> None:
     run, drafts = tmp_path / "run.jsonl", 0
 
     def kill(request: StageRequest) -> Fault | None:

@@ -12,7 +12,7 @@ from playwright.sync_api import Page
 
 from specfuse_shared.comparing import ENSEMBLE, Comparison, votes_on
 from specfuse_shared.comparing.pages.voting import pairs_of
-from tests.comparing.made import answer, made
+from tests.comparing.comparisons import answer, made
 from tests.support.browser import CHROMIUM, CONTRASTS, PHONE
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

@@ -1,4 +1,4 @@
-"""The best member with as much compute, or as many seconds, as the ensemble: how often it is asked, what is told."""
+"""The best member with the compute, or the seconds, of the ensemble: its number of samples, and the report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specfuse_shared.comparing import ENSEMBLE, Comparison, Question, Sampling, 
 from specfuse_shared.comparing.run.run_file import RunFile
 from specfuse_shared.comparing.run.sampling import Sampler, Wanted
 from specfuse_shared.members.stages import Close, Draft, DraftAlone, Fault, StageRequest
+from tests.comparing.comparisons import answer
 from tests.comparing.fakes import Fakes, Script
-from tests.comparing.made import answer
 
 ROWS = [{"text": f"question {n}", "references": ["the sea"]} for n in range(30)]
 SCRIPT: Script = {
@@ -27,11 +27,11 @@ COLUMN = "first, 3 samples (equal compute)"
 
 
 def fakes(**given: object) -> Fakes:
-    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **given})  # type: ignore[arg-type]
+    return Fakes(**{"script": SCRIPT, "sizes": SIZES, "samples": {"first": RIGHT}, **given})
 
 
 def compared(made: Fakes, rows: list[dict[str, object]] = ROWS, timed: int = 0, **how: object) -> Comparison:  # type: ignore[assignment]
-    return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})  # type: ignore[arg-type]
+    return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})
 
 
 def told(found: Comparison, title: str) -> str:
@@ -47,7 +47,7 @@ def test_the_best_member_is_sampled_as_often_as_the_counted_work_pays_for() -> N
     assert found.equal.paid == {"short": pytest.approx(3.0)}
     assert found.equal.samples["compute"] == {"short": 3}
     assert found.equal.columns == {"compute": COLUMN, "ceiling": "first, best of 3 samples (ceiling)"}
-    assert made.sampled == 2 * 3 * 30, "each is read twice: to answer, and to tell its log p"
+    assert made.sampled == 2 * 3 * 30, "each is read twice: to answer, and for its log p"
     assert found.columns["all"].means["first"] == pytest.approx(100 * 2 / 3)
     assert found.columns["all"].means[COLUMN] == 100, "two of three samples are right, so their vote is"
     assert found.costs[COLUMN].flop == found.costs[ENSEMBLE].flop == 2 * 1000 * 8
@@ -69,7 +69,7 @@ def test_a_single_sample_is_the_greedy_answer() -> None:
     assert made.sampled == 0
     name = "first, 1 sample (equal compute and seconds)"
     assert {q: a.text for q, a in found.answers[name].items()} == {q: a.text for q, a in found.answers["first"].items()}
-    assert "ceiling" not in found.equal.columns  # type: ignore[union-attr]
+    assert "ceiling" not in found.equal.columns
     assert "pays for: 3.0 (at most 1 are asked)" in told(found, "Equal compute")
 
 
@@ -91,7 +91,7 @@ def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
     assert "compute</th>" in html
 
 
-def test_without_the_option_nothing_is_sampled_or_told() -> None:
+def test_without_the_option_nothing_is_sampled_or_reported() -> None:
     made = fakes()
     found = compared(made, equal_compute=False)
     assert found.equal is None
@@ -151,7 +151,7 @@ def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: 
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_references_nothing_is_asked_and_the_reason_is_told() -> None:
+def test_without_references_nothing_is_asked_and_the_reason_is_reported() -> None:
     made = fakes()
     found = compared(made, [{"text": f"question {n}"} for n in range(3)])
     assert made.sampled == 0
@@ -169,13 +169,13 @@ def test_questions_without_references_are_not_sampled() -> None:
     assert "tell me of the sea" in found.to_html()
 
 
-def test_unknown_sizes_are_named_and_seconds_are_told_all_the_same() -> None:
+def test_unknown_sizes_are_named_and_seconds_are_still_reported() -> None:
     found = compared(fakes(sizes={"first": 1000}), timed=2)
     assert told(found, "Equal compute") == "unknown: how many parameters second has is not known."
     assert "the ensemble has" in told(found, "Equal seconds")
 
 
-def test_without_timed_answers_equal_seconds_are_not_told() -> None:
+def test_without_timed_answers_equal_seconds_are_not_reported() -> None:
     assert "--timed" in told(compared(fakes()), "Equal seconds")
 
 
@@ -196,7 +196,7 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
     assert "of 90 samples failed (first: " in reason
     assert "out of order" in reason
     well = fakes()
-    assert compared(well, run=run).equal.columns["compute"] == COLUMN  # type: ignore[union-attr]
+    assert compared(well, run=run).equal.columns["compute"] == COLUMN
     assert 0 < well.sampled < 2 * 3 * 30, "only what failed is asked again"
 
 
@@ -245,7 +245,7 @@ def test_samples_are_no_member() -> None:
     assert found.members == ("first", "second")
     assert found.columns["all"].best == "first"
     assert COLUMN not in told(found, "Which to drop")
-    assert COLUMN not in told(found, "In circles")
+    assert COLUMN not in told(found, "Repetition")
 
 
 def test_the_work_of_samples_counts_the_prompt_once() -> None:

@@ -1,4 +1,4 @@
-"""Intervals: of paired differences, of shares, and what so many rows can show."""
+"""Intervals of paired differences and of shares, and the smallest difference that a number of rows can show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_intervals_are_of_paired_differences() -> None:
     assert 0.2 < wide.low < wide.mean == 0.5 < wide.high < 0.8
 
 
-def test_what_can_be_seen_is_seen_in_four_of_five_samples() -> None:
+def test_the_smallest_visible_difference_is_seen_in_four_of_five_samples() -> None:
     """Simulated: at that true difference, that share of intervals excludes zero."""
     dice, n = np.random.default_rng(1), 50
     least = least_seen(dice.normal(0, 7, 100_000)) * np.sqrt(100_000 / n)

@@ -1,9 +1,10 @@
-"""Members rate each other's answers: what they read, what counts, and what is said of it."""
+"""Members rate each other's answers: their input, the ratings that count, and the report."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from specfuse_shared import EnsembleConfig, EnsembleEngine, GenerationError, Mes
 from specfuse_shared.comparing import ENSEMBLE, Comparison, rate
 from specfuse_shared.comparing.judging import MARKS, mark_of
 from specfuse_shared.members.stages import CandidateVerdict, Close, Fault, Open, Verdicts, Verify
+from tests.comparing.comparisons import made
 from tests.comparing.fakes import Fakes, ScriptedLane
-from tests.comparing.made import made
 from tests.support.against_naive import local_members
 
 GOOD, BAD = "the sea", "a bird"
@@ -24,6 +25,7 @@ class JudgeLane(ScriptedLane):
 
     blind = False
     seen: list[tuple[str, ...]]
+    about: dict[Any, tuple[int, ...]]
 
     def _value(self, key, request):  # type: ignore[no-untyped-def]
         if isinstance(request.op, Verify):
@@ -66,7 +68,7 @@ def test_a_mark_is_the_mean_of_marks_by_their_probabilities_among_each_other() -
     assert mark_of([-1000.0] * 5) == pytest.approx(3.0)
 
 
-def test_judges_who_know_mark_the_ensemble_higher_and_agree_with_references(judges: Fakes) -> None:
+def test_good_judges_mark_the_ensemble_higher_and_agree_with_references(judges: Fakes) -> None:
     found = rate(comparison(), CONFIG, make_engine=judges)
     assert found.to == "one"
     assert found.gap.above
@@ -77,7 +79,7 @@ def test_judges_who_know_mark_the_ensemble_higher_and_agree_with_references(judg
     assert "chance, as far" not in found.point.text
 
 
-def test_nobody_rates_its_own_answer_and_every_answer_is_read_in_both_orders(judges: Fakes) -> None:
+def test_no_member_rates_its_own_answer_and_answers_are_read_in_both_orders(judges: Fakes) -> None:
     found = rate(comparison(), CONFIG, make_engine=judges)
     assert not [r for r in found.ratings if r.judge == r.asker]
     same = [r for r in found.ratings if r.judge == "one" and r.asker == ENSEMBLE]
@@ -93,7 +95,7 @@ def test_marks_are_standardised_by_judge(judges: Fakes) -> None:
         assert sum(m * m for m in marks) / len(marks) == pytest.approx(1)
 
 
-def test_judges_who_know_nothing_are_said_to_tell_nothing(judges: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judges_that_know_nothing_are_reported_as_uninformative(judges: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JudgeLane, "blind", True)
     found = rate(comparison(), CONFIG, make_engine=judges)
     assert found.gap.mean == 0
@@ -101,7 +103,7 @@ def test_judges_who_know_nothing_are_said_to_tell_nothing(judges: Fakes, monkeyp
     assert not found.gap.above
 
 
-def test_marks_that_agree_with_references_by_chance_alone_are_said_to(judges: Fakes) -> None:
+def test_agreement_with_references_by_chance_alone_is_reported(judges: Fakes) -> None:
     """The judges know the word "sea", and the references mostly say otherwise."""
     references = [GOOD if n % 4 == 1 else "an owl" for n in range(24)]
     found = rate(comparison(references), CONFIG, make_engine=judges)
@@ -109,7 +111,7 @@ def test_marks_that_agree_with_references_by_chance_alone_are_said_to(judges: Fa
     assert "no better than chance, on these pairs" in found.point.text
 
 
-def test_without_references_nothing_is_said_of_agreement(judges: Fakes) -> None:
+def test_without_references_no_agreement_is_reported(judges: Fakes) -> None:
     found = rate(comparison(None), CONFIG, make_engine=judges)
     assert found.agreed == (0, 0)
     assert "references" not in found.point.text
@@ -168,7 +170,7 @@ def test_there_must_be_something_to_judge(tiny_engine: EnsembleEngine) -> None:
             tiny_engine.log_probabilities("Is it so?", texts)
 
 
-def test_where_all_members_fail_it_is_said() -> None:
+def test_the_failure_of_all_members_is_reported() -> None:
     broken = Fakes(
         {"a": {}, "b": {}}, disturb=lambda r: None if isinstance(r.op, Close) else Fault("RuntimeError", "no")
     )

@@ -1,4 +1,4 @@
-"""What counts as good."""
+"""Scores of good and of bad answers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_instruction_that_cannot_be_checked_is_named() -> None:
         {"name": "keywords:existence"},
     ):
         with pytest.raises(ConfigError, match="instruction"):
-            check_instruction(wrong)  # type: ignore[arg-type]
+            check_instruction(wrong)
 
 
 def test_passages_are_scored_by_shared_words_without_articles_and_marks() -> None:
@@ -128,7 +128,7 @@ def test_sums_are_scored_by_the_last_number() -> None:
     assert score(row, "6000 or 7")["exact"] == 0
 
 
-def test_a_choice_is_the_first_letter_that_stands_alone() -> None:
+def test_a_choice_is_the_first_separate_letter() -> None:
     row = Question("Which?", choices=["a cat", "a dog"], references=["a dog"])
     assert [score(row, said)["right"] for said in ("B", "B. a dog", "The answer is B", "A", "dog", "AB")] == [
         *(100.0, 100.0, 100.0, 0.0, 0.0, 0.0)
@@ -169,7 +169,7 @@ def test_agreement_is_of_words() -> None:
     assert agreement("blue sea", "sea") == pytest.approx(200 / 3)
 
 
-def test_circles() -> None:
+def test_repetition_loops() -> None:
     assert is_looping("He ran fast.\nShe too.\nHe ran fast.\nHe ran fast.")
     assert is_looping("so " + "and on we go " * 3)
     assert not is_looping("- yes\n- yes\n- yes")

@@ -1,4 +1,4 @@
-"""Files of questions: what is read, what is left out and said, and what is refused."""
+"""Files of questions: rows that are read, rows that are left out with a note, and files that are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_json_lines_may_use_the_names_of_data_sets(tmp_path: Path) -> None:
     assert (found[1].references, found[1].letter) == (("a dog",), "B")
 
 
-def test_a_row_that_cannot_be_asked_is_left_out_and_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_an_unusable_row_is_left_out_and_reported_and_the_rest_is_kept(tmp_path: Path) -> None:
     lines = [
         '{"question": "Good?"}',
         '{"question": "  "}',
@@ -123,13 +123,13 @@ def test_a_file_that_is_not_there_is_named() -> None:
         read_questions("none.txt")
 
 
-def test_a_cell_too_many_is_said(tmp_path: Path) -> None:
+def test_an_extra_cell_is_reported(tmp_path: Path) -> None:
     found = read_questions(written(tmp_path, "q.csv", "question,reference\nWhy, then?,so,\nGood?,yes\n"))
     assert [q.text for q in found.questions] == ["Good?"]
     assert found.remarks[0].startswith("line 2 is left out: it has more cells than the header")
 
 
-def test_columns_are_told_apart_by_their_place(tmp_path: Path) -> None:
+def test_columns_are_identified_by_their_position(tmp_path: Path) -> None:
     text = "question,note,note,answer,,\nCapital of France?,x,y,Paris,,\n"
     found = read_questions(written(tmp_path, "q.csv", text))
     assert [(q.references, q.group) for q in found.questions] == [(("Paris",), "short")]
@@ -179,7 +179,7 @@ def test_answers_as_squad_has_them_and_choices_of_numbers(tmp_path: Path) -> Non
     assert found[1].group == "3"
 
 
-def test_what_is_asked_holds_the_passage_the_choices_and_a_plea() -> None:
+def test_the_prompt_holds_the_passage_the_choices_and_a_plea() -> None:
     passage = Question("Who?", passage="It was Ann.", references=["Ann"])
     assert passage.prompt == "Answer the question with a few words.\n\nIt was Ann.\n\nWho?"
     choice = Question("Which?", choices=["a cat", "a dog"], references=["a dog"])
@@ -189,7 +189,7 @@ def test_what_is_asked_holds_the_passage_the_choices_and_a_plea() -> None:
     assert Question("Why?").prompt == "Why?"
 
 
-def test_the_longest_answer_is_the_questions_own_then_what_is_said_then_its_kinds() -> None:
+def test_the_token_limit_is_the_questions_then_the_option_then_the_kinds() -> None:
     assert Question("Why?", max_tokens=5).params(50).max_tokens == 5
     assert Question("Why?").params(50).max_tokens == 50
     assert Question("Why?").params().max_tokens == 160
@@ -210,4 +210,4 @@ def test_questions_may_be_given_as_texts_and_mappings() -> None:
     with pytest.raises(ConfigError, match="did you mean 'references'"):
         QuestionSet.of([{"text": "Who?", "reference": ["Ann"]}])
     with pytest.raises(ConfigError, match="not int"):
-        QuestionSet.of([5])  # type: ignore[list-item]
+        QuestionSet.of([5])

@@ -1,4 +1,4 @@
-"""Which of a member's samples is its answer: what was said most often, in whatever words, then what it is surest of."""
+"""A member's answer is its most frequent sample, in any wording; among equally frequent ones its most certain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from specfuse_shared.comparing import Answer, Question
 from specfuse_shared.comparing.equal_compute import best_by_references, chosen
 from specfuse_shared.comparing.metrics import final_answer
-from tests.comparing.made import answer
+from tests.comparing.comparisons import answer
 
 NUMBER = Question("How many?", references=["12"])
 SHORT = Question("Where?", references=["the sea"])
@@ -35,7 +35,7 @@ def said(*pairs: tuple[str, float | None]) -> list[Answer]:
         (TEXT, "Light of short waves.", None),
     ],
 )
-def test_what_an_answer_says_in_the_end(question: Question, text: str, final: str | None) -> None:
+def test_the_final_answer_of_a_text(question: Question, text: str, final: str | None) -> None:
     assert final_answer(question, text) == final
 
 

@@ -77,7 +77,7 @@ def test_members_more_than_ten_points_apart_are_warned_of() -> None:
     assert not suggestion_of({"one": points(30), "two": points(26)}).warnings, "ten are not above ten"
 
 
-def test_of_many_members_the_most_promising_sets_are_told() -> None:
+def test_the_most_promising_sets_of_many_members_are_listed() -> None:
     found = suggestion_of({f"m{n}": points(20, first=n) for n in range(8)})
     assert found.sets == 28 + 56
     assert len(found.combinations) == MAX_LISTED
@@ -94,7 +94,7 @@ NAMES = ["one", "two", "three"]
 
 
 def suggested(fakes: Fakes, **how: object) -> Suggestion:
-    return suggest(NAMES, ROWS, make_engine=fakes, **{"timed": 0, **how})  # type: ignore[arg-type]
+    return suggest(NAMES, ROWS, make_engine=fakes, **{"timed": 0, **how})
 
 
 def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:
@@ -110,7 +110,7 @@ def test_members_are_asked_alone_one_after_another_and_no_ensemble_is() -> None:
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["recommended"] == ["one", "two"]
 
 
-def test_a_comparison_goes_on_from_the_same_file_and_the_other_way_round(tmp_path: Path) -> None:
+def test_a_comparison_and_a_suggestion_continue_each_others_file(tmp_path: Path) -> None:
     run = tmp_path / "run.jsonl"
     first = suggested(Fakes(SCRIPT), run=run, timed=2)
     again = Fakes(SCRIPT)

@@ -72,8 +72,8 @@ def test_where_nothing_is_better_nothing_is_changed() -> None:
     assert found.config == EnsembleConfig(["one", "two"])
 
 
-def test_what_helped_only_where_it_was_chosen_is_not_called_a_gain() -> None:
-    choosing, _ = halves([Question(**row) for row in numbered_rows()])  # type: ignore[arg-type]
+def test_a_gain_on_the_chosen_half_alone_is_not_called_a_gain() -> None:
+    choosing, _ = halves([Question(**row) for row in numbered_rows()])
     chosen = {int(q.text.split()[1]) for q in choosing}
     members = {
         "first": {f"question {n}": "first errs ." for n in range(60)},
@@ -103,7 +103,7 @@ def test_too_few_questions_are_refused_before_anybody_is_asked() -> None:
     with pytest.raises(ConfigError, match=r"tuning takes 40 questions with references or more.*there are 39"):
         tune(["one", "two"], ROWS[:39], make_engine=fakes)
     with pytest.raises(ConfigError, match=r"EnsembleConfig\.score is an object, which no file can hold"):
-        tune(EnsembleConfig(["one", "two"], score=lambda *a: 0.0), ROWS, make_engine=fakes)  # type: ignore[arg-type]
+        tune(EnsembleConfig(["one", "two"], score=lambda *a: 0.0), ROWS, make_engine=fakes)
     assert not fakes.engines
 
 

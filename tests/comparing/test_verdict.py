@@ -1,4 +1,4 @@
-"""What a comparison says, and what it does not say."""
+"""Claims that a comparison makes, and claims that it avoids."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from specfuse_shared.comparing import ENSEMBLE, Comparison
-from tests.comparing.made import made
+from tests.comparing.comparisons import made
 
 GOOD, BAD, HALF = "the sea", "a bird", "the sea bird"
 
 
 def title(comparison: Comparison, name: str) -> str:
-    """What the verdict says about one thing."""
+    """The sentence of the verdict about one subject."""
     return next((point.text for point in comparison.verdict.points if point.title == name), "")
 
 
-def test_better_is_said_where_the_interval_is_above_zero() -> None:
+def test_better_is_claimed_where_the_interval_is_above_zero() -> None:
     found = made({"one": [GOOD] * 10 + [BAD] * 30, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 30 + [BAD] * 10})
     assert found.verdict.outcome == "better"
     assert found.verdict.headline.startswith(
@@ -59,7 +59,7 @@ def test_one_row_has_no_interval_and_is_plain_json() -> None:
     assert "<svg" in found.to_html()
 
 
-def test_without_references_nothing_is_said_to_be_better() -> None:
+def test_without_references_nothing_is_claimed_to_be_better() -> None:
     found = made({"one": [GOOD] * 30, "two": [BAD] * 29 + [GOOD], ENSEMBLE: [GOOD] * 30}, references=None)
     assert found.verdict.outcome == "no references"
     assert found.columns == {}
@@ -83,12 +83,12 @@ def test_the_member_to_drop_is_the_one_without_which_it_is_better() -> None:
     assert "without two no difference is seen: +0.0 [+0.0, +0.0]" in said
 
 
-def test_of_two_members_the_one_to_drop_is_told_by_the_other_alone() -> None:
+def test_the_member_to_drop_of_two_is_judged_by_the_other_alone() -> None:
     found = made({"one": [GOOD] * 40, "bad": [BAD] * 40, ENSEMBLE: [GOOD] * 20 + [BAD] * 20})
     assert "without bad it is better" in title(found, "Which to drop")
 
 
-def test_what_was_not_asked_is_said_to_be_unknown() -> None:
+def test_unmeasured_values_are_reported_as_unknown() -> None:
     found = made({"one": [GOOD] * 40, "two": [BAD] * 40, "three": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
     assert "--leave-one-out" in title(found, "Which to drop")
 
@@ -103,11 +103,11 @@ def test_members_more_than_six_points_apart_are_named() -> None:
     assert "cannot exclude more" in title(unsure, "Near enough")
 
 
-def test_the_best_alone_is_said_to_be_no_better_where_that_is_not_seen() -> None:
+def test_an_insignificant_lead_of_the_best_alone_is_reported_as_such() -> None:
     close = made({"one": [GOOD, BAD] * 20 + [GOOD], "two": [BAD, GOOD] * 20 + [BAD], ENSEMBLE: [GOOD] * 41})
     assert "not distinguishable from two" in title(close, "Best alone")
     clear = made({"one": [GOOD] * 40, "two": [BAD] * 40, ENSEMBLE: [GOOD] * 40})
-    assert "not told apart" not in title(clear, "Best alone")
+    assert "not distinguished" not in title(clear, "Best alone")
 
 
 def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
@@ -122,15 +122,15 @@ def test_the_cost_is_of_answers_that_were_asked_one_at_a_time() -> None:
     assert "an answer takes" not in title(together, "Cost")
 
 
-def test_half_precision_is_said_to_change_answers_between_runs() -> None:
+def test_half_precision_is_reported_to_change_answers_between_runs() -> None:
     found = made({"one": [GOOD] * 4, "two": [BAD] * 4, ENSEMBLE: [GOOD] * 4})
     assert not any("half precision" in limit for limit in found.verdict.limits)
     half = replace(found, in_half=("one",))
     assert any("half precision" in limit for limit in half.verdict.limits)
 
 
-def test_circles_are_told() -> None:
-    loop = "so it goes on " * 4
+def test_repetition_is_reported() -> None:
+    loop = "so it continues " * 4
     found = made({"one": [GOOD] * 9 + [loop], "two": [GOOD] * 10, ENSEMBLE: [GOOD] * 10})
     assert title(found, "Repetition").endswith("one 10 %, two 0 %, the ensemble 0 %.")
 

@@ -1,4 +1,4 @@
-"""A blind vote: what the page holds, and how votes come back."""
+"""A blind vote: the content of the page, and the way back of the votes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from specfuse_shared import ConfigError
 from specfuse_shared.comparing import ENSEMBLE, Question, votes_on
 from specfuse_shared.comparing.pages.voting import Pair, Votes, pairs_of
-from tests.comparing.made import made
+from tests.comparing.comparisons import made
 
 TEXTS = {
     "one": [f"one says {n}" for n in range(40)],
@@ -26,7 +26,7 @@ def all_for(pairs: list[Pair], ours: int) -> dict[str, str]:
     return {pair.key: pair.ours if n < ours else other[pair.ours] for n, pair in enumerate(pairs)}
 
 
-def test_only_answers_that_differ_are_voted_on_and_sides_tell_nothing() -> None:
+def test_only_differing_answers_are_voted_on_and_sides_reveal_nothing() -> None:
     pairs = pairs_of(made(TEXTS, references=None))
     assert len(pairs) == 39
     left = sum(pair.left.startswith("all") for pair in pairs)
@@ -35,7 +35,7 @@ def test_only_answers_that_differ_are_voted_on_and_sides_tell_nothing() -> None:
     assert [pair.question for pair in pairs] != sorted(pair.question for pair in pairs)
 
 
-def test_the_page_names_nobody_before_the_result_is_asked_for() -> None:
+def test_the_page_names_no_member_before_the_result_is_requested() -> None:
     page = made(TEXTS, references=None).to_voting_page()
     shown = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert "the ensemble" not in shown
@@ -66,7 +66,7 @@ def test_votes_decide_where_there_are_no_references() -> None:
     assert "Votes" in {point.title for point in few.verdict.points}
 
 
-def test_votes_stand_beside_references_and_do_not_replace_them() -> None:
+def test_votes_are_shown_with_references_and_do_not_replace_them() -> None:
     found = made(TEXTS, references="nothing of the kind")
     voted = found.with_votes(all_for(pairs_of(found), 39))
     assert voted.verdict.outcome == found.verdict.outcome == "not seen"
@@ -74,7 +74,7 @@ def test_votes_stand_beside_references_and_do_not_replace_them() -> None:
     assert json.loads(json.dumps(voted.to_dict()))["votes"]["ours"] == 39
 
 
-def test_equal_votes_count_for_nobody() -> None:
+def test_ties_count_for_neither_side() -> None:
     found = made(TEXTS, references=None)
     votes = {pair.key: "equal" for pair in pairs_of(found)}
     assert found.with_votes(votes).votes == Votes("one", 0, 0, 39)

@@ -50,7 +50,7 @@ def test_calls_are_ones_that_the_engine_would_read_and_fit_their_schema(rows: li
     assert min(kinds.values()) > 60
 
 
-def test_what_is_measured_is_not_what_was_taught() -> None:
+def test_measured_questions_are_not_taught() -> None:
     assert [question for question, _ in NEEDED if was_taught(question)] == []
     assert not set(NOT_NEEDED) & {question for question, _ in TALK}
     assert not {tool.__name__ for tool in TOOLS} & {tool.name for tool in TAUGHT}
@@ -91,7 +91,7 @@ def example_prompt(name: str) -> str:
 
 
 def was_taught(question: str) -> bool:
-    """Whether some filling of a taught form gives the question, whatever its case and its last mark."""
+    """Whether some filling of a taught form gives the question, regardless of its case and its last mark."""
     return any(_form(form).fullmatch(question) for tool in TAUGHT for form in tool.questions)
 
 

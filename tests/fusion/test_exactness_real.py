@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_feedback_and_exit_equal_the_naive_round(exact_engine: EnsembleEngine) -
 def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
     exact_engine: EnsembleEngine, chance: dict[str, float]
 ) -> None:
-    params = SamplingParams(max_tokens=24, **chance)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=24, **chance)
     whole = exact_engine.generate(PROMPTS["english"], params)
     borders = [r.start for r in whole.rounds[1:]]
     for start in (borders[0] - 2, borders[-1] - 1):
@@ -128,7 +129,7 @@ def test_both_executions_give_the_same_rounds(
 ) -> None:
     config = with_settings(exact_engine.config, exit="never", segment_tokens=6)
     chance = {} if kind in ("english", "emoji") else {"temperature": 0.9, "top_p": 0.9, "seed": 5}
-    params = SamplingParams(max_tokens=200, **chance)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=200, **chance)
     found = []
     for members in (local_members(exact_engine), static_members):
         session = open_session(config, members, question(PROMPTS[kind]), params)
@@ -141,7 +142,7 @@ def test_both_executions_give_the_same_rounds(
             assert one.scores == pytest.approx(other.scores, abs=1e-4)
 
 
-def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_forward(
+def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_pass(
     exact_engine: EnsembleEngine,
 ) -> None:
     members = local_members(exact_engine)
@@ -154,7 +155,7 @@ def test_cached_ids_are_prompt_plus_canonical_answer_and_predict_like_a_fresh_fo
     for member in members:
         own = session.participants[member.name].session
         run_stage(own.commit(session.rounds[-1].text))  # with which the next round would begin
-        sequence = own.sequence
+        sequence: Any = own.sequence
         assert list(sequence.prompt) == member.encode_prompt(messages)
         assert list(sequence.answer) == member.codec.encode(session.text)
         assert sequence._row.used == len(sequence.prompt) + len(sequence.answer)

@@ -1,4 +1,4 @@
-"""The method and the scheduler over lanes of plain Python: what they ask for, in which order, and what faults do."""
+"""The method and the scheduler over lanes of plain Python: requests, their order, and the effects of faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fake(*lanes: FakeLane, **settings: object) -> Iterator[FakeEngine]:
     assert all(lane.closed for lane in lanes)
 
 
-def test_a_round_asks_every_member_to_draft_and_to_verify_and_drafts_carry_what_is_to_commit() -> None:
+def test_a_round_asks_every_member_to_draft_and_verify_and_drafts_carry_commits() -> None:
     first, second = two()
     with fake(first, second) as engine:
         result = engine.generate("tell me", SamplingParams(max_tokens=50))
@@ -62,7 +62,7 @@ def test_text_is_committed_by_itself_where_a_context_may_be_full_with_it() -> No
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
     with fake(lane) as engine:
         assert engine.generate("tell me", kept).text == expected.text
-    assert not any(isinstance(request.op, Commit) for request in lane.asked), "all that may come has room"
+    assert not any(isinstance(request.op, Commit) for request in lane.asked), "the cache holds the whole answer"
     for limit in range(26, 60, 3):
         lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, context_limit=limit)
         with fake(lane) as engine:
@@ -112,7 +112,7 @@ def test_a_fault_takes_its_member_out_of_its_answer_only(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_when_nobody_is_left_the_error_tells_who_and_where(stage: str) -> None:
+def test_when_no_member_is_left_the_error_names_the_last_one_and_its_stage(stage: str) -> None:
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)})
     lane.disturb = lambda request: Fault("RuntimeError", "injected", "deep down") if request.op.stage == stage else None
     with fake(lane) as engine, pytest.raises(GenerationError, match=f"failed in {stage}: injected") as failure:
@@ -131,7 +131,7 @@ def test_a_lane_that_broke_ends_the_engine() -> None:
     assert second.closed
 
 
-def test_cancelling_and_timeouts_close_what_lanes_hold_while_a_stage_still_runs() -> None:
+def test_cancelling_and_timeouts_close_sessions_while_a_stage_still_runs() -> None:
     lane = FakeLane({"a": scripted(TALE)}, held=[])
     with fake(lane, max_concurrent=2) as engine:
         stream = engine.stream("never", SamplingParams(max_tokens=20))
@@ -167,7 +167,7 @@ def test_segments_arrive_one_by_one() -> None:
     assert texts == [" the sea follows", " the moon and", " the moon follows", " the sun"]
 
 
-def test_nobody_waits_for_a_segment_until_members_have_committed_it() -> None:
+def test_a_segment_is_sent_before_members_commit_it() -> None:
     shown, waited = threading.Semaphore(0), list[bool]()
 
     def disturb(request: StageRequest) -> None:

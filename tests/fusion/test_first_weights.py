@@ -1,4 +1,4 @@
-"""What members' votes count when an answer begins."""
+"""The weights of members when an answer begins."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_three_members_of_which_one_outvotes_the_others_equal_the_naive_rounds(
 
 
 class Likes(dict[tuple[str, str], float]):
-    """Two weak members find nothing likely but their own words, and the strong one is sure of its own."""
+    """Two weak members find only their own words likely, and the strong one is certain of its own."""
 
     def get(self, key: tuple[str, str], default: float = 0.0) -> float:  # type: ignore[override]
         member, text = key
@@ -84,7 +84,7 @@ class Likes(dict[tuple[str, str], float]):
 
 
 def lasting_weights(**settings: object) -> dict[str, float]:
-    """What the votes of two weak members and a strong one count after ten rounds."""
+    """The weights of two weak members and a strong one after ten rounds."""
     says = {name: scripted(" ".join(f"{name}{n}" for n in range(99))) for name in "abc"}
     with FakeEngine(FakeLane(says, Likes(), sizes={"a": 1, "b": 1, "c": 4}), **settings) as engine:
         rounds = engine.generate("tell me", SamplingParams(max_tokens=60)).rounds

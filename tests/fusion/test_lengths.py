@@ -1,4 +1,4 @@
-"""`min_tokens` and `ignore_eos`: answers of a given length, whatever the members want."""
+"""`min_tokens` and `ignore_eos`: answers of a given length, although members would end them earlier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTION = [Message("user", "How do the tides follow the moon?")]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two members that like to end their turn: among so many tokens that do, greedy decoding soon meets one."""
+    """Two members with many tokens that end their turn: greedy decoding soon meets one."""
     return list(save_pair(tmp_path_factory).values())
 
 
@@ -85,20 +85,20 @@ def test_stop_strings_end_an_answer_that_ignores_ends_of_turn(engine: EnsembleEn
     assert result.stop_sequence == stop
 
 
-def test_what_cannot_be_is_refused(tiny_engine: EnsembleEngine) -> None:
+def test_contradictory_lengths_are_refused(tiny_engine: EnsembleEngine) -> None:
     for settings in ({"min_tokens": 3}, {"ignore_eos": True}):
         with pytest.raises(ConfigError, match="which decide when an answer is complete"):
-            SamplingParams(grammar=Grammar.choice(["yes"]), **settings)  # type: ignore[arg-type]
+            SamplingParams(grammar=Grammar.choice(["yes"]), **settings)
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
         with pytest.raises(ConfigError, match="which decide when an answer is complete"):
-            tiny_engine.generate("x", SamplingParams(**settings), tools=[tool])  # type: ignore[arg-type]
+            tiny_engine.generate("x", SamplingParams(**settings), tools=[tool])
     with pytest.raises(ConfigError, match=r"min_tokens must be between 0 and 5, not 6"):
         SamplingParams(max_tokens=5, min_tokens=6)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=60)])
 def test_ids_that_a_vocabulary_has_not_end_nothing(config: EnsembleConfig, params: SamplingParams) -> None:
-    """As an architecture's defaults name them beside a smaller vocabulary."""
+    """Ids as an architecture's defaults name them, with a smaller vocabulary."""
     beyond = [replace(m, stop_token_ids=(*m.stop_token_ids, 151_329)) for m in config.member_configs]
     with EnsembleEngine(config) as plain, EnsembleEngine(replace(config, members=beyond)) as engine:
         expected, found = plain.generate(QUESTION, params), engine.generate(QUESTION, params)

@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer's tokens: those of the reference member for the final text, whoever wrote it."""
+"""Log-probabilities of an answer's tokens: the reference member's for the final text, written by any member."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = [
 
 
 def plain_rows(member: LocalMember, text: str) -> torch.Tensor:
-    """Log p of every token in the place of each of the text's, by one forward of the model over prompt and answer."""
+    """Log p of every token in the place of each of the text's, by one forward pass over prompt and answer."""
     prompt, ids = member.encode_prompt([Message("user", QUESTION)]), member.codec.encode(text)
     with torch.inference_mode():
         rows = member.runner.plain([*prompt, *ids]).float().log_softmax(-1)
@@ -92,7 +92,7 @@ def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: Ensem
 
 
 @pytest.mark.parametrize("settings", [{"top_logprobs": 21}, {"top_logprobs": -1}, {"top_logprobs": 1.5}])
-def test_more_than_can_be_told_is_refused(settings: dict[str, Any]) -> None:
+def test_more_logprobs_than_the_limit_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="top_logprobs"):
         SamplingParams(logprobs=True, **settings)
     with pytest.raises(ConfigError, match="needs logprobs=True"):

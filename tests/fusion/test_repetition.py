@@ -1,4 +1,4 @@
-"""What counts as going in circles."""
+"""Which texts count as a repetition loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_less_than_that_is_none(answer: str, segment: str) -> None:
     assert not repeats(answer, segment)
 
 
-def test_the_circle_has_to_be_at_the_end() -> None:
+def test_the_repetition_has_to_be_at_the_end() -> None:
     assert ends_in_loop(["x", "a", "b", "c", "a", "b", "c", "a", "b", "c"])
     assert not ends_in_loop(["a", "b", "c", "a", "b", "c", "a", "b", "c", "x"])
 
@@ -78,7 +78,7 @@ ITEMS = "* Chicken and Steak\n* Salmon and Shrimp\n* Chicken and Steak\n* Chicke
         ("https://example.com/\n\nhttps://example.com/\n\n", "https://example.com/"),
     ],
 )
-def test_an_answer_is_stuck_that_says_again_what_it_said(answer: str, segment: str) -> None:
+def test_an_answer_that_repeats_itself_is_stuck(answer: str, segment: str) -> None:
     assert is_stuck(answer, segment)
     assert repeats(answer, segment)
 
@@ -101,7 +101,7 @@ def test_an_answer_is_stuck_that_says_again_what_it_said(answer: str, segment: s
         ("| | | |\n| | | |\n", "| | | |\n"),
     ],
 )
-def test_what_may_belong_there_does_not_end_an_answer(answer: str, segment: str) -> None:
+def test_legitimate_repetition_does_not_end_an_answer(answer: str, segment: str) -> None:
     assert not is_stuck(answer, segment)
 
 
@@ -120,7 +120,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine
         yield engine
 
 
-def test_a_value_that_goes_in_circles_is_closed_behind_what_it_said_once(endless: EnsembleEngine) -> None:
+def test_a_value_that_repeats_itself_is_closed_after_its_first_copy(endless: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema_of(a=TEXT)))
     result = endless.generate("Speak.", params)
     assert result.finish_reason == "repetition"
@@ -132,7 +132,7 @@ def test_a_value_that_goes_in_circles_is_closed_behind_what_it_said_once(endless
     assert "".join(round.text for round in result.rounds) == result.text
 
 
-def test_it_is_an_error_that_names_the_circle_only_if_strict(endless: EnsembleEngine) -> None:
+def test_a_repetition_loop_is_an_error_that_names_it_only_if_strict(endless: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema_of(a=TEXT)))
     result = endless.generate("Speak.", params)
     with pytest.raises(UnfinishedValueError, match=r"repeated itself \('.*people sleep.* again and again\)"):
@@ -141,7 +141,7 @@ def test_it_is_an_error_that_names_the_circle_only_if_strict(endless: EnsembleEn
         check_whole(result, may_close=True)
 
 
-def test_a_value_goes_on_behind_a_string_that_was_closed(endless: EnsembleEngine) -> None:
+def test_a_value_continues_after_a_closed_string(endless: EnsembleEngine) -> None:
     schema = schema_of(a=TEXT, b={"enum": ["tide", "moon"]}, c=TEXT)
     result = endless.generate("Speak.", SamplingParams(max_tokens=400, grammar=Grammar.json_schema(schema)))
     value = json.loads(result.text)
@@ -151,19 +151,19 @@ def test_a_value_goes_on_behind_a_string_that_was_closed(endless: EnsembleEngine
     assert result.finish_reason == "repetition"
 
 
-def test_a_string_that_may_not_end_there_goes_on(endless: EnsembleEngine) -> None:
+def test_a_string_that_may_not_end_there_continues(endless: EnsembleEngine) -> None:
     schema = schema_of(a={**TEXT, "minLength": 260})
     result = endless.generate("Speak.", SamplingParams(max_tokens=500, grammar=Grammar.json_schema(schema)))
     assert len(json.loads(result.text)["a"]) >= 260
 
 
-def test_a_circle_without_an_end_near_is_an_error_that_names_it(endless: EnsembleEngine) -> None:
+def test_a_repetition_loop_without_a_near_end_is_an_error_that_names_it(endless: EnsembleEngine) -> None:
     schema = schema_of(a={**TEXT, "pattern": "sleep near harbours!$"})
     with pytest.raises(UnfinishedValueError, match=r"while it said .*people sleep.* repeatedly"):
         endless.generate("Speak.", SamplingParams(max_tokens=200, grammar=Grammar.json_schema(schema)))
 
 
-def test_a_call_that_goes_in_circles_is_closed_as_a_whole(endless: EnsembleEngine) -> None:
+def test_a_call_that_repeats_itself_is_closed_as_a_whole(endless: EnsembleEngine) -> None:
     tool = Tool("say", "", schema_of(a=TEXT, b=TEXT))
     result = endless.generate("Speak.", SamplingParams(max_tokens=400), tools=[tool], tool_choice="any")
     assert result.closing.startswith('"')

@@ -98,7 +98,7 @@ def test_max_tokens_counts_on_the_reference_tokenizer(tiny_engine: EnsembleEngin
 
 
 def shown_of(engine: EnsembleEngine, params: SamplingParams, **settings: object) -> tuple[str, EnsembleResult]:
-    """What the events show, and the result."""
+    """The content of the events, and the result."""
     events = events_of(engine, params, **settings)
     last = events[-1]
     assert isinstance(last, FinishEvent)
@@ -111,7 +111,7 @@ def test_a_stop_string_cuts_the_answer_that_would_have_been_given(
     tiny_engine: EnsembleEngine, chance: dict[str, float], score: str
 ) -> None:
     """Inside a segment, across the borders of two, and of several stops the first."""
-    params = SamplingParams(max_tokens=40, **chance)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=40, **chance)
     whole = result_of(tiny_engine, params, score=score)
     text, across = whole.text, 0
     for record in whole.rounds[1:-1:2]:
@@ -185,7 +185,7 @@ def test_equal_members_agree_and_nothing_is_verified(tiny_engine: EnsembleEngine
     assert usage.fed <= usage.drafted + 4 * len(result.rounds)
 
 
-def test_a_member_whose_context_is_full_leaves_and_the_answer_goes_on(tiny_engine: EnsembleEngine) -> None:
+def test_a_member_whose_context_is_full_leaves_and_the_answer_continues(tiny_engine: EnsembleEngine) -> None:
     chat, base = tiny_engine.config.member_configs
     prompts = [len(m.encode_prompt(QUESTION)) for m in local_members(tiny_engine)]
     small = replace(base, max_context=prompts[1] + 70)
@@ -255,8 +255,8 @@ def _for_chat(scores: Matrix, weights: Sequence[float], drafters: Sequence[Seque
     return [1.0 if 0 in own else 0.5 for own in drafters]
 
 
-def test_a_candidate_that_goes_in_circles_loses(tiny_engine: EnsembleEngine, tmp_path: Path) -> None:
-    """Without layers, the next token depends on the last one only, so that greedy text soon goes in circles."""
+def test_a_candidate_that_closes_a_repetition_loop_loses(tiny_engine: EnsembleEngine, tmp_path: Path) -> None:
+    """Without layers, the next token depends on the last one only, so that greedy text soon repeats itself."""
     folder = save_model("qwen3", byte_level_tokenizer(), tmp_path / "circling", seed=1)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
@@ -302,7 +302,7 @@ def test_the_last_member_that_fails_is_named_and_the_text_so_far_is_kept(tiny_en
         hook.remove()
         assert failure.value.member == member.name
         assert failure.value.text == "".join(shown) != ""
-        assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine goes on"
+        assert engine.generate(QUESTION, SamplingParams(max_tokens=10)).text, "the engine still answers"
 
 
 def test_a_closed_engine_says_so(tiny_engine: EnsembleEngine) -> None:
@@ -375,7 +375,7 @@ def test_a_stream_keeps_its_engine(tmp_path_factory: pytest.TempPathFactory) -> 
     assert isinstance(list(stream)[-1], FinishEvent)
 
 
-def test_a_member_that_leaves_behind_the_last_round_is_in_the_result(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_member_that_leaves_after_the_last_round_is_in_the_result(tmp_path_factory: pytest.TempPathFactory) -> None:
     member = MemberConfig(str(save_pair(tmp_path_factory)["chat"]), name="a", dtype="float32", max_context=120)
     with EnsembleEngine([member]) as engine:
         result = engine.generate("Hi.", SamplingParams(max_tokens=500))
@@ -400,7 +400,7 @@ def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFac
             engine.log_probabilities("Hi.", ["word " * 400])
 
 
-def test_where_the_only_member_that_drafts_leaves_the_others_go_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_others_continue_when_the_only_drafting_member_leaves(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Under a grammar one member drafts; it fails while it does."""
     chat, base = save_pair(tmp_path_factory).values()
     members = [

@@ -1,4 +1,4 @@
-"""What counts as a loop within a value, and where it is closed."""
+"""Which texts count as a loop within a value, and where the value is closed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specfuse_shared.text.tool_calls import CALL_OPEN
 
 
 def closed(answer: str, segment: str) -> str | None:
-    """The value as far as a loop is closed; None without one."""
+    """The value up to the point where a loop is closed; None without one."""
     loop = loop_of(answer, segment)
     return None if loop is None or not loop.closer else answer + loop.kept + loop.closer
 
@@ -47,7 +47,7 @@ def closed(answer: str, segment: str) -> str | None:
         ("", "[" + "0, " * PLAIN_ITEM_TIMES, "[0]"),
     ],
 )
-def test_a_loop_is_closed_behind_what_it_said_once_and_what_is_streamed(answer: str, segment: str, value: str) -> None:
+def test_a_loop_is_closed_after_its_first_copy_and_after_streamed_text(answer: str, segment: str, value: str) -> None:
     assert closed(answer, segment) == value
 
 
@@ -73,19 +73,19 @@ def test_a_loop_is_closed_behind_what_it_said_once_and_what_is_streamed(answer: 
         '{"',
     ],
 )
-def test_what_values_repeat_usually_is_none(text: str) -> None:
+def test_common_repetition_in_values_is_no_loop(text: str) -> None:
     for size in range(len(text)):
         assert closed(text[:size], text[size:]) is None
 
 
-def test_before_an_item_comes_once_more_a_list_may_end_or_go_on() -> None:
+def test_before_a_repeated_item_a_list_may_end_or_continue() -> None:
     said = '["red", "red", '
     assert loop_of(said, '"red", "r') == ValueLoop('"red"', '"red"', "")
     assert loop_of(said, '"red"]') is None
     assert loop_of(said, '"red", "blue"') is None
 
 
-def test_no_text_makes_it_fail_and_what_is_kept_begins_the_segment() -> None:
+def test_no_text_raises_and_the_kept_text_begins_the_segment() -> None:
     texts = ['[{"a\\', '{"a": "\\u00', '"""""""', "]]]}}}", '[,,,,,,"a', '{"a": "' + "\\u00e4\\n " * 12, "[" * 500]
     for text in texts:
         for size in range(0, len(text), 3):

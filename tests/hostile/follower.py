@@ -31,7 +31,7 @@ class Follower:
         self.slowest = 0.0
 
     def follow(self, given: dict[str, Any], seed: int) -> str:
-        """What became of an answer under the grammar: how it ended, or the kind of the error."""
+        """The outcome of an answer under the grammar: how it ended, or the kind of the error."""
         chance, self.slowest = random.Random(seed), 0.0
         try:
             grammar = Grammar(**given)

@@ -204,11 +204,11 @@ def response_bodies() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def chain(length: int) -> str:
-    """A schema of so many definitions, each of which refers to the next."""
+    """A schema of `length` definitions, each of which refers to the next."""
     defs: dict[str, Any] = {f"a{n}": {"properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}}} for n in range(length)}
     return json.dumps({"$ref": "#/$defs/a0", "$defs": {**defs, f"a{length}": {"type": "string"}}})
 
 
 def rules(length: int) -> str:
-    """A Lark grammar of so many rules, each of which refers to the next."""
+    """A Lark grammar of `length` rules, each of which refers to the next."""
     return "\n".join(["start: r0", *(f"r{n}: r{n + 1}" for n in range(length)), f'r{length}: "a"'])

@@ -1,4 +1,4 @@
-"""Request bodies at random, to a server in a process of its own: no end, no 5xx, and nobody else waits for them."""
+"""Random request bodies to a server in another process: it survives, sends no 5xx, and delays no other client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Served:
         self.statuses[response.status_code] += 1
 
     def watch(self, over: threading.Event) -> None:
-        """What a small request of another client takes, again and again, until it is over."""
+        """The seconds of another client's small requests, sent one after another until the end."""
         small = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         with httpx.Client(base_url=self.client.base_url, timeout=120) as other:
             while not over.is_set():

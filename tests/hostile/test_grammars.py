@@ -73,7 +73,7 @@ class Watched:
 
 def _processor_seconds(process: subprocess.Popen[str]) -> float:
     used = psutil.Process(process.pid).cpu_times()
-    return used.user + used.system
+    return float(used.user + used.system)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
 
 @pytest.fixture(scope="session")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnsembleEngine]:
-    """A member that answers everything with a few words and a call, whose arguments its schema must dictate."""
+    """A member that answers everything with a few words and a call; the call's schema forces its arguments."""
     folder, speech = tmp_path_factory.mktemp("caller"), "Let me see . <tool_call>"
     tokenizer = reciting_tokenizer(speech)
     reciting_model(tokenizer, speech, 9.0, endless=False).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What LangChain's standard suites are told of our models, and what the demo members cannot do."""
+"""The settings of LangChain's standard suites for our models, and the tests that the demo members cannot pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from langchain_specfuse import ChatSpecFuse
 
 
 class Supported:
-    """Mixed in before a suite: what its models can do."""
+    """A mixin for a suite: the abilities of its models."""
 
     chat_model_class: type[BaseChatModel] = ChatSpecFuse
     has_tool_calling = True

@@ -71,10 +71,10 @@ def test_an_agent_streams_its_calls_and_stops_at_a_limit(llm: ChatSpecFuse) -> N
     middlewares: Any = [
         ToolCallLimitMiddleware(run_limit=1, exit_behavior="end"),
         ModelFallbackMiddleware(llm),
-        wrap_model_call(lambda request, handler: handler(request.override(tool_choice="any"))),  # type: ignore[call-overload]
+        wrap_model_call(lambda request, handler: handler(request.override(tool_choice="any"))),
     ]
     agent = create_agent(hurried, [multiply], middleware=middlewares)
-    told = list(agent.stream({"messages": [QUESTION]}, stream_mode=["messages", "values"]))  # type: ignore[call-overload]
+    told: list[Any] = list(agent.stream({"messages": [QUESTION]}, stream_mode=["messages", "values"]))
     calls = [chunk for mode, (chunk, _) in (t for t in told if t[0] == "messages") if isinstance(chunk, AIMessageChunk)]
     assert sum(bool(chunk.tool_call_chunks) for chunk in calls) > 2
     messages = told[-1][1]["messages"]

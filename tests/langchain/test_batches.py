@@ -27,7 +27,7 @@ Batch = Callable[..., list[Any]]
 
 
 class Runs(BaseCallbackHandler):
-    """Keeps the runs, and how many went on at once."""
+    """Keeps the runs, and the highest number of concurrent ones."""
 
     def __init__(self) -> None:
         self.started: list[Any] = []
@@ -95,7 +95,7 @@ def test_exceptions_stay_with_their_input(chat: ChatSpecFuse, way: Batch) -> Non
         way(chat, ["One?", LONG], max_tokens=4)
 
 
-def test_a_name_that_nobody_has_fails_each_input(chat: ChatSpecFuse) -> None:
+def test_an_unknown_name_fails_each_input(chat: ChatSpecFuse) -> None:
     failed = chat.batch(["One?", "Two?"], return_exceptions=True, model="unknown")
     assert [type(error).__name__ for error in failed] == ["UnknownModelError"] * 2
 
@@ -179,7 +179,7 @@ def test_an_interrupt_stops_the_answers_of_a_batch(tmp_path: Path, way: str) -> 
     assert told.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_who_stops_listening_to_a_batch_stops_its_answers(tiny: EnsembleEngine) -> None:
+def test_closing_a_batch_stops_its_answers(tiny: EnsembleEngine) -> None:
     answers = ChatSpecFuse(engine=tiny, max_tokens=400).batch_as_completed(["Why?", "How?", "Who?"])
     next(iter(answers))
     answers.close()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Text, thoughts and calls as blocks of version 1: nothing shares a block, and nothing is lost."""
+"""Text, reasoning and calls as blocks of version 1: each has its own block, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specfuse_shared import EnsembleEngine, SegmentEvent, ThinkingEvent
 from specfuse_shared.frameworks import CallReader
 
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"city": {"const": "Rome"}}}}}
-NOW["function"]["parameters"]["required"] = ["city"]  # type: ignore[index]
+NOW["function"]["parameters"]["required"] = ["city"]
 CALLED = [{"name": "now", "args": {"city": "Rome"}}]
 
 
@@ -28,11 +28,11 @@ def whole(chunks: Iterator[AIMessageChunk]) -> AIMessageChunk:
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
-async def test_text_and_a_call_behind_it_are_two_blocks(caller: EnsembleEngine, version: str) -> None:
+async def test_text_and_a_call_after_it_are_two_blocks(caller: EnsembleEngine, version: str) -> None:
     model = ChatSpecFuse(engine=caller, max_tokens=200, output_version=version).bind_tools([NOW])
     answers = [
         model.invoke("When?"),
-        whole(model.stream("When?")),  # type: ignore[arg-type]
+        whole(model.stream("When?")),
         await model.ainvoke("When?"),
         whole(iter([chunk async for chunk in model.astream("When?")])),  # type: ignore[misc]
     ]
@@ -50,7 +50,7 @@ def test_so_they_are_in_the_events_of_version_3(caller: EnsembleEngine) -> None:
     assert [block["type"] for block in stream.output.content_blocks] == ["text", "tool_call"]
 
 
-def test_thoughts_text_and_calls_have_an_index_each() -> None:
+def test_reasoning_text_and_calls_have_an_index_each() -> None:
     answer = ChunkBuilder(lambda: "x", "none", reader=CallReader())
     said = 'Well. <tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}'
     events = [ThinkingEvent("a", "Hm."), SegmentEvent(said + "</tool_call>", 0, len(said), None)]

@@ -1,4 +1,4 @@
-"""What callbacks hear, whichever way LangChain runs the model: each chunk once, and each segment where wanted."""
+"""Callbacks receive each chunk once, whichever way LangChain runs the model, and each segment on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Recorder(BaseCallbackHandler):
         self.tokens.append(token)
         self.runs.add(run_id)
 
-    def on_custom_event(self, name: str, data: Any, *, run_id: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def on_custom_event(self, name: str, data: Any, *, run_id: Any, **kwargs: Any) -> None:
         self.events.append((name, data))
         self.runs.add(run_id)
 
@@ -44,7 +44,7 @@ class AsyncRecorder(AsyncCallbackHandler):
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
 
-    async def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    async def on_custom_event(self, name: str, data: Any, **kwargs: Any) -> None:
         self.events.append((name, data))
 
 
@@ -161,7 +161,7 @@ OFF: list[dict[str, Any]] = [{"streaming": False}, {"disable_streaming": True}]
 
 
 @pytest.mark.parametrize("off", OFF)
-def test_a_graph_does_not_stream_what_is_switched_off(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
+def test_a_graph_does_not_stream_when_streaming_is_off(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
     graph = graph_of(ChatSpecFuse(engine=tiny, max_tokens=12, **off))
     told = list(graph.stream({"messages": [("user", QUESTION)]}, stream_mode="messages"))
     assert [type(message) for message, _ in told] == [AIMessage]
@@ -198,9 +198,12 @@ async def test_the_record_of_an_answer_is_made_outside_the_event_loop(
     chat: ChatSpecFuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(
-        answer_reader, "ledger", lambda result, detail: threads.append(threading.current_thread()) or {"seed": 1}
-    )
+
+    def ledger(result: object, detail: str) -> dict[str, int]:
+        threads.append(threading.current_thread())
+        return {"seed": 1}
+
+    monkeypatch.setattr(answer_reader, "ledger", ledger)
     answer = await chat.ainvoke(QUESTION)
     assert answer.response_metadata["specfuse"] == {"seed": 1}
     assert threading.main_thread() not in threads

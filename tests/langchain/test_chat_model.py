@@ -89,7 +89,7 @@ def test_usage_and_metadata_come_once(answer: AIMessage, chunks: list[AIMessageC
 
 
 class Recorder(BaseCallbackHandler):
-    """Keeps what callbacks are told."""
+    """Keeps the arguments of callbacks."""
 
     def __init__(self) -> None:
         self.tokens: list[str] = []

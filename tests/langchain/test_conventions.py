@@ -1,4 +1,4 @@
-"""What users of other chat models take for granted: sizes, settings, records, reasons, and small freedoms."""
+"""Conventions of other chat models: sizes, settings, records, finish reasons, and small freedoms."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_typo_in_the_constructor_is_refused_with_the_nearest_name() -> None:
         ChatSpecFuse(members=["no/one"], ensemble={})
 
 
-def test_what_a_remote_service_would_need_is_accepted_without_effect(tiny: EnsembleEngine) -> None:
+def test_options_of_remote_services_are_accepted_without_effect(tiny: EnsembleEngine) -> None:
     plain = ChatSpecFuse(engine=tiny, max_tokens=8, tags=["a"], metadata={"b": 1}, verbose=False)
     remote = ChatSpecFuse(engine=tiny, max_tokens=8, api_key="secret", max_retries=3)
     options: dict[str, Any] = {"extra_headers": {"a": "b"}, "extra_body": {}, "user": "ada", "service_tier": "flex"}
@@ -120,7 +120,7 @@ def test_none_means_as_in_the_field(chat: ChatSpecFuse) -> None:
     assert ChatSpecFuse(engine=chat.engine, **settings).max_tokens == ChatSpecFuse(engine=chat.engine).max_tokens
 
 
-def test_one_answer_calls_one_tool_unless_told_otherwise(tiny: EnsembleEngine) -> None:
+def test_one_answer_calls_one_tool_by_default(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny)
     ask = {"tools": [{"type": "function", "function": {"name": "now"}}]}
     assert model._request([HumanMessage("Hi")], None, dict(ask)).options["parallel_tool_calls"] is False
@@ -157,7 +157,7 @@ def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
 
 
 @pytest.mark.parametrize(("reason", "said"), [("stop", "stop"), ("length", "length"), ("repetition", "stop")])
-def test_a_reason_to_end_is_one_that_everybody_knows(tiny: EnsembleEngine, reason: str, said: str) -> None:
+def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, said: str) -> None:
     ended = replace(tiny.generate(QUESTION, SamplingParams(max_tokens=4)), finish_reason=FinishReason(reason))
     [last] = ChunkBuilder(lambda: "tiny", "summary", reader=None).chunks(FinishEvent(ended))
     told = last.message.response_metadata
@@ -178,10 +178,10 @@ def test_each_generation_says_how_it_ended(chat: ChatSpecFuse) -> None:
             "chat+base",
             "specfuse",
         )
-        assert generation.message.response_metadata["finish_reason"] == "length"  # type: ignore[attr-defined]
+        assert generation.message.response_metadata["finish_reason"] == "length"
 
 
-def test_a_message_carries_a_summary_unless_told_otherwise(tiny: EnsembleEngine) -> None:
+def test_a_message_carries_a_summary_by_default(tiny: EnsembleEngine) -> None:
     told = {
         detail: ChatSpecFuse(engine=tiny, max_tokens=60, ledger=detail).invoke(QUESTION).response_metadata
         for detail in ("summary", "full", "none")
@@ -196,7 +196,7 @@ def test_a_message_carries_a_summary_unless_told_otherwise(tiny: EnsembleEngine)
     assert told["none"]["model_name"] == "chat+base"
 
 
-def test_a_call_and_a_value_tell_the_agreement_of_each_field(tiny: EnsembleEngine) -> None:
+def test_a_call_and_a_value_have_the_agreement_of_each_field(tiny: EnsembleEngine) -> None:
     crew = {"type": "integer", "minimum": 10, "maximum": 99}
     boat = {"title": "Boat", "type": "object", "properties": {"crew": crew}, "required": ["crew"]}
     model = ChatSpecFuse(engine=tiny, max_tokens=120)
@@ -205,7 +205,7 @@ def test_a_call_and_a_value_tell_the_agreement_of_each_field(tiny: EnsembleEngin
     assert told.keys() == {"$.name", "$.arguments.crew"}
     assert int(told["$.arguments.crew"]["text"]) == called.tool_calls[0]["args"]["crew"]
     found = model.with_structured_output(boat, include_raw=True).invoke(QUESTION)
-    [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]  # type: ignore[index]
+    [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]
     assert field["path"].endswith("crew")
     assert all(0 <= field["share"] <= 1 for field in told.values() if field["share"] is not None)
     quiet = model.model_copy(update={"ledger": "none"}).bind_tools([boat], tool_choice="any").invoke(QUESTION)

@@ -99,13 +99,13 @@ def test_a_translated_error_is_both_and_loses_nothing(error: errors.SpecFuseErro
         ("GenerationError", exceptions.ModelAPIError, True),
     ],
 )
-def test_an_error_is_what_langchain_calls_it(name: str, theirs: type[Exception], retryable: bool) -> None:
+def test_an_error_has_langchains_type(name: str, theirs: type[Exception], retryable: bool) -> None:
     kind = getattr(translated_errors, name)
     assert issubclass(kind, theirs)
     assert kind.is_retryable is retryable
 
 
-def test_the_traceback_leads_into_the_engine_and_the_error_is_told_once() -> None:
+def test_the_traceback_leads_into_the_engine_and_the_error_is_shown_once() -> None:
     with pytest.raises(errors.RequestError) as caught, as_langchain():
         fail()
     assert [entry.name for entry in caught.traceback][-1] == "fail"
@@ -192,7 +192,7 @@ def test_an_error_of_a_cut_value_can_be_made_by_hand() -> None:
 # ── what LangChain makes of them ─────────────────────────────────────────────────────────────────
 
 
-def test_a_timeout_is_tried_again_and_told_at_last(hurried: ChatSpecFuse) -> None:
+def test_a_timeout_is_retried_and_finally_raised(hurried: ChatSpecFuse) -> None:
     starts = Starts()
     agent = create_agent(hurried, [], middleware=[ModelRetryMiddleware(max_retries=2, initial_delay=0)])
     state = agent.invoke({"messages": [("user", "Hi")]}, {"callbacks": [starts]})
@@ -208,7 +208,7 @@ def test_a_timeout_is_tried_again_and_told_at_last(hurried: ChatSpecFuse) -> Non
         ("Hi", {"model": "unknown"}, exceptions.ModelNotFoundError),
     ],
 )
-def test_what_cannot_work_is_not_tried_again(
+def test_permanent_errors_are_not_retried(
     chat: ChatSpecFuse, question: str, settings: dict[str, Any], theirs: type[Exception]
 ) -> None:
     starts = Starts()

@@ -1,4 +1,4 @@
-"""The examples run as written, in a process of their own that loads the demo models once."""
+"""The examples run as written, in another process that loads the demo models once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("agent_langgraph", "extract_langchain", "batch_langchain")
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
-    """What each example prints."""
+    """The output of each example."""
     code = "import runpy\n" + "\n".join(
         f"print('=== {name}')\nrunpy.run_path({str(EXAMPLES / f'{name}.py')!r}, run_name='__main__')" for name in NAMES
     )

@@ -32,7 +32,7 @@ def openllmetry() -> Iterator[Spans]:
 
 
 async def usage_of_four_calls(model: ChatSpecFuse) -> UsageMetadata:
-    """The same question in each way of asking; what the first answer used."""
+    """The same question by each method; the usage of the first answer."""
     whole = model.invoke("Hello")
     list(model.stream("Hello"))
     await model.ainvoke("Hello")
@@ -52,7 +52,7 @@ async def test_openinference_finds_name_sampling_and_tokens(model: ChatSpecFuse,
         assert span["llm.token_count.completion"] == usage["output_tokens"]
 
 
-def test_openinference_finds_what_a_call_sets(model: ChatSpecFuse, openinference: Spans) -> None:
+def test_openinference_finds_the_options_of_a_call(model: ChatSpecFuse, openinference: Spans) -> None:
     model.invoke("Hello", max_tokens=5, temperature=0.0)
     [span] = openinference.of_models("llm.model_name")
     assert (parameters(span)["max_tokens"], parameters(span)["temperature"]) == (5, 0.0)

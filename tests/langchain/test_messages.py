@@ -26,10 +26,10 @@ from specfuse_shared.messages import ToolCall
 def test_every_role_of_a_conversation_is_kept() -> None:
     conversation: list[BaseMessage] = [
         SystemMessage("be brief"),
-        ChatMessage("be kind", role="developer"),
+        ChatMessage(content="be kind", role="developer"),
         HumanMessage("hello", name="Ada"),
         AIMessage("hi"),
-        FunctionMessage("7", name="add"),
+        FunctionMessage(content="7", name="add"),
     ]
     assert to_messages(conversation) == [
         Message("system", "be brief"),
@@ -54,7 +54,7 @@ def test_a_tool_call_and_its_answer_keep_arguments_and_id_and_the_answer_gets_it
 
 def test_reasoning_and_call_blocks_of_an_assistant_are_no_text() -> None:
     blocks: list[str | dict[str, object]] = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "7"}]
-    [message] = to_messages([AIMessage(blocks)])  # type: ignore[arg-type]
+    [message] = to_messages([AIMessage(blocks)])
     assert message.content == "7"
 
 
@@ -73,8 +73,8 @@ def test_reasoning_and_call_blocks_of_an_assistant_are_no_text() -> None:
         {"type": "thinking", "thinking": "hm", "signature": "x"},
     ],
 )
-def test_what_other_providers_leave_in_their_turns_is_no_text(block: dict[str, object]) -> None:
-    [message] = to_messages([AIMessage([block, {"type": "text", "text": "7"}])])  # type: ignore[list-item]
+def test_other_providers_fields_in_their_turns_are_no_text(block: dict[str, object]) -> None:
+    [message] = to_messages([AIMessage([block, {"type": "text", "text": "7"}])])
     assert message == Message("assistant", "7")
 
 
@@ -115,7 +115,7 @@ def test_content_that_is_not_text_is_refused_by_name(kind: str) -> None:
         to_messages([HumanMessage([{"type": "text", "text": "look"}, {"type": kind}])])
 
 
-@pytest.mark.parametrize("message", [ChatMessage("x", role="narrator"), RemoveMessage(id="1")])
+@pytest.mark.parametrize("message", [ChatMessage(content="x", role="narrator"), RemoveMessage(id="1")])
 def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
     with pytest.raises(RequestError, match="no turn of a conversation"):
         to_messages([message])
@@ -137,7 +137,7 @@ def test_a_message_that_is_no_turn_is_refused(message: BaseMessage) -> None:
         ({"type": "search_result", "title": "A", "content": [{"type": "text", "text": "b"}]}, "A\nb"),
     ],
 )
-def test_what_a_tool_gave_is_read_or_named(block: dict[str, Any], text: str) -> None:
+def test_a_tools_result_is_read_or_named(block: dict[str, Any], text: str) -> None:
     call = AIMessage("", tool_calls=[tool_call(name="look", args={}, id="c1")])
     [_, result] = to_messages([call, ToolMessage([block], tool_call_id="c1")])
     assert (result.role, result.content, result.name) == ("tool", text, "look")

@@ -69,7 +69,7 @@ def test_retrieval_as_a_graph_streams_its_answer(llm: ChatSpecFuse) -> None:
 
     graph = StateGraph(Retrieval).add_sequence([retrieve, generate]).add_edge(START, "retrieve").compile()
     question = {"question": "When does the observatory open?"}
-    told = list(graph.stream(question, stream_mode=["messages", "values"]))  # type: ignore[call-overload]
+    told = list(graph.stream(question, stream_mode=["messages", "values"]))
     pieces = [part[0].text for mode, part in told if mode == "messages"]
     state = told[-1][1]
     assert [document.page_content for document in state["context"]] == facts[:1]
@@ -153,7 +153,7 @@ def test_a_chatbot_trims_its_history_by_the_model_s_own_tokens(llm: ChatSpecFuse
     assert [message.type for message in state["messages"]] == ["human", "ai"] * 2
     assert trimmer.invoke(state["messages"])[0].text == "What is my name?"
     before, after = [message.usage_metadata["input_tokens"] for message in state["messages"][1::2]]
-    assert after < before, "what was said before had no room"
+    assert after < before, "the earlier turns did not fit"
 
 
 # ── extraction with examples ─────────────────────────────────────────────────────────────────────

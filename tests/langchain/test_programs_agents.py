@@ -1,7 +1,7 @@
 """Agents that tutorials end with, over the demo: hand-offs, people who decide, middlewares, fallbacks, traces.
 
 The members decide words and arguments. Whether a call is made is forced here, since models this small may call again
-what they know; what each test asserts is what LangChain's machinery made of our messages.
+an earlier one; each test asserts how LangChain's machinery handled our messages.
 """
 
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def test_an_agent_hands_over_with_a_tool(llm: ChatSpecFuse) -> None:
 # ── people, values, plans ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_person_agrees_and_the_agent_goes_on_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
+def test_a_person_agrees_and_the_agent_continues_to_a_value_of_its_schema(llm: ChatSpecFuse) -> None:
     RUN.clear()
     ask = HumanInTheLoopMiddleware(interrupt_on={"opening_hours": True})
     agent = create_agent(
@@ -209,7 +209,7 @@ def test_a_sub_agent_is_a_tool_of_another_one(llm: ChatSpecFuse) -> None:
     assert state["messages"][2].text == inner.invoke({"messages": [("user", asked[0])]})["messages"][-1].text
 
 
-# ── what stands around a model ───────────────────────────────────────────────────────────────────
+# ── middlewares around a model ───────────────────────────────────────────────────────────────────
 
 
 def test_fields_that_are_configured_fall_back_retry_and_are_cached(
@@ -249,7 +249,7 @@ def test_middlewares_retry_and_fall_back(llm: ChatSpecFuse, demo_engine: Ensembl
     assert state["messages"][-1].text == model.invoke("What is the sea?").text
 
 
-def test_a_tracer_hears_of_an_answer(llm: ChatSpecFuse) -> None:
+def test_a_tracer_receives_an_answer(llm: ChatSpecFuse) -> None:
     class Runs(BaseTracer):
         def __init__(self) -> None:
             super().__init__()

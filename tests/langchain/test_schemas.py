@@ -1,4 +1,4 @@
-"""Schemas reach the engine as they were given, in whichever form; what they ask for is what comes out."""
+"""Schemas of every form reach the engine unchanged, and the values have the types that they ask for."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plant(root: Node) -> str:
 
 
 @pytest.mark.parametrize("key", ["parameters", "input_schema", "schema"])
-def test_the_description_of_a_function_stands_for_its_schema(key: str) -> None:
+def test_the_description_of_a_function_replaces_its_schema(key: str) -> None:
     assert json_schema_of({"name": "N", "description": "d", key: UNTITLED}) == {
         "title": "N",
         "description": "d",
@@ -104,7 +104,7 @@ def test_values_fit_a_schema_given_as_a_dictionary(chat: ChatSpecFuse, schema: d
 
 
 @pytest.mark.parametrize("method", ["json_schema", "json_mode"])
-def test_a_value_that_is_cut_is_an_error_that_holds_what_there_is(chat: ChatSpecFuse, method: Any) -> None:
+def test_a_value_that_is_cut_is_an_error_with_its_text(chat: ChatSpecFuse, method: Any) -> None:
     with pytest.raises(UnfinishedValueError, match="cut the value after 60 tokens") as error:
         chat.with_structured_output(MAP, method=method).invoke("Write.", max_tokens=60)
     assert error.value.text.startswith("{")
@@ -112,12 +112,12 @@ def test_a_value_that_is_cut_is_an_error_that_holds_what_there_is(chat: ChatSpec
 
 def test_values_fit_a_class_that_contains_itself(chat: ChatSpecFuse) -> None:
     for method in ("json_schema", "function_calling"):
-        value = chat.with_structured_output(Node, method=method).invoke("Write.", max_tokens=120)  # type: ignore[arg-type]
+        value = chat.with_structured_output(Node, method=method).invoke("Write.", max_tokens=120)
         assert isinstance(value, Node)
 
 
 def test_values_fit_a_class_that_is_a_list(chat: ChatSpecFuse) -> None:
-    assert isinstance(chat.with_structured_output(Steps).invoke("Write.", max_tokens=60), Steps)
+    assert type(chat.with_structured_output(Steps).invoke("Write.", max_tokens=60)) is Steps
 
 
 def test_an_untitled_schema_may_be_called(chat: ChatSpecFuse) -> None:
@@ -133,7 +133,7 @@ def test_a_list_cannot_be_called_and_the_error_says_so(chat: ChatSpecFuse) -> No
 
 def test_json_mode_goes_without_a_schema(chat: ChatSpecFuse) -> None:
     for schema in (None, {"type": "object"}):
-        # members of random weights go on with the first key until max_tokens; the demo's do not (tests/api_server)
+        # members of random weights continue the first key until max_tokens; the demo's do not (tests/api_server)
         with pytest.raises(UnfinishedValueError) as error:
             chat.with_structured_output(schema, method="json_mode").invoke("Write.", max_tokens=40)
         assert error.value.text.startswith("{")
@@ -165,7 +165,7 @@ def test_a_call_takes_a_grammar_or_a_response_format(chat: ChatSpecFuse) -> None
 # ── strict ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_strict_tools_refuse_what_no_grammar_can_promise(chat: ChatSpecFuse) -> None:
+def test_strict_tools_refuse_schemas_that_no_grammar_can_enforce(chat: ChatSpecFuse) -> None:
     with pytest.raises(GrammarError, match="uniqueItems"):
         chat.bind_tools([UNBOUNDED], strict=True).invoke("Hi")
     described = {"type": "function", "function": {"name": "U", "parameters": UNBOUNDED, "strict": True}}
@@ -174,7 +174,7 @@ def test_strict_tools_refuse_what_no_grammar_can_promise(chat: ChatSpecFuse) -> 
     assert chat.bind_tools([described], strict=False, tool_choice="none").invoke("Hi").usage_metadata
 
 
-def test_strict_calling_refuses_what_no_grammar_can_promise(chat: ChatSpecFuse) -> None:
+def test_strict_calling_refuses_schemas_that_no_grammar_can_enforce(chat: ChatSpecFuse) -> None:
     strict = chat.with_structured_output(UNBOUNDED, method="function_calling", strict=True)
     with pytest.raises(GrammarError, match="uniqueItems"):
         strict.invoke("Hi")
@@ -221,7 +221,7 @@ def test_a_tool_needs_an_object(chat: ChatSpecFuse) -> None:
         chat.bind_tools([ENUM | {"type": "string"}])
 
 
-def test_a_value_that_quotes_a_call_stays_a_value_beside_tools(chat: ChatSpecFuse) -> None:
+def test_a_value_that_quotes_a_call_stays_a_value_with_tools(chat: ChatSpecFuse) -> None:
     add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
     quoted = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     grammar = Grammar.json_schema({"const": quoted})

@@ -1,4 +1,4 @@
-"""Thoughts of members and log-probabilities: where LangChain's users look for them, and nowhere else."""
+"""Reasoning and log-probabilities are where LangChain's users look for them, and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from jsonschema import validate
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_specfuse import ChatSpecFuse
-from langchain_specfuse.messages import Thoughts, to_messages
+from langchain_specfuse.messages import to_messages
 from specfuse_shared import EnsembleConfig, EnsembleEngine, ThinkingEvent
+from specfuse_shared.frameworks.records import Thoughts
 from tests.support.tiny import THINKING
 
 QUESTION = "How do the tides follow the moon?"
@@ -33,10 +34,10 @@ def thinker(thinking: EnsembleEngine) -> ChatSpecFuse:
     return ChatSpecFuse(engine=thinking, max_tokens=12, max_thinking_tokens=12)
 
 
-# ── thoughts ─────────────────────────────────────────────────────────────────────────────────────
+# ── reasoning ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_thoughts_are_a_reasoning_block_and_no_text(thinker: ChatSpecFuse) -> None:
+def test_reasoning_is_a_block_and_no_text(thinker: ChatSpecFuse) -> None:
     answer = thinker.invoke(QUESTION)
     reasoning, text = answer.content_blocks
     assert (reasoning["type"], text["type"]) == ("reasoning", "text")
@@ -48,7 +49,7 @@ def test_thoughts_are_a_reasoning_block_and_no_text(thinker: ChatSpecFuse) -> No
     assert segments[-1]["end"] == len(answer.text)
 
 
-def test_thoughts_stream_before_the_text(thinker: ChatSpecFuse) -> None:
+def test_reasoning_streams_before_the_text(thinker: ChatSpecFuse) -> None:
     chunks = list(thinker.stream(QUESTION))
     told = ["think" if "reasoning_content" in c.additional_kwargs else "text" for c in chunks]
     assert told == ["think"] * told.count("think") + ["text"] * told.count("text")
@@ -60,17 +61,17 @@ def test_thoughts_stream_before_the_text(thinker: ChatSpecFuse) -> None:
     assert whole.text == answer.text
 
 
-async def test_thoughts_are_blocks_of_version_one(thinking: EnsembleEngine) -> None:
+async def test_reasoning_is_in_blocks_of_version_one(thinking: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=thinking, max_tokens=12, max_thinking_tokens=12, output_version="v1")
     whole: AIMessageChunk | None = None
     async for chunk in model.astream(QUESTION):
-        whole = chunk if whole is None else whole + chunk  # type: ignore[assignment]
+        whole = chunk if whole is None else whole + chunk
     assert whole is not None
     assert [block["type"] for block in whole.content_blocks] == ["reasoning", "text"]
-    assert [block["type"] for block in model.invoke(QUESTION).content] == ["reasoning", "text"]  # type: ignore[index]
+    assert [block["type"] for block in model.invoke(QUESTION).content] == ["reasoning", "text"]
 
 
-def test_values_and_calls_begin_after_the_thoughts(thinker: ChatSpecFuse) -> None:
+def test_values_and_calls_begin_after_the_reasoning(thinker: ChatSpecFuse) -> None:
     answer = thinker.bind(response_format=SCHEMA).invoke(QUESTION, max_tokens=40)
     validate(json.loads(answer.text), SCHEMA)
     assert answer.additional_kwargs["reasoning_content"]
@@ -80,7 +81,7 @@ def test_values_and_calls_begin_after_the_thoughts(thinker: ChatSpecFuse) -> Non
     assert called.text == ""
 
 
-def test_an_answer_with_thoughts_is_a_history(thinker: ChatSpecFuse) -> None:
+def test_an_answer_with_reasoning_is_a_history(thinker: ChatSpecFuse) -> None:
     answer = thinker.invoke(QUESTION)
     [told] = to_messages([answer])
     assert told.content == answer.text
@@ -94,7 +95,7 @@ def test_members_that_do_not_think_have_no_reasoning(chat: ChatSpecFuse, thinker
     assert [(m.profile or {})["reasoning_output"] for m in (chat, thinker)] == [False, True]
 
 
-def test_thoughts_of_several_members_follow_one_another() -> None:
+def test_reasoning_of_several_members_follows_one_another() -> None:
     thoughts = Thoughts()
     events = [("a", "One "), ("b", "Zwei "), ("a", "two."), ("b", "drei.")]
     told = [thoughts.feed(ThinkingEvent(member, text)) for member, text in events]

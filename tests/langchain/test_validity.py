@@ -100,7 +100,7 @@ LISTS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tokens", [48, 160])
 @pytest.mark.parametrize(("item", "asked", "question"), LISTS)
-def test_a_list_ends_behind_what_it_said(
+def test_a_repetitive_list_ends_after_its_first_copy(
     demo_engine: EnsembleEngine, item: dict[str, Any], asked: str, question: str, tokens: int
 ) -> None:
     listed = {"type": "array", "items": item}

@@ -24,7 +24,7 @@ PAIRS = [("llama", "spoken"), ("qwen2", "window"), ("llama", "recurrent"), ("spo
 
 
 class NaiveLlama(NaiveMember):
-    """Every token and score from a whole text that a context of its own reads anew."""
+    """Every token and score from a whole text that a fresh context reads."""
 
     @cached_property
     def context(self) -> Any:
@@ -55,7 +55,9 @@ def test_rounds_equal_the_naive_ones(files: Mapping[str, Path], cache_dir: str, 
                 assert_equals_naive(own, members, QUESTION, params, 8, 1e-4, NaiveLlama)
 
 
-def test_drafts_longer_than_what_wins_and_exit_equal_the_naive_ones(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_drafts_longer_than_the_winner_and_exits_equal_the_naive_ones(
+    files: Mapping[str, Path], cache_dir: str
+) -> None:
     config = ensemble(
         files, ("llama", "spoken", "qwen2"), cache_dir, segment_tokens=12, exit="entropy", score="mean_logprob"
     )

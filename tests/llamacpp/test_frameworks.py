@@ -31,7 +31,7 @@ QUESTION = "When does the tide come?"
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> Iterator[EnsembleEngine]:
-    """Random members with room for the frameworks' prompts."""
+    """Random members with a context that holds the frameworks' prompts."""
     folder: Path = tmp_path_factory.mktemp("wide")
     makes = {"chat": byte_level_tokenizer(), "base": metaspace_tokenizer()}
     members = [
@@ -43,7 +43,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> Iterator
 
 
 class TestStandardSuite(Supported, ChatModelIntegrationTests):
-    """What needs no sense in the answers, which random members do not have; forced calls and values follow below."""
+    """Tests that need no sense in the answers of random members; forced calls and values follow below."""
 
     has_tool_calling = has_structured_output = supports_json_mode = False
     supports_model_override = False
@@ -76,7 +76,7 @@ def tide(port: Literal["Ryde", "Cowes"]) -> str:
     return f"at nine, in {port}"
 
 
-async def test_llamaindex_has_what_the_engine_answers(engine: EnsembleEngine) -> None:
+async def test_llamaindex_has_the_engines_answers(engine: EnsembleEngine) -> None:
     llm = SpecFuseLLM(engine=engine, max_tokens=24)
     expected = engine.generate(QUESTION, SamplingParams(max_tokens=24)).text
     asked = [ChatMessage(role="user", content=QUESTION)]
@@ -87,7 +87,7 @@ async def test_llamaindex_has_what_the_engine_answers(engine: EnsembleEngine) ->
     assert "".join([str(piece.delta) async for piece in await llm.astream_chat(asked)]) == expected
     index = SummaryIndex.from_documents([Document(text="The tide comes to Ryde at nine.")])
     engine_of = index.as_query_engine(llm=llm, streaming=True)
-    assert "".join(engine_of.query("When?").response_gen)  # type: ignore[union-attr]
+    assert "".join(engine_of.query("When?").response_gen)
 
 
 def test_values_are_of_their_schema(engine: EnsembleEngine) -> None:

@@ -37,7 +37,7 @@ QUESTION = "How do the tides follow the moon?"
 # ── which engine ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_auto_takes_what_suits_the_file(files: Mapping[str, Path], tmp_path: Path) -> None:
+def test_auto_chooses_the_backend_for_the_file(files: Mapping[str, Path], tmp_path: Path) -> None:
     import shutil
 
     whole = str(files["llama"])
@@ -70,7 +70,7 @@ def test_an_accelerator_that_the_build_cannot_use_goes_to_transformers(
     assert backend_of(MemberConfig(str(files["llama"]), device="cpu")).name == "llama.cpp"
 
 
-def test_without_the_library_auto_says_what_it_would_save(files: Mapping[str, Path], monkeypatch: Any) -> None:
+def test_without_the_library_auto_reports_its_savings(files: Mapping[str, Path], monkeypatch: Any) -> None:
     monkeypatch.setattr("specfuse_shared.loading.planning.has_llama_cpp", lambda: False)
     monkeypatch.setattr("specfuse_shared.loading.gguf._WHOLE", {})
     found = backend_of(MemberConfig(str(files["llama"])))
@@ -131,7 +131,7 @@ def test_the_plan_counts_the_file_as_it_is(files: Mapping[str, Path]) -> None:
     assert found.number_format == "float32"
 
 
-def test_a_lora_in_gguf_form_changes_what_is_said(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
+def test_a_lora_in_gguf_form_changes_the_answer(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
     import gguf
     import numpy as np
 
@@ -174,7 +174,7 @@ def test_a_broken_file_is_a_named_error(files: Mapping[str, Path], cache_dir: st
 def test_another_tokenizer_is_refused(files: Mapping[str, Path], cache_dir: str, tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="its tokenizer is not that of the file"):
+    with pytest.raises(UnsupportedModelError, match="its tokenizer does not match the file"):
         EnsembleEngine([member_config(files["spoken"], tokenizer=str(tmp_path))], cache_dir=cache_dir).load()
     config = member_config(files["llama"], tokenizer=str(tmp_path), chat_template=CHAT_TEMPLATE)
     with EnsembleEngine([config], cache_dir=cache_dir) as engine:
@@ -182,11 +182,11 @@ def test_another_tokenizer_is_refused(files: Mapping[str, Path], cache_dir: str,
 
 
 def test_a_cache_that_fits_nowhere_is_refused_before_it_is_taken(files: Mapping[str, Path], cache_dir: str) -> None:
-    with pytest.raises(MemberLoadError, match="no device has room"):
+    with pytest.raises(MemberLoadError, match="no device has enough memory"):
         EnsembleEngine([member_config(files["llama"], cache_tokens=10**9)], cache_dir=cache_dir).load()
 
 
-def test_answers_wait_for_room_in_the_cache(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_answers_wait_for_capacity_in_the_cache(files: Mapping[str, Path], cache_dir: str) -> None:
     members = [member_config(files["llama"], cache_tokens=400), member_config(files["spoken"])]
     with EnsembleEngine(EnsembleConfig(members, cache_dir=cache_dir, segment_tokens=6)) as engine:
         assert engine.context_limit == 400

@@ -28,7 +28,7 @@ def folder(files: Mapping[str, Path], cache_dir: str) -> Path:
 
 
 def ensemble(files: Mapping[str, Path], folder: Path, cache_dir: str, **third: str) -> EnsembleConfig:
-    """Members by the same names; the third is that of `folder`."""
+    """Members by the same names; the third is the one in `folder`."""
     members = [MemberConfig(str(folder), name="qwen2", dtype="float32", device="cpu")]
     if "server" in third:
         members = [MemberConfig(str(folder), name="qwen2", server=third["server"])]
@@ -79,7 +79,7 @@ def test_all_three_answer_as_on_one_engine(
 
 
 def test_a_seed_gives_the_same_answer_again(engines: tuple[EnsembleEngine, EnsembleEngine]) -> None:
-    """Not that of one engine: a server draws by itself."""
+    """Different from one engine's draw: a server draws by itself."""
     first, again, other = (
         engines[0].generate(QUESTION, SamplingParams(max_tokens=30, temperature=0.9, seed=seed)) for seed in (5, 5, 6)
     )
@@ -99,7 +99,7 @@ def test_many_at_once_and_a_forced_call_are_as_one_by_one(engines: tuple[Ensembl
     assert mixed.generate(QUESTION, call, **forced).text == same.generate(QUESTION, call, **forced).text
 
 
-def test_the_others_go_on_where_the_server_goes_down(files: Mapping[str, Path], folder: Path, cache_dir: str) -> None:
+def test_the_others_continue_when_the_server_goes_down(files: Mapping[str, Path], folder: Path, cache_dir: str) -> None:
     ways = Ways()
     with (
         model_server(folder, ways) as (url, _),

@@ -1,4 +1,4 @@
-"""Branches, commits and releases in a context of llama.cpp, held against reading each text anew."""
+"""Branches, commits and releases in a context of llama.cpp, compared with reading each text anew."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def test_a_batch_that_fails_changes_nothing(member: Any, monkeypatch: pytest.Mon
 
 
 @torch.inference_mode()
-def test_a_cache_grows_and_keeps_what_is_in_it(member: Any) -> None:
+def test_a_cache_grows_and_keeps_its_content(member: Any) -> None:
     choose, tolerance = random.Random(2), TOLERANCE.get(member.name, 1e-4)
     cache = member.runner.context
-    assert cache.allocated == 512  # one answer of its context; up to four have room
+    assert cache.allocated == 512  # one answer of its context; up to four fit
     contexts = [member.new_sequence(False) for _ in range(6)]
     for context in contexts:
         context.prefill([choose.randrange(10, member.vocabulary_size) for _ in range(200)])
@@ -126,7 +126,7 @@ def test_a_cache_grows_and_keeps_what_is_in_it(member: Any) -> None:
 
 
 @torch.inference_mode()
-def test_a_full_cache_is_a_memory_error_and_the_answer_goes_on(files: Mapping[str, Path], cache_dir: str) -> None:
+def test_a_full_cache_is_a_memory_error_and_the_answer_continues(files: Mapping[str, Path], cache_dir: str) -> None:
     from specfuse_shared.members.llamacpp.member import LlamaMember
 
     member = LlamaMember(member_config(files["llama"], cache_tokens=256), cache_dir=cache_dir)
@@ -135,7 +135,7 @@ def test_a_full_cache_is_a_memory_error_and_the_answer_goes_on(files: Mapping[st
     first.prefill(list(range(10, 110)))
     first.release(remember=True)
     assert member.cache_use().prefix_bytes > 0
-    second.prefill([12, *range(10, 440)])  # what was remembered makes room
+    second.prefill([12, *range(10, 440)])  # the remembered prefix is evicted
     assert member.cache_use().prefix_bytes == 0
     with pytest.raises(MemoryError, match="cache_tokens"):
         second.extend([Branch(0, tuple(range(10, 110)))])

@@ -42,7 +42,7 @@ def ids_of(member: Any, count: int, seed: int) -> list[int]:
 
 
 def read(context: Any, count: int) -> None:
-    """So many tokens more of its prompt."""
+    """Read `count` more tokens of its prompt."""
     context.run(ForwardRequest(context, prompt=count))
 
 
@@ -71,8 +71,8 @@ def test_half_a_prompt_stays_when_its_answer_stops(member: Any) -> None:
 
 
 @torch.inference_mode()
-def test_a_running_answer_lends_what_it_has_read(member: Any) -> None:
-    """Also piece by piece: what it read later is taken over by one that had begun to read."""
+def test_a_running_answer_shares_its_read_prompt(member: Any) -> None:
+    """Also piece by piece: a sequence that had begun to read takes over the tokens that another reads later."""
     prompt = ids_of(member, 120, 1)
     first, second, third = (member.new_sequence(False) for _ in range(3))
     first.begin(prompt)
@@ -124,7 +124,7 @@ def test_many_with_one_beginning_read_it_once_and_say_the_same(llama_engine: Ens
                 return decode(tokens)
 
             member.runner.context.decode = counted  # type: ignore[attr-defined]
-        results = engine.generate_batch([prompt_of(text) for text in texts], PARAMS)
+        results: list[Any] = engine.generate_batch([prompt_of(text) for text in texts], PARAMS)
         assert [result.text for result in results] == expected
         read_by_all = sum(result.usage.prompt_tokens for result in results)
         assert engine.metrics().reused_prompt_tokens > 0.5 * read_by_all

@@ -42,7 +42,8 @@ def llm(llm: SpecFuseLLM) -> SpecFuseLLM:
 async def run(agent: FunctionAgent | ReActAgent | AgentWorkflow, history: list[ChatMessage]) -> Run:
     """The agent's answer to the question, its tool calls, and when its words arrived."""
     handler = agent.run(user_msg=QUESTION, chat_history=history, max_iterations=6)
-    calls, words = [], []
+    calls: list[Any] = []
+    words: list[Any] = []
     async for event in handler.stream_events():
         if isinstance(event, ToolCallResult):
             calls.append((event.tool_name, event.tool_kwargs))

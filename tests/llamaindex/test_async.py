@@ -1,10 +1,11 @@
-"""Asynchronous calls leave the event loop free, and whoever stops listening stops the compute."""
+"""Asynchronous calls leave the event loop free, and a caller that stops listening stops the compute."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from itertools import pairwise
+from typing import Any
 
 import psutil
 import pytest
@@ -124,5 +125,6 @@ async def test_equal_members_are_loaded_once_for_both_frameworks() -> None:
     llm = SpecFuseLLM(members="demo", max_tokens=8)
     llm.complete("Hello")
     assert llm._resolve_engine() is chat._resolve_engine()
-    weights = sum(report.memory_bytes for report in llm._resolve_engine().describe())
+    reports: list[Any] = [*llm._resolve_engine().describe()]
+    weights = sum(report.memory_bytes for report in reports)
     assert spec() - loaded < 0.1 * weights

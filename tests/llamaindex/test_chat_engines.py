@@ -7,7 +7,7 @@ from llama_index.core import Document, SummaryIndex
 from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 QUESTIONS = ("When does it open?", "Who can come?", "What is sold there?")
 METADATA = ("specfuse", "usage", "prompt_tokens", "candidates", "scores", "gemma", "smollm", "None")

@@ -9,7 +9,7 @@ import pytest
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleEngine, Message
 from specfuse_shared.errors import RequestError
-from tests.llamaindex.listening import ENDPOINTS, Callbacks, Listener, ask, text_of
+from tests.llamaindex.instrumentation import ENDPOINTS, Callbacks, Listener, ask, text_of
 
 QUESTION = "Continue: 🌊 大海\n🌊 大海\n🌊 大海\n🌊"
 
@@ -58,7 +58,7 @@ async def test_settings_of_a_call_reach_every_endpoint_and_do_not_stay(endpoint:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-async def test_every_endpoint_refuses_what_cannot_be_served_before_it_computes(
+async def test_every_endpoint_refuses_impossible_requests_before_it_computes(
     endpoint: str, llm: SpecFuseLLM, callbacks: Callbacks, listener: Listener
 ) -> None:
     counted = llm.model_copy(update={"callback_manager": callbacks.manager})

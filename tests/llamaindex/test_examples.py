@@ -18,7 +18,7 @@ needs_demo_extra = pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason="t
 
 
 def printed(example: str, *arguments: str) -> str:
-    """What an example prints, in a process of its own."""
+    """The output of an example that runs in another process."""
     command = [sys.executable, str(ROOT / "examples" / example), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -63,5 +63,5 @@ def test_the_chat_engine_remembers() -> None:
 def test_the_extraction_fills_the_form() -> None:
     *_, last = printed("extraction_llamaindex.py").splitlines()
     form = json.loads(last)
-    assert isinstance(form.pop("room"), bool)  # the members are too small to tell whether one is wanted
+    assert isinstance(form.pop("room"), bool)  # the members are too small to know whether one is wanted
     assert form == {"adults": 2, "children": 1, "day": "Saturday", "arrival": "train"}

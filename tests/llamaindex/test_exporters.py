@@ -11,7 +11,7 @@ import pytest
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import Grammar
-from tests.llamaindex.listening import ENDPOINTS, ask
+from tests.llamaindex.instrumentation import ENDPOINTS, ask
 from tests.support.exporting import Spans, instrumented, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
@@ -35,7 +35,7 @@ def openllmetry() -> Iterator[Spans]:
 
 
 async def usage(llm: SpecFuseLLM, endpoints: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What each endpoint counted."""
+    """The counts of each endpoint."""
     return [(await ask(llm, endpoint, "Hello"))[-1].raw["usage"] for endpoint in endpoints]
 
 
@@ -68,7 +68,7 @@ async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: S
     [Grammar.choice(["yes", "no"]), Grammar.json_schema({"type": "object"}), Grammar.regex("a+"), None],
     ids=str,
 )
-def test_what_a_trace_holds_is_plain_json(grammar: Grammar | None) -> None:
+def test_the_content_of_a_trace_is_plain_json(grammar: Grammar | None) -> None:
     llm = SpecFuseLLM(members=["no/one"], grammar=grammar, stop=["x"], seed=3)
     told = json.loads(json.dumps(llm.to_payload()))
     assert told["model"] == "one"

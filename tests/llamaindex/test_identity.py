@@ -1,4 +1,4 @@
-"""What an LLM says of itself: to traces, dictionaries and planners, and what it makes of options that it lacks."""
+"""How an LLM describes itself: in traces, dictionaries and planners; and its reply to options that it lacks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.errors import ConfigError, EngineClosedError
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 from tests.support.serving import serving
 from tests.support.tiny import CHAT_TEMPLATE
 
 
-def test_a_trace_holds_what_exporters_look_for_and_no_local_path(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
+def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(
+    tiny_llm: SpecFuseLLM, listener: Listener
+) -> None:
     llm = tiny_llm.model_copy(update={"temperature": 0.5, "seed": 1, "max_tokens": 6})
     last = llm.chat([ChatMessage("Hello")])
     [started] = listener.of("LLMChatStartEvent")
@@ -48,7 +50,7 @@ def test_it_may_be_named_as_other_models_are(tiny_llm: SpecFuseLLM) -> None:
     with pytest.raises(ConfigError, match=r"members=\['Qwen/Qwen3-8B'\]"):
         SpecFuseLLM(engine=tiny_llm.engine, model="Qwen/Qwen3-8B")
     assert SpecFuseLLM(model="Qwen/Qwen3-8B")._ensemble().names == ("Qwen3-8B",)
-    assert SpecFuseLLM(model=["a/b", "c/d"])._ensemble().names == ("b", "d")  # type: ignore[arg-type]
+    assert SpecFuseLLM(model=["a/b", "c/d"])._ensemble().names == ("b", "d")
     with pytest.raises(ConfigError, match=r"by name: write members='demo'"):
         SpecFuseLLM("demo")  # type: ignore[call-arg]
 
@@ -75,7 +77,7 @@ def test_no_ledger_is_none(tiny_llm: SpecFuseLLM, listener: Listener) -> None:
     assert listener.of("SpecFuseSegmentEvent")
 
 
-def test_thoughts_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> None:
+def test_thinking_tokens_are_counted_as_reasoning(tiny_members: list[MemberConfig]) -> None:
     thinks = replace(tiny_members[0], chat_template=CHAT_TEMPLATE, thinking=("<think>", "</think>"))
     with EnsembleEngine(EnsembleConfig([thinks, tiny_members[1]])) as engine:
         llm = SpecFuseLLM(engine=engine, max_tokens=6, max_thinking_tokens=8, ledger="full")
@@ -104,10 +106,10 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 @pytest.mark.parametrize("several", [True, False])
 async def test_an_agent_gets_as_many_calls_as_it_asks_for(tiny_llm: SpecFuseLLM, several: bool) -> None:
-    """Random members, whom nobody taught that one call is enough; agents ask for several unless told otherwise."""
+    """Random members, which were never taught that one call is enough; agents ask for several by default."""
     tools = [FunctionTool.from_defaults(lambda: "now", name="now", return_direct=True)]
     told = {} if several else {"allow_parallel_tool_calls": False}
     llm = tiny_llm.model_copy(update={"temperature": 1.0, "seed": 2})
     agent = FunctionAgent(tools=tools, llm=llm, initial_tool_choice="now", **told)
-    output = await agent.run("When?")
+    output: Any = await agent.run("When?")
     assert (len(output.tool_calls) > 1) is several

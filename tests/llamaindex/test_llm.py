@@ -27,7 +27,8 @@ def responses(llm: SpecFuseLLM) -> list[CompletionResponse]:
 
 @pytest.fixture(scope="module")
 def completion(llm: SpecFuseLLM) -> CompletionResponse:
-    return llm.complete(QUESTION)
+    answer: CompletionResponse = llm.complete(QUESTION)
+    return answer
 
 
 # ── an answer ────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +145,7 @@ def test_equal_configurations_share_an_engine() -> None:
 # ── a place in LlamaIndex ────────────────────────────────────────────────────────────────────────
 
 
-def test_the_class_stands_in_llamaindex_s_hierarchy() -> None:
+def test_the_class_is_in_llamaindexs_hierarchy() -> None:
     names = [base.__name__ for base in SpecFuseLLM.__mro__]
     assert BaseLLM.__name__ in names
     assert names.index("CustomLLM") < names.index("LLM")
@@ -152,7 +153,7 @@ def test_the_class_stands_in_llamaindex_s_hierarchy() -> None:
     assert not SpecFuseLLM.__abstractmethods__
 
 
-def test_a_context_without_room_for_llamaindex_s_prompts_is_refused() -> None:
+def test_a_context_too_small_for_llamaindexs_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"600 tokens.*take up to 620"):
         SpecFuseLLM(members=[MemberConfig("no/such", max_context=600)])
     assert SpecFuseLLM(members=[MemberConfig("no/such", max_context=900)]).metadata.num_output == 256

@@ -100,7 +100,7 @@ def test_a_call_in_blocks_and_in_kwargs_is_one_call() -> None:
     assert message.tool_calls == (ToolCall("add", {"a": 3}, "c1"),)
 
 
-def test_what_has_words_is_read_and_marks_and_sources_say_nothing() -> None:
+def test_texts_are_read_and_marks_and_sources_are_ignored() -> None:
     cited = CitationBlock(cited_content="seven", source="s", title="t", additional_location_info={})
     blocks = [
         TextBlock(text="When?"),
@@ -121,7 +121,7 @@ def test_an_image_inside_a_citable_block_and_a_scanned_document_are_refused() ->
             to_messages([ChatMessage(role="user", blocks=[block])])
 
 
-def test_what_a_tool_gave_is_named_and_calls_without_a_name_are_left_out() -> None:
+def test_tool_results_are_named_and_calls_without_a_name_are_left_out() -> None:
     image, scan = ImageBlock(image=b""), DocumentBlock(data=b"%PDF", document_mimetype="application/pdf", title="Plan")
     blocks = [TextBlock(text="Here:"), image, scan]
     [told] = to_messages([ChatMessage(role="tool", blocks=blocks, additional_kwargs={"tool_call_id": "c"})])

@@ -26,7 +26,7 @@ def test_construction_copies_and_pickles_take_no_engine(tiny_members: list[Membe
         assert (other.members, other.grammar, other.additional_kwargs) == (llm.members, llm.grammar, {"seed": 1})
 
 
-def test_a_context_manager_loads_nothing_and_frees_what_was_loaded(tiny_members: list[MemberConfig]) -> None:
+def test_a_context_manager_loads_nothing_and_frees_loaded_members(tiny_members: list[MemberConfig]) -> None:
     with SpecFuseLLM(members=tiny_members, max_tokens=3, seed=11) as llm:
         assert llm._leases == []
         engine = llm.load()._resolve_engine()

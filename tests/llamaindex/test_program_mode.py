@@ -41,7 +41,7 @@ def llm(lane: FakeLane) -> Iterator[SpecFuseLLM]:
 def test_a_value_is_asked_for_in_words_and_parsed(llm: SpecFuseLLM, lane: FakeLane) -> None:
     assert llm.structured_predict(Note, PROMPT, thing="the moon") == NOTE
     [opened] = lane.ops("a", Open)
-    assert len(opened.prompt) > 20, "words of the schema stand behind the three of the prompt"
+    assert len(opened.prompt) > 20, "words of the schema follow the three of the prompt"
 
 
 def test_a_stream_ends_with_the_value(llm: SpecFuseLLM) -> None:

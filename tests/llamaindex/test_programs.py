@@ -1,6 +1,6 @@
 """Programs of LlamaIndex's tutorials over the real demo ensemble: queries, chats, agents and a workflow.
 
-What the members write is up to them; what LlamaIndex cannot read raises its own error, never one of ours.
+The members decide their words. If LlamaIndex cannot read them, it raises its own error, never one of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, st
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import Listener, readable_or_refused
+from tests.llamaindex.instrumentation import Listener, readable_or_refused
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +75,7 @@ def test_a_router_that_calls_a_function_always_chooses(
         assert response.metadata["selector_result"].ind in (0, 1)
 
 
-def test_a_router_that_reads_text_chooses_or_says_what_it_could_not_read(
+def test_a_router_that_reads_text_chooses_or_reports_the_unreadable_text(
     index: SummaryIndex, llm: SpecFuseLLM, listener: Listener
 ) -> None:
     selector = LLMSingleSelector.from_defaults(llm=llm.model_copy(update={"max_tokens": 30}))
@@ -107,7 +107,7 @@ async def test_an_agent_gives_its_answer_as_an_instance_of_a_class(llm: SpecFuse
         return f"On {day} it opens at seven."
 
     agent = FunctionAgent(tools=[opening_hours], llm=llm.model_copy(update={"max_tokens": 50}), output_cls=Hours)
-    response = await agent.run("When does it open on Friday?")
+    response: Any = await agent.run("When does it open on Friday?")
     assert isinstance(response.structured_response, dict)
     assert isinstance(response.get_pydantic_model(Hours), Hours)
 

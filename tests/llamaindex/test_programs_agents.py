@@ -2,7 +2,7 @@
 
 Members this small follow examples rather than instructions: without any, they give LlamaIndex's own `handoff`, whose
 agent is free text, a name that there is not ("Book visits."), hear so, say the same again, and end at the limit of
-iterations. Either worked examples show them how, or a tool of one's own names the agents in its schema, which a grammar
+iterations. Either worked examples show them how, or a custom tool names the agents in its schema, which a grammar
 holds.
 """
 
@@ -78,10 +78,10 @@ async def test_two_agents_and_a_person_finish_a_booking(settings: dict[str, Any]
     async for event in handler.stream_events():
         if isinstance(event, InputRequiredEvent):
             asked.append(event.prefix)
-            handler.ctx.send_event(HumanResponseEvent(response=answer))  # type: ignore[union-attr, call-arg]
+            handler.ctx.send_event(HumanResponseEvent(response=answer))  # type: ignore[call-arg]
         if isinstance(event, ToolCallResult):
             calls.append((event.tool_name, event.tool_kwargs, event.tool_output.content))
-    output = await handler
+    output: Any = await handler
     assert asked == ["Book 2 guests for Friday?"]
     assert [name for name, *_ in calls] == ["opening_hours", "handoff", "book_visit"]
     booked = "2 guests are booked for Friday." if answer == "yes" else "The guest does not want it."
@@ -116,7 +116,7 @@ async def test_a_tool_whose_schema_names_the_agents_hands_over_to_one_of_them(
             turns.append(event)
         if isinstance(event, ToolCallResult):
             sent.append(event.tool_kwargs["agent"])
-    output = await handler
+    output: Any = await handler
     assert [turn.current_agent_name for turn in turns] == ["desk", *sent]
     assert output.current_agent_name == sent[0]
     assert turns[1].input[-1].additional_kwargs["tool_call_id"]

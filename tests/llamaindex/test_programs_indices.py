@@ -34,7 +34,7 @@ from sqlalchemy import create_engine, text
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared import EnsembleEngine, Grammar
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,7 +65,7 @@ def short(llm: SpecFuseLLM) -> SpecFuseLLM:
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_memory_blocks_keep_what_was_said(llm: SpecFuseLLM) -> None:
+async def test_memory_blocks_keep_earlier_turns(llm: SpecFuseLLM) -> None:
     form = Grammar.regex(r"<facts>(<fact>[A-Za-z ]{8,40}</fact>){1,2}</facts>")
     reader = llm.model_copy(update={"max_tokens": 60, "grammar": form})
     facts = FactExtractionMemoryBlock(name="facts", llm=reader, max_facts=5)
@@ -108,7 +108,8 @@ async def test_a_query_engine_and_an_agent_answer_with_values(llm: SpecFuseLLM, 
     assert isinstance(engine.query(QUESTION).response, Hours)
     handler = FunctionAgent(llm=wide, output_cls=Hours).run("It opens at seven in the evening. When does it open?")
     values = [event async for event in handler.stream_events() if isinstance(event, AgentStreamStructuredOutput)]
-    assert values[-1].output == (await handler).structured_response
+    output: Any = await handler
+    assert values[-1].output == output.structured_response
     assert Hours.model_validate(values[-1].output)
 
 

@@ -40,7 +40,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import Listener, readable_or_refused
+from tests.llamaindex.instrumentation import Listener, readable_or_refused
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +52,7 @@ QUESTION = "When does the observatory open?"
 
 
 class Place(BaseModel):
-    """A place that a text tells of."""
+    """A place in a text."""
 
     name: str = Field(max_length=20)
     indoors: bool
@@ -118,7 +118,7 @@ def test_a_reranker_that_predicts_values_always_ranks(llm: SpecFuseLLM, listener
 
 
 @pytest.mark.parametrize("reranker", [LLMRerank, RankGPTRerank])
-def test_a_reranker_that_reads_text_ranks_what_it_can_read(
+def test_a_reranker_that_reads_text_ranks_the_readable_nodes(
     reranker: type[LLMRerank] | type[RankGPTRerank], llm: SpecFuseLLM, listener: Listener
 ) -> None:
     ranking = reranker(llm=llm.model_copy(update={"max_tokens": 12}), top_n=1)

@@ -8,7 +8,7 @@ from llama_index.core.base.response.schema import RESPONSE_TYPE, StreamingRespon
 from llama_index.core.response_synthesizers import ResponseMode
 
 from llamaindex_specfuse import SpecFuseLLM
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 FACTS = ("The observatory opens at seven in the evening.", "The café of the observatory sells comet tarts.")
 QUESTION = "When does the observatory open?"

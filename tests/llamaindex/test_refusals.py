@@ -1,4 +1,4 @@
-"""What cannot be answered is an error that LlamaIndex passes on; what a model wrote badly is one that it may handle."""
+"""Requests without an answer raise an error that LlamaIndex passes on; unreadable output raises one that it expects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def long_nodes() -> list[NodeWithScore]:
 
 
 def blind(llm: SpecFuseLLM) -> SpecFuseLLM:
-    """LlamaIndex believes that there is room for everything."""
+    """LlamaIndex assumes that everything fits."""
     return llm.model_copy(update={"context_window": 200_000})
 
 
@@ -46,7 +46,7 @@ async def test_nor_asynchronously_nor_where_answers_are_filtered(tiny_llm: SpecF
         await synthesizer.asynthesize("What is it?", long_nodes())
 
 
-def test_a_value_that_finds_no_room_is_told_where_refine_goes_on(
+def test_a_value_that_does_not_fit_is_reported_where_refine_continues(
     tiny_llm: SpecFuseLLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = tiny_llm.model_copy(update={"max_tokens": 8})

@@ -1,4 +1,4 @@
-"""The settings of SpecFuseLLM: fields, what every call takes, and what it plans with before anything is loaded."""
+"""The settings of SpecFuseLLM: fields, options of every call, and sizes for planning before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_fields(llm: SpecFuseLLM, **fields: object) -> SpecFuseLLM:
 # ── of every call ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_grammar_holds_every_answer_but_that_of_a_call_with_its_own(tiny_llm: SpecFuseLLM) -> None:
+def test_a_grammar_applies_to_every_answer_without_another_grammar(tiny_llm: SpecFuseLLM) -> None:
     llm = with_fields(tiny_llm, grammar=YES_OR_NO)
     assert llm.complete("Is it open?").text in ("yes", "no")
     assert llm.complete("Is it open?", grammar=Grammar.choice(["perhaps"])).text == "perhaps"
@@ -44,7 +44,7 @@ def test_a_grammar_comes_back_from_json() -> None:
     assert restored.additional_kwargs == {"seed": 3}
 
 
-def test_what_is_no_grammar_is_refused() -> None:
+def test_an_object_that_is_no_grammar_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Grammar\.choice"):
         SpecFuseLLM(members=["no/one"], grammar="yes|no")
 

@@ -61,7 +61,7 @@ async def test_filtered_answers_are_streamed(tiny_llm: SpecFuseLLM) -> None:
     answers = {question: synthesizer.synthesize(question, nodes) for question in asked}
     # a model with random weights finds some of them unanswered: those have the text "Empty Response"
     question, told = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
-    pieces = []
+    pieces: list[str] = []
     with pytest.warns(ClosedValueWarning, match="max_tokens"):  # such a model ends no string
         pieces += told.response_gen
     assert "".join(pieces)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from llamaindex_specfuse import SpecFuseLLM
 from specfuse_shared.errors import RequestError
-from tests.llamaindex.listening import Listener
+from tests.llamaindex.instrumentation import Listener
 
 PROMPT = PromptTemplate("Describe {thing} in a few words.")
 
@@ -97,7 +97,7 @@ def test_a_structured_llm_answers_chats_with_json(llm: SpecFuseLLM) -> None:
     assert Choice.model_validate_json(response.message.content or "") == response.raw
 
 
-def test_a_value_without_room_is_an_error_and_not_half_a_value(llm: SpecFuseLLM) -> None:
+def test_a_value_that_does_not_fit_is_an_error_and_not_half_a_value(llm: SpecFuseLLM) -> None:
     with pytest.raises(RequestError, match="max_tokens=4"):
         llm.structured_predict(Pair, PROMPT, llm_kwargs={"max_tokens": 4}, thing="the sea")
 

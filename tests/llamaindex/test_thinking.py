@@ -1,4 +1,4 @@
-"""Thoughts and log-probabilities stand where LlamaIndex has them, and thoughts never in the content."""
+"""Reasoning and log-probabilities are where LlamaIndex has them, and reasoning is never in the content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from llamaindex_specfuse import SpecFuseLLM
 from llamaindex_specfuse.base import PROMPT_RESERVE
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
-from tests.llamaindex.listening import ENDPOINTS, Listener, ask
+from tests.llamaindex.instrumentation import ENDPOINTS, Listener, ask
 from tests.support.tiny import THINKING
 
 QUESTION = "How do the tides follow the moon?"
@@ -45,7 +45,7 @@ def thoughts_in(message: ChatMessage) -> list[tuple[str | None, str]]:
     return [(block.content, block.additional_information["member"]) for block in blocks]
 
 
-def test_thoughts_are_a_block_in_front_of_the_text_and_no_part_of_it(llm: SpecFuseLLM) -> None:
+def test_reasoning_is_a_block_before_the_text_and_no_part_of_it(llm: SpecFuseLLM) -> None:
     message = llm.chat([ChatMessage(QUESTION)]).message
     [(thought, member)] = thoughts_in(message)
     assert member == "thinks"
@@ -56,7 +56,7 @@ def test_thoughts_are_a_block_in_front_of_the_text_and_no_part_of_it(llm: SpecFu
 
 
 @pytest.mark.parametrize("endpoint", ["stream_chat", "astream_chat"])
-async def test_thoughts_are_streamed_before_the_answer(endpoint: str, llm: SpecFuseLLM) -> None:
+async def test_reasoning_is_streamed_before_the_answer(endpoint: str, llm: SpecFuseLLM) -> None:
     responses = await ask(llm, endpoint, QUESTION)
     thinking = list(takewhile(lambda response: "thinking_delta" in response.additional_kwargs, responses))
     told = "".join(response.additional_kwargs["thinking_delta"] for response in thinking)
@@ -67,7 +67,7 @@ async def test_thoughts_are_streamed_before_the_answer(endpoint: str, llm: SpecF
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
-async def test_an_agent_passes_thoughts_on(llm: SpecFuseLLM) -> None:
+async def test_an_agent_passes_reasoning_on(llm: SpecFuseLLM) -> None:
     handler = FunctionAgent(tools=[], llm=llm).run(user_msg=QUESTION)
     told = [event.thinking_delta async for event in handler.stream_events() if isinstance(event, AgentStream)]
     assert "".join(filter(None, told))
@@ -75,7 +75,7 @@ async def test_an_agent_passes_thoughts_on(llm: SpecFuseLLM) -> None:
     assert "".join(filter(None, told)) not in str(response)
 
 
-def test_a_value_and_a_call_begin_after_the_thoughts(llm: SpecFuseLLM) -> None:
+def test_a_value_and_a_call_begin_after_the_reasoning(llm: SpecFuseLLM) -> None:
     structured = llm.model_copy(update={"max_tokens": 60}).as_structured_llm(Answer)
     assert isinstance(structured.chat([ChatMessage(QUESTION)]).raw, Answer)
 
@@ -85,7 +85,7 @@ def test_a_value_and_a_call_begin_after_the_thoughts(llm: SpecFuseLLM) -> None:
     assert [call.tool_name for call in llm.get_tool_calls_from_response(response)] == ["weather"]
 
 
-def test_thoughts_of_earlier_turns_are_not_told_again(llm: SpecFuseLLM, listener: Listener) -> None:
+def test_reasoning_of_earlier_turns_is_not_sent_again(llm: SpecFuseLLM, listener: Listener) -> None:
     engine = SimpleChatEngine.from_defaults(llm=llm)
     engine.chat(QUESTION)
     [(thought, _)] = thoughts_in(engine.chat_history[-1])
@@ -94,7 +94,7 @@ def test_thoughts_of_earlier_turns_are_not_told_again(llm: SpecFuseLLM, listener
     assert thought not in listener.prompts()[-1]
 
 
-def test_llamaindex_plans_with_room_for_thoughts(llm: SpecFuseLLM) -> None:
+def test_llamaindex_reserves_context_for_reasoning(llm: SpecFuseLLM) -> None:
     assert llm.metadata.num_output == 12 + 20
     long = SpecFuseLLM(engine=llm.engine, max_tokens=12, max_thinking_tokens=3900)
     assert long.metadata.num_output == long.metadata.context_window - PROMPT_RESERVE

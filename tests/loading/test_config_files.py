@@ -30,7 +30,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_server_and_everybody_else_read_the_same_table(file: Path) -> None:
+def test_the_server_and_all_other_readers_use_the_same_table(file: Path) -> None:
     served = read_config(file).ensembles
     assert {name: read_ensemble(f"{file}#{name}") for name in served} == served
     assert served["base"].member_configs[1].weight == 1e40
@@ -68,10 +68,10 @@ def test_a_chat_model_takes_a_file_as_it_takes_its_configuration(
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         kind(config=Path("none.toml"))
     with pytest.raises(ConfigError, match="must be an EnsembleConfig or a TOML file, not int"):
-        kind(config=5)  # type: ignore[arg-type]
+        kind(config=5)
 
 
-def test_the_weights_of_a_file_change_what_a_chat_model_says(file: Path) -> None:
+def test_the_weights_of_a_file_change_a_chat_models_answer(file: Path) -> None:
     """All questions together: where members disagree, the heavy one's words are chosen."""
     questions = [f"Say something about {what}." for what in ("tides", "bees", "bread", "snow")]
     said = {}

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_dtype_and_report(folder: Path) -> None:
     assert report.memory_bytes == pytest.approx(2 * report.parameters, rel=0.01)
 
 
-def _adapter(folder: Path, target: Path) -> AutoModelForCausalLM:
+def _adapter(folder: Path, target: Path) -> Any:
     """A random LoRA adapter for the model in `folder`, stored in `target`; the model with the adapter in place."""
     base = AutoModelForCausalLM.from_pretrained(folder)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
@@ -205,7 +206,7 @@ def test_an_adapter_without_its_extra_names_the_extra(folder: Path, monkeypatch:
         LocalMember(MemberConfig(str(folder), adapter="an/adapter"))
 
 
-def test_capped_attention_is_the_models_own_whatever_its_class_says(
+def test_capped_attention_is_the_models_own_for_any_declared_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers 5.17 says of Gemma 2 that the library's attention will do, which leaves the caps out."""
@@ -229,10 +230,10 @@ def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
     assert wrong.error > 2e-3
 
 
-def test_coarse_rounding_is_told_of_and_wrong_probabilities_are_refused(
+def test_coarse_rounding_is_reported_and_wrong_probabilities_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A processor without bfloat16 of its own is off by more than one with it, and by less than a wrong mask."""
+    """A processor that emulates bfloat16 is off by more than one that supports it, and by less than a wrong mask."""
     model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
     model.set_attn_implementation(GROUPED)
     errors = {"packed": 0.5, "rows": 0.6}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def without(folder: Path, lost: Callable[[str], bool], file: str = "model.safete
     save_file(kept, folder / file, metadata={"format": "pt"})
 
 
-def save_encoder(folder: Path, kind: type) -> Path:
+def save_encoder(folder: Path, kind: Any) -> Path:
     tokenizer = byte_level_tokenizer()
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models of Ollama's store by name: what is found, what is refused, and what a bad store cannot do."""
+"""Models of Ollama's store by name: models that are found, names that are refused, and damaged stores."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_adapters_of_a_model_go_along(store: Path) -> None:
     assert lora_files(member("tuned")) == (store / "blobs" / f"sha256-{'d' * 64}",)
 
 
-def test_an_unknown_name_lists_what_is_there(store: Path) -> None:
+def test_an_unknown_name_lists_the_existing_ones(store: Path) -> None:
     add(store, "registry.ollama.ai/library/llama3.2/3b", [(MODEL, "a" * 64)])
     with pytest.raises(MemberLoadError, match=r"no model 'mistral': there are llama3.2:3b \(`ollama pull mistral`"):
         gguf_file(member("mistral"))

@@ -1,4 +1,4 @@
-"""A bar shows what loading does, where somebody sees it."""
+"""A bar shows the progress of loading in a terminal."""
 
 from __future__ import annotations
 

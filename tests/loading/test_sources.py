@@ -1,4 +1,4 @@
-"""Files that members name are looked for before torch is imported; what is wrong with them is said in a line."""
+"""Members' files are looked for before torch is imported; a message of one line says which is wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(tmp_path: Path) -> Path:
         ("gone/model", r"there is no file or folder .*model, nor a folder .*gone"),
     ],
 )
-def test_what_cannot_be_a_model_is_said(place: Path, model: str, told: str) -> None:
+def test_a_source_that_cannot_be_a_model_is_reported(place: Path, model: str, told: str) -> None:
     with pytest.raises(MemberLoadError, match=told):
         check_sources(EnsembleConfig(["org/name", str(place / model)]))
 
@@ -46,7 +46,7 @@ def test_relative_paths_are_no_hub_ids() -> None:
             check_sources(EnsembleConfig([model]))
 
 
-def test_what_may_be_a_model_passes(place: Path) -> None:
+def test_a_possible_model_passes(place: Path) -> None:
     served = MemberConfig("org/tokenizer", server="http://127.0.0.1:9")
     models = ["gpt2", "org/name.v2", str(place / "parent" / "model"), str(place / "ggufs" / "a-Q4_K_M.gguf"), served]
     check_sources(EnsembleConfig(models))

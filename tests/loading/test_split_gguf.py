@@ -65,7 +65,7 @@ def test_a_part_of_another_model_is_refused(whole: Path) -> None:
         answer(mine[0])
 
 
-def test_what_an_earlier_release_converted_is_removed(whole: Path) -> None:
+def test_conversions_of_earlier_releases_are_removed(whole: Path) -> None:
     target = converted(whole, None, lambda stage: None)
     older, foreign = target.with_name(f"{target.name[:-1]}1"), target.with_name("other-abc-1")
     for folder in (older, foreign):

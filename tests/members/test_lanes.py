@@ -1,4 +1,4 @@
-"""Members on devices or cores of their own step at the same time: the same answers and faults as in turn."""
+"""Members on their own devices or cores step at the same time: the same answers and faults as one after another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(tiny_engine: EnsembleEngine) -> EnsembleConfig:
 def engine(
     request: pytest.FixtureRequest, lanes: Lanes, config: EnsembleConfig, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EnsembleEngine]:
-    """The tiny members as if each had a device, or cores, of its own."""
+    """The tiny members as if each had its own device, or its own cores."""
     if request.param == "devices":
         monkeypatch.setattr("specfuse_shared.members.local.lane.devices_of", lambda member: (member.name,))
     else:
@@ -53,7 +53,7 @@ def engine(
 
 @contextmanager
 def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tuple[float, float]]]]:
-    """Every forward takes longer; when each began and ended, by member."""
+    """Every forward pass takes longer; when each began and ended, by member."""
     times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in local_members(engine)}
     for member in local_members(engine):
         plain = member.runner.step
@@ -71,20 +71,20 @@ def slowed(engine: EnsembleEngine, seconds: float) -> Iterator[dict[str, list[tu
         del member.runner.step
 
 
-def test_answers_are_those_of_members_in_turn_and_forwards_overlap(
+def test_answers_equal_sequential_ones_and_forward_passes_overlap(
     tiny_engine: EnsembleEngine, engine: EnsembleEngine, lanes: Lanes
 ) -> None:
     expected = [answer_of(tiny_engine.generate(*each)) for each in zip(QUESTIONS, PARAMS, strict=True)]
     assert len(lanes()) == 1, "one member runs in the worker itself"
     with slowed(engine, 0.002) as times:
-        found = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]  # type: ignore[arg-type]
+        found = [answer_of(result) for result in engine.generate_batch(QUESTIONS, PARAMS)]
     assert found == expected
     first, second = times.values()
     together = sum(any(a < d and c < b for c, d in second) for a, b in first)
     assert together > 0.5 * len(first), "but where only one of them has anything to do"
 
 
-def test_members_of_one_core_take_turns_without_a_thread(
+def test_members_of_one_core_run_one_after_another_without_a_thread(
     config: EnsembleConfig, lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specfuse_shared.members.local.lane.cores", lambda: 1)
@@ -95,7 +95,7 @@ def test_members_of_one_core_take_turns_without_a_thread(
     assert not any(a < d and c < b for a, b in first for c, d in second)
 
 
-def test_a_member_that_fails_on_its_device_leaves_and_the_other_goes_on(engine: EnsembleEngine) -> None:
+def test_a_member_that_fails_on_its_device_leaves_and_the_other_continues(engine: EnsembleEngine) -> None:
     for number in range(2):
         faulty = local_members(engine)[number]
 
@@ -196,7 +196,7 @@ def test_a_lane_waits_for_answers_that_are_away_while_few_are_here(tiny_engine: 
         wait_seconds = lane.wait_seconds or 0.0
         assert wait_seconds > 0, "three are away, and two are here"
         time.sleep(wait_seconds)
-        assert lane.wait_seconds == 0, "nobody is waited for longer than the last step took"
+        assert lane.wait_seconds == 0, "the wait is no longer than the last step"
         lane.step()
         assert lane.wait_seconds
         ask(Draft(4, 0), 3)

@@ -1,4 +1,4 @@
-"""Memory that runs out anywhere in an answer: it goes on with the same words, and nothing is left behind."""
+"""Memory that runs out anywhere in an answer: it continues with the same words, and all memory is freed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["driver"]
 MESSAGES = [Message("user", "How do the tides follow the moon? " * 5)]
 PARAMS = SamplingParams(max_tokens=24)
 LARGE = 4096
-"""Bytes: what is smaller is in memory that an allocator holds already."""
+"""Bytes: a smaller tensor is in memory that an allocator holds already."""
 
 
 class Allocations(TorchDispatchMode):
@@ -64,9 +64,7 @@ def loaded(tiny_engine: EnsembleEngine, **settings: Any) -> Iterator[tuple[Ensem
 
 
 @pytest.mark.parametrize("execution", ["dynamic", "static"])
-def test_an_answer_survives_one_lack_of_memory_anywhere(
-    driver: Driver, tiny_engine: EnsembleEngine, execution: str
-) -> None:
+def test_an_answer_survives_out_of_memory_anywhere(driver: Driver, tiny_engine: EnsembleEngine, execution: str) -> None:
     with loaded(tiny_engine, execution=execution, reuse_prefixes=False) as (config, members):
         expected, count = answer(config, members, None)
         for failing in (*range(1, 12), *range(12, count, max(1, count // 8))):
@@ -79,7 +77,7 @@ def test_an_answer_survives_one_lack_of_memory_anywhere(
         assert {member.report.graphs == "captured" for member in members} == {execution == "static"}
 
 
-def test_lack_of_memory_while_a_prefix_is_reused_only_costs_the_prefix(tiny_engine: EnsembleEngine) -> None:
+def test_out_of_memory_while_a_prefix_is_reused_only_drops_the_prefix(tiny_engine: EnsembleEngine) -> None:
     with loaded(tiny_engine, execution="dynamic") as (config, members):
         expected, _ = answer(config, members, None)
         for failing in range(1, 12):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Elsewhere(EnsembleEngine):
-    """An engine whose members named in `distant` run in processes of their own."""
+    """An engine whose members named in `distant` run in other processes."""
 
     def __init__(self, config: EnsembleConfig, distant: Sequence[str]) -> None:
         super().__init__(config)
@@ -65,12 +65,12 @@ def elsewhere(config: EnsembleConfig, distant: Sequence[str]) -> Iterator[Elsewh
         yield engine
     for process in engine.processes:
         process.join(20)
-        assert process.exitcode is not None, "a closed engine leaves no process behind"
+        assert process.exitcode is not None, "a closed engine has ended its processes"
 
 
 @pytest.fixture(scope="module")
 def apart(tiny_engine: EnsembleEngine) -> Iterator[Elsewhere]:
-    """Every member in a process of its own."""
+    """Every member in its own process."""
     with elsewhere(tiny_engine.config, ("chat", "base")) as engine:
         yield engine.load()
 
@@ -86,7 +86,7 @@ def test_members_in_other_processes_give_the_same_answers(tiny_engine: EnsembleE
     assert set(apart.metrics().forwards) == {"chat", "base"}
 
 
-def test_what_a_distant_member_remembers_is_not_read_again(apart: Elsewhere) -> None:
+def test_a_distant_members_cached_prefix_is_not_read_again(apart: Elsewhere) -> None:
     first = apart.generate("You know the sea. " * 6, SamplingParams(max_tokens=10))
     before = apart.metrics().reused_prompt_tokens
     assert apart.generate("You know the sea. " * 6, SamplingParams(max_tokens=10)).text == first.text
@@ -105,7 +105,7 @@ def test_a_cancelled_answer_frees_the_caches_of_other_processes(apart: Elsewhere
     assert apart.metrics().cache_bytes == 0
 
 
-def test_a_member_whose_process_dies_leaves_and_those_here_go_on(tiny_engine: EnsembleEngine) -> None:
+def test_a_member_whose_process_dies_leaves_and_local_ones_continue(tiny_engine: EnsembleEngine) -> None:
     with elsewhere(tiny_engine.config, ("base",)) as engine:
         events = engine.stream("How do the tides follow the moon?", SamplingParams(max_tokens=200))
         shown = next(event for event in events if isinstance(event, SegmentEvent))

@@ -48,7 +48,7 @@ def engine(folders: tuple[str, str]) -> Iterator[EnsembleEngine]:
 
 
 def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
-    """By the model's own plain forwards."""
+    """By the model's own plain forward passes."""
     ids, start = list(ids), len(ids)
     with torch.inference_mode():
         for _ in range(count):
@@ -56,9 +56,9 @@ def greedy(member: LocalMember, ids: list[int], count: int) -> list[int]:
     return ids[start:]
 
 
-def test_thoughts_come_first_and_are_no_part_of_the_answer(engine: EnsembleEngine) -> None:
+def test_reasoning_comes_first_and_is_no_part_of_the_answer(engine: EnsembleEngine) -> None:
     events = list(engine.stream(QUESTION, SamplingParams(max_tokens=20, max_thinking_tokens=40)))
-    result = events[-1].result  # type: ignore[union-attr]
+    result = events[-1].result
     thoughts = [n for n, event in enumerate(events) if isinstance(event, ThinkingEvent)]
     segments = [n for n, event in enumerate(events) if isinstance(event, SegmentEvent)]
     assert len(thoughts) > 1
@@ -72,9 +72,7 @@ def test_thoughts_come_first_and_are_no_part_of_the_answer(engine: EnsembleEngin
 
 
 @pytest.mark.parametrize("limit", [1, 16, 37])
-def test_thoughts_are_the_members_own_decoding_and_its_context_from_then_on(
-    folders: tuple[str, str], limit: int
-) -> None:
+def test_reasoning_is_the_members_own_decoding_and_then_its_context(folders: tuple[str, str], limit: int) -> None:
     config = EnsembleConfig(
         [MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, dtype="float32")]
     )
@@ -92,7 +90,7 @@ def test_thoughts_are_the_members_own_decoding_and_its_context_from_then_on(
 
 
 @pytest.mark.parametrize("execution", ["dynamic", "static"])
-def test_thoughts_end_where_the_member_ends_them(folders: tuple[str, str], execution: str) -> None:
+def test_reasoning_ends_where_the_member_ends_it(folders: tuple[str, str], execution: str) -> None:
     plain = MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, dtype="float32")
     with EnsembleEngine(EnsembleConfig([plain])) as engine:
         [member] = local_members(engine)
@@ -109,7 +107,7 @@ def test_thoughts_end_where_the_member_ends_them(folders: tuple[str, str], execu
     assert used < 60
 
 
-def test_thoughts_are_in_nobody_elses_context(engine: EnsembleEngine) -> None:
+def test_reasoning_is_in_no_other_members_context(engine: EnsembleEngine) -> None:
     few, many = (
         engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=count)) for count in (4, 60)
     )
@@ -137,13 +135,13 @@ def test_several_members_think_apart_and_answer_together(folders: tuple[str, str
             behind = [*prompt, *greedy(member, prompt, 30), *member.prompts.thoughts_closing()]
             [draft] = [c for c in first.candidates if member.name in c.drafters]
             own = member.codec.decode(greedy(member, behind, draft.tokens))
-            assert own.startswith(draft.text), "a draft follows its member's own thoughts"
+            assert own.startswith(draft.text), "a draft follows its member's own reasoning"
     assert any(record.verified and {*record.candidates[0].scores} == {"one", "two"} for record in result.rounds)
     assert len({result.text, *(each.text for each in alone.values())}) > 1
     assert not any(thought in result.text for thought in result.thinking.values())
 
 
-def test_a_grammar_begins_after_the_thoughts(engine: EnsembleEngine) -> None:
+def test_a_grammar_begins_after_the_reasoning(engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=40, max_thinking_tokens=20, grammar=Grammar.choice(["yes", "no"]))
     result = engine.generate(QUESTION, params)
     assert result.text in ("yes", "no")
@@ -158,7 +156,7 @@ def logprob_behind(member: LocalMember, before: list[int], text: str) -> list[fl
     return [float(row[i]) for row, i in zip(rows, ids, strict=True)]
 
 
-def test_log_probabilities_are_those_of_an_answer_and_not_of_more_thoughts(engine: EnsembleEngine) -> None:
+def test_log_probabilities_are_an_answers_and_not_further_reasonings(engine: EnsembleEngine) -> None:
     member = next(m for m in local_members(engine) if m.name == "thinks")
     prompt = member.encode_prompt([Message("user", QUESTION)])
     found = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
@@ -180,7 +178,7 @@ def test_the_same_seed_thinks_the_same(engine: EnsembleEngine) -> None:
     assert engine.generate(QUESTION, replace(params, seed=4)).thinking != first.thinking
 
 
-def test_thoughts_leave_room_in_the_context(folders: tuple[str, str]) -> None:
+def test_reasoning_leaves_context_for_the_answer(folders: tuple[str, str]) -> None:
     config = MemberConfig(folders[0], name="thinks", chat_template=THINKING, thinking=True, max_context=200)
     with EnsembleEngine(EnsembleConfig([config, MemberConfig(folders[1])])) as engine:
         result = engine.generate(QUESTION, SamplingParams(max_tokens=10, max_thinking_tokens=1000))
@@ -188,7 +186,7 @@ def test_thoughts_leave_room_in_the_context(folders: tuple[str, str]) -> None:
     assert result.usage.members["thinks"].thinking < 200
 
 
-def test_thoughts_that_a_template_begins_unasked_are_ended_at_once(folders: tuple[str, str]) -> None:
+def test_reasoning_that_a_template_begins_unasked_ends_at_once(folders: tuple[str, str]) -> None:
     with EnsembleEngine(EnsembleConfig([MemberConfig(folders[0], name="mute", chat_template=ALWAYS)])) as engine:
         [member] = local_members(engine)
         text = member.prompts.tokenizer.decode(member.encode_prompt([Message("user", QUESTION)]))
@@ -197,7 +195,7 @@ def test_thoughts_that_a_template_begins_unasked_are_ended_at_once(folders: tupl
     assert result.thinking == {}
 
 
-def test_a_template_option_that_asks_for_thoughts_is_the_setting() -> None:
+def test_a_template_option_that_asks_for_reasoning_is_the_setting() -> None:
     assert MemberConfig("x", template_options={"enable_thinking": True}).thinking is True
     assert MemberConfig("x").thinking is False
 

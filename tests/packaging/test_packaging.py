@@ -1,4 +1,4 @@
-"""The wheel holds the three packages and their types, and each works with no more than what it declares."""
+"""The wheel holds the three packages and their types, and each works with only the dependencies that it declares."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def metadata(unpacked: Path) -> Distribution:
 
 
 def closure(requirements: list[str], extras: frozenset[str]) -> set[str]:
-    """Names of all distributions that these requirements bring, taken from what is installed."""
+    """Names of all distributions that these requirements need, read from the installed ones."""
     names: set[str] = set()
     seen: set[tuple[str, str]] = set()
     todo = [(text, extra) for text in requirements for extra in (extras or {""})]
@@ -173,11 +173,11 @@ def test_an_adapter_without_its_extra_says_what_to_install(
 def test_comparing_works_with_its_extra_alone_and_asks_for_it_without(metadata: Distribution, unpacked: Path) -> None:
     code = (
         "from specfuse_shared.comparing import ENSEMBLE, Answer, Comparison, own_questions\n"
-        "from specfuse_shared.comparing.run.asking import askers_of\n"
+        "from specfuse_shared.comparing.run.asking import systems_of\n"
         "from specfuse_shared import EnsembleConfig\n"
         "asked = own_questions().questions\n"
         "answers = {q.id: Answer('Jupiter', 'stop', 1, 1, 1.0, 1) for q in asked}\n"
-        "askers = askers_of(EnsembleConfig(['a', 'b']))\n"
+        "askers = systems_of(EnsembleConfig(['a', 'b']))\n"
         "found = Comparison(asked, tuple(askers), {a.name: answers for a in askers}, {})\n"
         "print(found.verdict.outcome, len(found.to_html()) > 10_000)"
     )

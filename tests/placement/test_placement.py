@@ -147,7 +147,7 @@ def test_modules_that_a_checkpoint_leaves_alone_count_whole() -> None:
         ("bfloat16", "float32", "cpu", False, "bfloat16"),
     ],
 )
-def test_the_number_format_goes_by_what_the_device_has(
+def test_the_number_format_follows_the_device(
     dtype: str, stored: str | None, kind: str, bf16: bool, expected: str
 ) -> None:
     device = Device(kind, kind, 1, 1, bf16)
@@ -237,7 +237,7 @@ def test_the_plan_of_a_whole_ensemble_reads_no_weights(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Even:
-    """A model of `size` bytes in layers of one byte each, whatever the format."""
+    """A model of `size` bytes in layers of one byte each, in any format."""
 
     size: int
     kv_values: int = 0
@@ -267,11 +267,11 @@ def placed(sizes: list[int], devices: list[Device], **settings: Any) -> list[str
 
 def test_members_spread_over_devices_that_are_free() -> None:
     assert placed([10, 20, 30], cards(100, 100, 100)) == ["cuda:2", "cuda:1", "cuda:0"]
-    assert placed([10, 20], cards(30, 100)) == ["cuda:0", "cuda:1"], "the largest has the most room"
+    assert placed([10, 20], cards(30, 100)) == ["cuda:0", "cuda:1"], "the largest has the most memory"
 
 
-def test_members_are_packed_tightly_where_spreading_leaves_somebody_out() -> None:
-    # spread: 40 → the roomiest, 30 → the other one, and then nothing has room for the last 30
+def test_members_are_packed_tightly_where_spreading_leaves_one_out() -> None:
+    # spread: 40 → the largest, 30 → the other one, and then nothing fits the last 30
     assert placed([30, 30, 40], cards(46, 70)) == ["cuda:1", "cuda:1", "cuda:0"]
 
 
@@ -353,7 +353,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(config: MemberConfig, room: float = 1e12, **facts: bool) -> Plan:
     """On this machine's processor, of which `facts` are otherwise."""
-    device = replace(find_devices()[0], free=int(room), **facts)  # type: ignore[arg-type]
+    device = replace(find_devices()[0], free=int(room), **facts)
     return plan_ensemble(EnsembleConfig([config]), [device], context=64)
 
 
@@ -375,7 +375,7 @@ def test_the_planned_caches_are_those_that_are_made(tiny: Path) -> None:
 
 @pytest.mark.slow  # with the libraries of the extra `quant`
 @pytest.mark.parametrize(("quantization", "library"), [("8bit", "torchao"), ("4bit", "bitsandbytes")])
-def test_a_quantised_member_answers_and_takes_what_was_planned(tiny: Path, quantization: str, library: str) -> None:
+def test_a_quantised_member_answers_and_needs_the_planned_memory(tiny: Path, quantization: str, library: str) -> None:
     pytest.importorskip(library)
     config = MemberConfig(str(tiny), quantization=quantization)
     with EnsembleEngine(EnsembleConfig([config])) as engine:

@@ -12,19 +12,18 @@ import torch
 
 from specfuse_shared import MemberConfig
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading import planning as backends
-from specfuse_shared.loading import planning as llama_spec
+from specfuse_shared.loading import planning
 from specfuse_shared.placement.plan import ANY_PRECISION, Device, MemberSpec, Split, place
-from specfuse_shared.placement.sizing import DEVICES_ENV, find_devices, free_memory, shared_out
+from specfuse_shared.placement.sizing import DEVICES_ENV, find_devices, free_memory, has_accelerator, shared_out
 from tests.placement.test_placement import shape_sizes
 
 GIB = 2**30
 
 
 @pytest.fixture
-def mac(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A Mac of 16 GB, of which 6 are free; what its GPU has allocated can be changed."""
-    gpu = SimpleNamespace(
+def mac(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Mac of 16 GB with 6 free; the memory that its GPU has allocated can be changed."""
+    gpu: Any = SimpleNamespace(
         recommended_max_memory=lambda: int(10.7 * GIB),
         driver_allocated_memory=lambda: gpu.held,
         current_allocated_memory=lambda: gpu.used,
@@ -46,7 +45,7 @@ def spec(**settings: Any) -> MemberSpec:
     return MemberSpec("gemma", shape_sizes("gemma-2-9b"), "bfloat16", **settings)
 
 
-def test_nobody_is_put_on_mps_who_did_not_ask(mac: SimpleNamespace) -> None:
+def test_no_member_is_placed_on_mps_by_default(mac: SimpleNamespace) -> None:
     mac.free = 2**40
     devices = [Device("cpu", "cpu", 2**40, 2**40), Device("mps", "mps", 2**40, 2**40)]
     assert place([spec()], devices).of("gemma").place == "cpu"
@@ -60,12 +59,12 @@ def test_cards_of_other_kinds_are_taken_as_before() -> None:
 
 
 def test_llama_cpp_has_kernels_for_an_apple_gpu(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_spec, "build_offloads", lambda: True)
-    assert llama_spec.offloads(MemberConfig("a.gguf"))
-    file = llama_spec.LlamaSpec("gemma", shape_sizes("gemma-2-9b"))
+    monkeypatch.setattr(planning, "build_offloads", lambda: True)
+    assert planning.offloads(MemberConfig("a.gguf"))
+    file = planning.LlamaSpec("gemma", shape_sizes("gemma-2-9b"))
     assert file.is_default(Device("mps", "mps", 1, 1))
     monkeypatch.setenv(DEVICES_ENV, "cpu")
-    assert not llama_spec.offloads(MemberConfig("a.gguf"))
+    assert not planning.offloads(MemberConfig("a.gguf"))
 
 
 def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,7 @@ def test_a_variable_plans_for_the_processor_alone(mac: SimpleNamespace, monkeypa
     monkeypatch.setenv(DEVICES_ENV, "cpu")
     monkeypatch.setattr(torch, "get_device_module", lambda device: pytest.fail("the GPU was asked"))
     assert [d.name for d in find_devices()] == ["cpu"]
-    assert not backends.has_accelerator()
+    assert not has_accelerator()
 
 
 @pytest.mark.parametrize("value", ["", " "])
@@ -95,7 +94,7 @@ def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass(frozen=True)
 class Weights:
-    """A model of so many bytes, and nothing else."""
+    """A model of `size` bytes, and nothing else."""
 
     size: int
     kv_values: int = 0
@@ -129,7 +128,7 @@ def test_memory_of_a_mac_is_counted_once(mac: SimpleNamespace) -> None:
     assert place([sized("one", 3, "cuda"), sized("two", 3, "cpu")], cards).fits
 
 
-def test_what_torch_holds_unused_on_a_mac_is_free(mac: SimpleNamespace) -> None:
+def test_torchs_unused_memory_on_a_mac_is_free(mac: SimpleNamespace) -> None:
     mac.used, mac.held, mac.free = 2 * GIB, 5 * GIB, 4 * GIB
     assert free_memory("mps") == 7 * GIB
     mac.free = 60 * GIB

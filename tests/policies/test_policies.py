@@ -31,7 +31,7 @@ SQUARE = st.integers(2, 5).flatmap(
 
 
 def score(policy: ScorePolicy, logprobs: Sequence[float], sizes: Sequence[int]) -> float:
-    """Of a single candidate that goes on."""
+    """Of a single candidate that continues."""
     return policy([CandidateLogprobs("x" * sum(sizes), False, logprobs, sizes)])[0]
 
 
@@ -53,7 +53,7 @@ def test_per_text_is_the_probability_of_the_whole() -> None:
     assert score(MeanLogprob("text"), [math.log(0.5), math.log(0.25)], [3, 1]) == pytest.approx(0.125)
 
 
-def test_per_root_stands_between_the_mean_and_the_whole() -> None:
+def test_per_root_is_between_the_mean_and_the_whole() -> None:
     logprobs = [math.log(0.5)] * 4
     assert score(MeanLogprob("root"), logprobs, [1] * 4) == pytest.approx(0.25)
     short, long = ([math.log(0.5)] * 2, [1] * 2), ([math.log(0.55)] * 9, [1] * 9)
@@ -93,7 +93,7 @@ def test_seconded_mean_needs_a_second_for_a_candidate() -> None:
     babbled = [[0.3, 0.0, 0.0], [0.001, 0.2, 0.0], [0.0, 0.0, 0.9]]
     alone = [row[:2] for row in babbled[:2]]
     means = policies.SecondedMean()(babbled, [1 / 3] * 3, [[0], [1], [2]])
-    assert means == pytest.approx([0.301 / 3, 0.0, 0.0])  # nobody else finds the second and the third thinkable
+    assert means == pytest.approx([0.301 / 3, 0.0, 0.0])  # no other member finds the second and the third plausible
     assert policies.SecondedMean()(alone, [0.5, 0.5], OWN) == policies.weighted_mean(alone, [0.5, 0.5], OWN)
     shared = policies.SecondedMean()([[0.9], [0.9], [0.0]], [1 / 3] * 3, [[0, 1]])
     assert shared == pytest.approx([0.6])  # two authors second each other
@@ -125,20 +125,20 @@ def test_rewards_leave_out_interested_parties() -> None:
     assert rewards(scores) == pytest.approx([1.0, 0.5, 0.0])
 
 
-def test_a_verifier_has_no_opinion_on_what_it_finds_unthinkable() -> None:
+def test_a_verifier_has_no_opinion_on_implausible_candidates() -> None:
     babbled = [[0.3, 0.02, 0.0], [0.4, 0.2, 0.0], [1e-9, 1e-7, 0.9]]
     assert rewards(babbled) == pytest.approx([0.5, 1.0, 0.0])  # the babbler decides between the others
     assert rewards(babbled, 1000) == pytest.approx([1.0, 0.5, 0.0])  # the rival does, as without it:
     assert rewards([row[:2] for row in babbled[:2]]) == pytest.approx([1.0, 0.0])
 
 
-def test_with_two_members_the_rival_judges_against_its_own() -> None:
+def test_with_two_members_the_rival_compares_with_its_own_candidate() -> None:
     assert rewards([[0.9, 0.1], [0.6, 0.5]]) == pytest.approx([1.0, 0.0])
 
 
 @given(SQUARE, st.sampled_from(["constant", "sqrt_decay", "paper"]), st.integers(1, 50))
 def test_feedback_keeps_a_distribution(scores: list[list[float]], schedule: str, t: int) -> None:
-    weights = OnlineFeedback(schedule, 0.7)([1 / len(scores)] * len(scores), scores, t)  # type: ignore[arg-type]
+    weights = OnlineFeedback(schedule, 0.7)([1 / len(scores)] * len(scores), scores, t)
     assert sum(weights) == pytest.approx(1)
     assert min(weights) > 0
 
@@ -156,12 +156,12 @@ def test_schedules() -> None:
     st.integers(1, 4),
 )
 def test_the_best_members_never_leave(totals: list[float], t: int, temperature: str, min_active: int) -> None:
-    decision = RetentionExit(temperature, min_active=min_active)(totals, t)  # type: ignore[arg-type]
+    decision = RetentionExit(temperature, min_active=min_active)(totals, t)
     assert sum(decision.retention) == pytest.approx(1)
     stay = [q for i, q in enumerate(totals) if i not in decision.leavers]
     assert len(stay) >= min(min_active, len(totals))
     assert all(totals[i] <= min(stay) for i in decision.leavers)
-    one = RetentionExit(temperature)(totals, t)  # type: ignore[arg-type]
+    one = RetentionExit(temperature)(totals, t)
     assert set(decision.leavers) <= set(one.leavers)
     assert decision.retention == one.retention
 
@@ -170,7 +170,7 @@ def test_a_hopeless_member_leaves_and_a_close_one_stays() -> None:
     decision = RetentionExit()([5.0, 4.8, 0.1], 8)
     assert decision.leavers == (2,)
     assert policies.never([5.0, 0.1], 8).leavers == ()
-    assert RetentionExit(min_active=2)([0.2, 4.8, 0.1], 8).leavers == (2,), "of two that fall behind the better stays"
+    assert RetentionExit(min_active=2)([0.2, 4.8, 0.1], 8).leavers == (2,), "of two with low totals the better stays"
     assert RetentionExit()([0.2, 4.8, 0.1], 8).leavers == (0, 2)
 
 
@@ -211,6 +211,6 @@ def test_the_fast_preset_is_the_default_with_exit_and_a_short_first_segment() ->
         ({"exit": "fixed", "min_active": 2}, 2),
     ],
 )
-def test_as_many_members_stay_as_was_said(settings: dict[str, Any], stay: int) -> None:
+def test_the_configured_number_of_members_stays(settings: dict[str, Any], stay: int) -> None:
     decide = EnsembleConfig(["a/a", "b/b", "c/c"], **settings).exit_policy()
     assert 3 - len(decide([9.0, 1.0, 0.1], 20).leavers) == stay

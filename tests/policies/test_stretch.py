@@ -27,7 +27,7 @@ from specfuse_shared.policies import (
 
 
 def candidate(*pieces: tuple[str, float], end: float | None = None) -> CandidateLogprobs:
-    """A candidate of tokens with their probabilities, and that of the end of the turn."""
+    """A candidate of tokens with their probabilities, and the probability of the end of the turn."""
     tail = [] if end is None else [end]
     return CandidateLogprobs(
         "".join(text for text, _ in pieces),
@@ -79,7 +79,7 @@ def test_an_encoding_that_reaches_back_into_the_answer_is_aligned_at_its_end() -
     assert Stretch("byte")([joined, candidate(("e", 0.3))]) == pytest.approx([0.5 ** (4 / 5), 0.3])
 
 
-def test_ending_here_and_going_on_are_the_outcomes_of_one_event_whatever_follows() -> None:
+def test_ending_and_continuing_are_outcomes_of_one_event_for_any_text_after() -> None:
     ends = candidate((" Paris", 0.5), end=0.4)
     for what_follows in ([(",", 0.9)], [(",", 1e-9), (" the", 1e-9), (" capital", 1e-9)]):
         goes_on = candidate((" Paris", 0.5), *what_follows)
@@ -89,7 +89,7 @@ def test_ending_here_and_going_on_are_the_outcomes_of_one_event_whatever_follows
     assert elect([surer, candidate((" Paris", 0.5), (",", 0.99))]).winner == 0
 
 
-def test_equal_texts_of_which_one_ends_are_told_apart_by_the_end_alone() -> None:
+def test_equal_texts_of_which_one_ends_differ_by_the_end_alone() -> None:
     pair = candidate((" Yes", 0.5), end=0.3), candidate((" Yes", 0.5))
     assert Stretch()(pair) == pytest.approx([0.15, 0.35])
 
@@ -106,31 +106,31 @@ def test_answers_that_all_end_are_compared_whole() -> None:
     assert Stretch("byte")([tart, fox]) == pytest.approx([0.2, 0.027])
     assert elect([tart, fox]).winner == 0
     unfinished = candidate((" A", 0.5), (" red", 0.6), (" fox", 0.1))
-    assert Stretch("byte")([tart, unfinished]) == pytest.approx([0.2, 0.3 * 0.1 ** (1 / 4)]), "one may go on: not whole"
+    assert Stretch("byte")([tart, unfinished]) == pytest.approx([0.2, 0.3 * 0.1 ** (1 / 4)]), "one continues"
 
 
-def test_a_rival_that_goes_on_does_not_hide_how_answers_end() -> None:
+def test_a_rival_that_continues_does_not_hide_how_answers_end() -> None:
     tart = candidate((" A", 0.5), (" tart", 0.5), end=0.8)
     fox = candidate((" The", 0.9), (" red", 0.9), (" fox", 0.1), end=0.9)
     row = [tart, fox, candidate((" Or", 0.1), (" a", 0.1))]
     assert Stretch()(row) == pytest.approx([0.25, 0.81, 0.01]), "only what all three cover"
     assert elect(row).winner == 0
-    assert elect(row, barred=[0]).winner == 1, "what goes in circles stays out"
+    assert elect(row, barred=[0]).winner == 1, "a repetition loop stays out"
     likelier = candidate((" Or", 0.95), (" a", 0.99))
     assert elect([tart, fox, likelier]).winner == 2
 
 
-def test_a_whole_answer_that_goes_on_from_another_one_does_not_lose_by_its_length() -> None:
+def test_a_whole_answer_that_continues_another_one_does_not_lose_by_its_length() -> None:
     tart = candidate((" The", 0.5), (" tart", 0.5), end=0.3)
     told = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
     assert Stretch()([tart, told]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
     longer = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sour", 0.3), end=0.9)
     row = [tart, told, longer]
     assert Stretch()(row) == pytest.approx([0.075, 0.175, 0.175])
-    assert row[elect(row).winner] is longer, "those that go on are then compared among themselves, whole"
+    assert row[elect(row).winner] is longer, "the ones that continue are then compared, whole"
 
 
-def test_nobody_loses_because_a_third_one_was_short() -> None:
+def test_no_candidate_loses_because_a_third_one_was_short() -> None:
     tart, fox = (
         candidate((" A", 0.4), (" tart", 0.5), (" is", 0.9)),
         candidate((" The", 0.5), (" red", 0.1), (" fox", 0.1)),
@@ -139,17 +139,17 @@ def test_nobody_loses_because_a_third_one_was_short() -> None:
     assert Stretch()([tart, fox, short]) == pytest.approx([0.4, 0.5, 0.1]), "no more than all three cover"
     assert elect([tart, fox]).winner == elect([tart, fox, short]).winner == elect([short, fox, tart][::-1]).winner == 0
     assert elect([tart, fox, candidate((" I", 0.6))]).winner == 2
-    assert elect([tart, fox, short]).votes == pytest.approx([0.4, 0.5, 0.1]), "votes are told as all were compared"
+    assert elect([tart, fox, short]).votes == pytest.approx([0.4, 0.5, 0.1]), "the votes are of all three"
 
 
-def test_nothing_more_to_say_is_decided_before_what_else_could_be_said() -> None:
+def test_ending_the_answer_is_decided_before_its_alternatives() -> None:
     stops, one, other = candidate(end=0.4), candidate((" A", 0.1), (" fox", 0.1)), candidate((" The", 0.2))
     assert Stretch()([stops, one, other]) == pytest.approx([0.4, 0.6, 0.6])
-    assert elect([stops, one, other]).winner == 2, "those that go on are then compared among themselves"
+    assert elect([stops, one, other]).winner == 2, "the ones that continue are then compared"
     assert elect([candidate(end=0.7), one, other]).winner == 0
 
 
-def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins_if_it_is_expected() -> None:
+def test_an_expected_continuation_wins_over_its_beginning() -> None:
     def rows(*tail: float, end: float | None = None) -> list[list[CandidateLogprobs]]:
         more = [[(" tart", p), (" is", p)] for p in tail]
         starts = (0.3, 0.6)
@@ -168,7 +168,7 @@ def test_of_a_beginning_and_what_goes_on_from_it_the_longer_wins_if_it_is_expect
     assert elect(*rows(0.7, 0.4, end=0.9)).winner == 1
 
 
-def test_a_verifier_whose_last_token_begins_before_has_nothing_against_what_stands_behind() -> None:
+def test_a_token_across_the_border_belongs_to_the_text_before_it() -> None:
     digits, joined = candidate((" 180", 0.3), ("0", 0.1), end=0.4), candidate((" 1800", 0.2))
     assert mean_after(digits, 4) == pytest.approx(0.2)
     assert mean_after(digits, 5) == pytest.approx(0.4)
@@ -186,7 +186,7 @@ def test_one_expected_continuation_is_enough() -> None:
             assert row[elect(row).winner] is (winner or tart)
 
 
-def test_what_a_short_beginning_left_open_is_compared_without_it() -> None:
+def test_candidates_that_a_short_beginning_leaves_open_are_compared_without_it() -> None:
     start = candidate((" The", 0.6))
     fox, tart = candidate((" The", 0.6), (" fox", 0.2), (" ran", 0.9)), candidate((" The", 0.6), (" tart", 0.6))
     rival = candidate((" A", 0.3), (" tart", 0.9))
@@ -200,7 +200,7 @@ def test_what_a_short_beginning_left_open_is_compared_without_it() -> None:
     assert row[elect(row).winner] is ends
 
 
-def test_verifiers_see_the_same_candidates_in_tokens_of_their_own() -> None:
+def test_verifiers_see_the_same_candidates_in_their_own_tokens() -> None:
     one = [candidate((" The", 0.5), (" tart", 0.5)), candidate((" A", 0.4))]
     other = [candidate((" ", 0.9), ("T", 0.9), ("he", 0.9), (" tart", 0.5)), candidate((" A", 0.01))]
     election = elect(one, other, weights=[0.25, 0.75])
@@ -220,7 +220,7 @@ def test_a_member_that_is_sure_of_its_own_nonsense_needs_a_second() -> None:
 
 
 def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
-    """Two weak ones find each other's draft thinkable, and what the strong one knows unthinkable."""
+    """Two weak ones find each other's draft plausible, and the strong one's draft implausible."""
 
     def row(guess: float, other: float, known: float) -> list[CandidateLogprobs]:
         return [candidate((" guess", guess)), candidate((" other", other)), candidate((" known", known))]
@@ -234,8 +234,8 @@ def test_a_member_with_most_of_the_votes_needs_no_second() -> None:
     assert elect(*heard, aggregate=seconded, weights=[0.25, 0.25, 0.5]).winner == 0
 
 
-def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing() -> None:
-    """Of two that disagree, the one with the higher mean wins, with or without a member that babbles beside them."""
+def test_a_member_that_babbles_changes_nothing() -> None:
+    """Of two that disagree, the one with the higher mean wins, with or without a third member that babbles."""
     war = [candidate((" 1756", 0.06), end=0.9), candidate((" six", 0.002), (" years", 0.9), end=0.9)]
     years = [candidate((" 1756", 1e-8), end=0.9), candidate((" six", 0.05), (" years", 0.9), end=0.9)]
     babbler = [candidate((" 1756", 1e-9), end=0.1), candidate((" six", 1e-9), (" years", 0.9), end=0.1)]
@@ -245,7 +245,7 @@ def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing(
     found = elect(*three, aggregate=policies.SecondedMean())
     assert found.winner == pair.winner == 0
     assert found.votes == pytest.approx([*pair.votes, 0.0])
-    assert len(found.scores) == 3, "what it thinks is told all the same"
+    assert len(found.scores) == 3, "its scores are reported all the same"
     uneven = elect(*three, aggregate=policies.SecondedMean(), weights=[0.1, 0.5, 0.4])
     assert uneven.winner == elect(war, years, weights=[1 / 6, 5 / 6]).winner == 1
     heard = candidate((" six", 1e-3), (" years", 0.9), end=0.9)
@@ -255,14 +255,14 @@ def test_whoever_understands_nobody_and_is_understood_by_nobody_changes_nothing(
     assert elect(*strangers, aggregate=policies.SecondedMean()).winner == 0, "who are all the insiders there are"
 
 
-def test_nonsense_is_no_way_out_of_a_circle() -> None:
+def test_nonsense_is_no_way_out_of_a_repetition_loop() -> None:
     def row(circle: float, sense: float, nonsense: float) -> list[CandidateLogprobs]:
         return [candidate((" again", circle)), candidate((" and", sense)), candidate((" zq", nonsense))]
 
     rows = [row(0.9, 0.02, 1e-9), row(0.8, 0.05, 1e-9), row(1e-6, 1e-6, 0.99)]
     seconded = policies.SecondedMean()
     assert elect(*rows, barred=[0], aggregate=seconded).winner == 1
-    assert elect(*rows, barred=[0, 1], aggregate=seconded).winner == 0, "else what goes in circles goes on, and ends"
+    assert elect(*rows, barred=[0, 1], aggregate=seconded).winner == 0, "else the repetition loop continues, and ends"
     pair = [[row[0], row[2]] for row in rows[:2]]
     assert elect(*pair, barred=[0], aggregate=seconded).winner == 1, "of two, each is the other's only way out"
 
@@ -286,7 +286,7 @@ LETTERS = "ab"
 TOKENS = ("a", "b", "ab", "ba", "aab")
 END = ""
 Draft = tuple[str, bool]
-"""A text, and whether the turn ends behind it."""
+"""A text, and whether the turn ends after it."""
 
 
 @lru_cache(maxsize=100_000)
@@ -305,7 +305,7 @@ class Verifier:
     sharpness: float
 
     def encode(self, text: str) -> list[str]:
-        """The longest token first, as far as its vocabulary has it."""
+        """The longest token first, if its vocabulary has it."""
         ids: list[str] = []
         while text:
             ids.append(max((t for t in self.vocabulary if text.startswith(t)), key=len))
@@ -354,9 +354,9 @@ def test_scores_of_candidates_that_differ_within_the_stretch_are_probabilities_o
 
 
 def _distinct_within(drafts: Sequence[Draft]) -> list[Draft]:
-    """As many of the drafts as differ within the stretch that these cover: in text, or in whether they end.
+    """The drafts that differ within the stretch that these cover: in text, or in whether they end.
 
-    Where all end, whole texts are covered, but for what goes on from the text of a shorter one.
+    Where all end, whole texts are covered, except for a continuation of a shorter text.
     """
     cut = max if all(ends for _, ends in drafts) else min
     border = cut(len(text) for text, _ in drafts)
@@ -374,7 +374,7 @@ def weighted(verifiers: Sequence[Verifier], weights: Sequence[float], draft: Dra
 
 
 def survives(draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier], weights: Sequence[float]) -> bool:
-    """Whether the draft wins among `drafts`, or what goes on from it where it does not end.
+    """Whether the draft wins among `drafts`, or a continuation of it where it does not end.
 
     Not asked of beginnings that a verifier encodes in other tokens than the draft's own: to it they exclude each other.
     Nor where what agrees with the draft over the stretch has another token than it across the border: to that verifier
@@ -392,7 +392,7 @@ def survives(draft: Draft, drafts: Sequence[Draft], verifiers: Sequence[Verifier
 
 
 def _across(verifier: Verifier, text: str, border: int) -> str:
-    """What the tokens say that begin within the border."""
+    """The text of the tokens that begin within the border."""
     said = ""
     for token in verifier.encode(text):
         said += token if len(said) < border else ""
@@ -430,7 +430,7 @@ def test_a_draft_with_half_of_the_votes_wins_against_each_of_all_rivals() -> Non
 def test_the_winner_does_not_hang_on_the_order_of_candidates(
     verifiers: list[Verifier], drafts: list[Draft], per: str, data: st.DataObject
 ) -> None:
-    score, moved = Stretch(per), data.draw(st.permutations(drafts))  # type: ignore[arg-type]
+    score, moved = Stretch(per), data.draw(st.permutations(drafts))
     for aggregate in (policies.weighted_mean, policies.geometric_mean):
         found = elect(*tables(verifiers, drafts), score=score, aggregate=aggregate)
         again = elect(*tables(verifiers, moved), score=score, aggregate=aggregate)
@@ -439,7 +439,7 @@ def test_the_winner_does_not_hang_on_the_order_of_candidates(
 
 
 def test_whole_values_share_one_vote_out_of_each_verifier() -> None:
-    """What a verifier would have said beside the grammar makes its vote no smaller."""
+    """The verifier's opinion of text outside the grammar makes its vote no smaller."""
     strong = [candidate(("A", 0.2)), candidate(("B", 0.03))]
     weak = [candidate(("A", 0.1)), candidate(("B", 0.5))]
     rows, drafters = [strong, weak], [[0], [1]]

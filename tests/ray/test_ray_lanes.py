@@ -47,7 +47,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def apart(tiny_engine: EnsembleEngine, cluster: Any) -> Iterator[EnsembleEngine]:
-    """Without guesses: who leads depends on who shares a lane, and what that saves is counted."""
+    """Without guesses: the leader depends on the lanes that members share, and its savings are counted."""
     with EnsembleEngine(on_ray(replace(tiny_engine.config, speculation="off"), cluster)) as engine:
         yield engine.load()
 
@@ -75,7 +75,7 @@ def test_a_cancelled_answer_frees_the_caches_of_other_nodes(apart: EnsembleEngin
     assert apart.metrics().cache_bytes == 0
 
 
-def test_a_node_that_no_member_fits_is_said_at_once(tiny_engine: EnsembleEngine, cluster: Any) -> None:
+def test_an_unsatisfiable_node_is_reported_at_once(tiny_engine: EnsembleEngine, cluster: Any) -> None:
     config = on_ray(tiny_engine.config, cluster)
     wanting = replace(config, members=[replace(config.member_configs[0], resources={"GPU": 8})])
     with EnsembleEngine(wanting) as engine, pytest.raises(MemberLoadError, match="needs CPU 1, GPU 8, and no node"):
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_loaded_there_is_refused_as_it_is_here(cluster: A
         engine.load()
 
 
-def test_an_actor_that_raises_what_cannot_be_pickled_is_started_again(
+def test_an_actor_that_raises_an_unpicklable_error_is_restarted(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine
 ) -> None:
     lane = next(lane for lane in apart._assembly.lanes if lane.members[0].name == "base")
@@ -152,7 +152,7 @@ def test_an_actor_that_raises_what_cannot_be_pickled_is_started_again(
 
 
 def _poison() -> Any:
-    """A message that makes whoever reads it raise what no pipe can carry; its classes travel by value."""
+    """A message whose reader raises an error that no pipe can carry; its classes travel by value."""
 
     class OddError(Exception):
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def _poison() -> Any:
     return Poison()
 
 
-def test_a_member_whose_process_stands_still_sits_rounds_out_and_comes_back(
+def test_a_member_whose_process_is_stopped_misses_rounds_and_returns(
     tiny_engine: EnsembleEngine, apart: EnsembleEngine
 ) -> None:
     params = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -266,6 +266,6 @@ def test_settings_of_the_cluster_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'ray'"):
         EnsembleConfig(["a"], runtime="rays")
     with pytest.raises(ConfigError, match="amounts by name"):
-        MemberConfig("a", resources={"GPU": "one"})  # type: ignore[dict-item]
+        MemberConfig("a", resources={"GPU": "one"})
     member = MemberConfig("a", resources={"GPU": 1, "memory": 2e9})
     assert MemberConfig.from_dict(plain_config(member)) == member

@@ -1,4 +1,4 @@
-"""What the HTML report says, for a real answer and for the special cases, and that text stays text."""
+"""The HTML report of a real answer and of special cases; text is never read as HTML."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_text_cut_at_a_stop_string_is_not_in_the_answer_but_in_its_round() -> No
     assert r'at the stop string "\nObservation"' in words(shown.texts("facts")[0])
 
 
-def test_pieces_are_the_text_whatever_the_rounds_claim() -> None:
+def test_pieces_equal_the_text_for_any_rounds() -> None:
     gapped = [round_of(1, 2, ("alpha", "cd"), ("alpha",)), round_of(2, 3, ("alpha", "xyz"), ("alpha",))]
     pieces = list(pieces_of("abcdefgh", gapped))
     assert [(piece.text, piece.number) for piece in pieces] == [("ab", 0), ("cd", 1), ("ef", 2), ("gh", 0)]
@@ -198,7 +198,7 @@ def test_a_card_says_which_candidate_repeats() -> None:
         (("alpha",), ("alpha",), 5, "written alone, no vote was needed"),
     ],
 )
-def test_a_round_that_nobody_judged_says_why(
+def test_a_round_without_votes_gives_the_reason(
     active: tuple[str, ...], drafters: tuple[str, ...], tokens: int, said: str
 ) -> None:
     record = unverified(round_of(1, 0, ("alpha", "Yes."), active), drafters, tokens)
@@ -208,7 +208,7 @@ def test_a_round_that_nobody_judged_says_why(
     assert "Retention" not in card
 
 
-def test_what_guesses_saved_is_told_of() -> None:
+def test_the_savings_of_guesses_are_reported() -> None:
     plain = explained([("alpha", "Yes.")])
     alpha = replace(plain.usage.members["alpha"], forwards=13, answer=20, guessed=9, accepted=5)
     usage = replace(plain.usage, members={**plain.usage.members, "alpha": alpha})
@@ -216,7 +216,7 @@ def test_what_guesses_saved_is_told_of() -> None:
     assert "alpha: 0.65 forward passes a token, 5 of 9 guesses right." in " ".join(page.texts("muted"))
 
 
-def test_exits_and_faults_tell_who_left_when_and_why() -> None:
+def test_exits_and_faults_name_the_member_the_round_and_the_reason() -> None:
     members = ("alpha", "beta", "gamma", "delta")
     leaving = {
         1: [MemberExit("beta", 1, "retention", 0.125)],
@@ -278,7 +278,7 @@ def bars(result: EnsembleResult, chart: int) -> Iterator[list[tuple[str, float, 
         yield [(css, float(y), float(height)) for css, y, height in found]
 
 
-def test_columns_stack_the_weights_and_retention_of_those_who_are_left() -> None:
+def test_columns_stack_the_weights_and_retention_of_active_members() -> None:
     leaving = {2: [MemberExit("gamma", 2, "retention", 0.2)]}
     result = explained(TIDES, ("alpha", "beta", "gamma"), leaving=leaving)
     for chart, numbers in ((0, [r.weights for r in result.rounds]), (1, [r.retention for r in result.rounds])):
@@ -356,7 +356,7 @@ def test_the_types_need_no_template_engine_before_a_report() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-def test_where_members_differ_is_listed_with_what_each_would_have_written() -> None:
+def test_differences_are_listed_with_each_members_words() -> None:
     weights = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
     drafts = {"beta": "In 1968 <b>Buzz</b> went…", "gamma": "In 1969 <b>Neil</b> ran…"}
     shown = page(differing([("In 1969 <b>Neil</b> went", drafts)], weights, over=True))
@@ -380,7 +380,7 @@ def test_differences_beyond_the_first_are_folded_away_and_the_least_left_out() -
     assert "3 less important ones are left out." in words(shown.texts("details")[0])
 
 
-def test_fields_are_listed_with_what_else_they_would_have_been() -> None:
+def test_fields_are_listed_with_their_alternatives() -> None:
     rounds = [('{"n": 42, "to": ["<b>"]}', {"beta": '{"n": 41, "to": ["<i>"]}'})]
     html = differing(rounds, {"alpha": 0.75, "beta": 0.25}, over=True).to_html()
     _, _, fields = html.partition("Field by field")
@@ -397,7 +397,7 @@ def test_a_growing_answer_lists_no_differences_yet() -> None:
     assert "Where members differ" not in fragment(answer, running=True)
 
 
-def test_thoughts_are_shown_as_text_behind_the_answer() -> None:
+def test_reasoning_is_shown_as_text_after_the_answer() -> None:
     result = explained([("alpha", "Yes."), ("beta", " No.")], thinking={"beta": "Is it <b>so</b>?"})
     html = result.to_html()
     assert "What" in html
@@ -406,7 +406,7 @@ def test_thoughts_are_shown_as_text_behind_the_answer() -> None:
     assert "thought before" not in explained([("alpha", "Yes.")]).to_html()
 
 
-def test_it_says_who_was_late_in_which_rounds_and_who_left_for_it() -> None:
+def test_the_report_names_late_members_with_their_rounds_and_exits() -> None:
     result = explained(TIDES, leaving={3: [MemberExit("beta", 3, "late")]})
     first, second, third = result.rounds
     rounds = (

@@ -1,4 +1,4 @@
-"""The report in a real browser: what can be seen, read and reached, and that nothing leaves the file."""
+"""The report in a real browser: visible text, contrast and reachability; no request leaves the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's member colours can be told apart by everyone, on light and dark paper."""
+"""The report's member colours are distinguishable for all kinds of colour vision, on light and dark paper."""
 
 from __future__ import annotations
 

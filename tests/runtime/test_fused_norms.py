@@ -67,7 +67,7 @@ class GatedRMSNorm(OddRMSNorm):
 
 
 @pytest.mark.parametrize("kind", [OddRMSNorm, GatedRMSNorm])
-def test_what_computes_something_else_stays(kind: type[torch.nn.Module]) -> None:
+def test_other_norms_stay(kind: type[torch.nn.Module]) -> None:
     model = torch.nn.Sequential(kind())
     assert fuse_norms(model) == 0
     assert "forward" not in vars(model[0])

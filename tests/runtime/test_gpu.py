@@ -1,4 +1,4 @@
-"""The exactness tests on a CUDA device, and what only one can show: captured steps, and no wait between tokens."""
+"""The exactness tests on a CUDA device, and tests that need one: captured steps, and no wait between tokens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_many_answers_at_once_equal_those_of_the_dynamic_execution(engine: Ensem
     with EnsembleEngine(with_settings(engine.config, execution="dynamic")) as plain:
         expected = [answer_of(plain.generate(question, params)) for question, params in asked]
     for _ in range(2):
-        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected  # type: ignore[arg-type]
+        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
 
 
 def drafted(runner: ModelRunner, params: SamplingParams) -> tuple[list[int], list[float]]:

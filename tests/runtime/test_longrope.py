@@ -1,4 +1,4 @@
-"""Models with two sets of rotary frequencies: a long text changes nothing for the short ones beside it."""
+"""Models with two sets of rotary frequencies: a long text changes nothing for concurrent short ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> LocalMember:
 
 
 def ids(count: int, seed: int) -> list[int]:
-    return torch.randint(10, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
+    return torch.randint(10, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def expected(member: LocalMember, sequence: SequenceState, branch: Branch) -> list[float]:

@@ -1,4 +1,4 @@
-"""What MPS does otherwise than other devices, on a processor that is taken for one."""
+"""Differences between MPS and other devices, on a processor that is taken for one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig, SamplingParams, mps_lock
+from specfuse_shared.errors import MemberLoadError
 from specfuse_shared.loading import pretrained
-from specfuse_shared.members.local import lane
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.members.local.sequence import new_sequence
 from specfuse_shared.placement.plan import Assignment, MemoryNeed
-from specfuse_shared.runtime import mps
-from specfuse_shared.runtime import sampler as transfer
+from specfuse_shared.runtime import mps, sampler
 from specfuse_shared.runtime.cuda_streams import ModelStream
 from specfuse_shared.runtime.model_runner import ModelForward
 from specfuse_shared.runtime.sampler import NOT_FINITE, Sampler
@@ -95,19 +94,19 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
 def test_sources_of_copies_live_until_the_device_was_waited_for(
     queued: list[weakref.ref[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer.upload([1, 2, 3], _Gpu())  # type: ignore[arg-type]
-    transfer.upload(np.arange(4), _Gpu())  # type: ignore[arg-type]
+    sampler.upload([1, 2, 3], _Gpu())
+    sampler.upload(np.arange(4), _Gpu())
     gc.collect()
     assert all(source() is not None for source in queued)
-    monkeypatch.setattr(transfer, "is_mps", lambda device: True)
-    assert transfer.Download(torch.tensor([1.0])).read() == [1.0]
+    monkeypatch.setattr(sampler, "is_mps", lambda device: True)
+    assert sampler.Download(torch.tensor([1.0])).read() == [1.0]
     gc.collect()
     assert [source() for source in queued] == [None, None]
 
 
-def test_what_a_caller_changes_after_an_upload_is_not_what_is_copied(queued: list[weakref.ref[torch.Tensor]]) -> None:
+def test_changes_after_an_upload_do_not_reach_the_copy(queued: list[weakref.ref[torch.Tensor]]) -> None:
     given = np.arange(4)
-    transfer.upload(given, _Gpu())  # type: ignore[arg-type]
+    sampler.upload(given, _Gpu())
     given[:] = 7
     source = queued[0]()
     assert source is not None
@@ -121,7 +120,7 @@ def test_sources_are_not_kept_without_end(
     waited: list[None] = []
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(None))
     for _ in range(20):
-        transfer.upload(torch.zeros(2**20), _Gpu())  # type: ignore[arg-type]
+        sampler.upload(torch.zeros(2**20), _Gpu())
     gc.collect()
     assert len(waited) == 1
     assert sum(source() is not None for source in queued) <= 18
@@ -134,7 +133,7 @@ def test_sources_are_not_kept_without_end(
 @pytest.mark.parametrize(
     ("used", "heads", "piece"), [(0, 32, 1024), (7 * 1024, 32, 1024), (8 * 1024, 32, 512), (32 * 1024, 32, 128)]
 )
-def test_scores_of_a_piece_stay_below_what_metal_takes(used: int, heads: int, piece: int) -> None:
+def test_scores_of_a_piece_stay_below_metals_limit(used: int, heads: int, piece: int) -> None:
     assert mps.piece_on_mps(1024, used, heads) == piece
     assert 4 * heads * piece * (used + piece) <= 2**30
 
@@ -181,7 +180,7 @@ def test_seconds_on_mps_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch)
     assert watch.seconds == 0.25
 
 
-class Census(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -213,25 +212,25 @@ def kernels_of_mps() -> set[str]:
 
 @pytest.mark.parametrize("execution", ["dynamic", "static"])
 def test_every_operation_of_an_answer_has_a_kernel_on_mps(execution: str, folder: Path) -> None:
-    """Also those of a GPU alone: a processor is taken for another device where that makes a difference."""
+    """Also the branches for a GPU alone: a processor is taken for another device where that makes a difference."""
     member = LocalMember(MemberConfig(str(folder)), execution=execution)
     params = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-    with Census() as census:
+    with OperationRecorder() as recorder:
         session = open_session(EnsembleConfig([MemberConfig(str(folder))]), [member], MESSAGES, params)
         for _ in session.events():
             pass
         session.release()
     own = {"_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_attention_math_for_mps"}
-    names = {own.get(name, name) for name in census.names}
+    names = {own.get(name, name) for name in recorder.names}
     assert len(names) > 40
     assert names - kernels_of_mps() == set()
-    assert not census.wide, "MPS has no float64"
+    assert not recorder.wide, "MPS has no float64"
 
 
 # ── one thread at a time ─────────────────────────────────────────────────────────────────────────
 
 
-def test_forwards_of_two_engines_never_meet_on_mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_passes_of_two_engines_never_overlap_on_mps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that use MPS at once end the process."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     inside, most = 0, 0
@@ -260,8 +259,8 @@ def test_forwards_of_two_engines_never_meet_on_mps(folder: Path, monkeypatch: py
     assert most == 1
 
 
-def test_an_engine_waits_for_who_holds_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users hold it for the work of their own embeddings."""
+def test_an_engine_waits_for_the_holder_of_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users hold it for the work of their embeddings."""
     monkeypatch.setattr(mps, "is_mps", lambda device: str(device).startswith("cpu"))
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))])) as engine:
         engine.load()
@@ -280,7 +279,7 @@ def test_an_engine_waits_for_who_holds_the_lock(folder: Path, monkeypatch: pytes
 def test_other_devices_wait_for_no_lock(folder: Path) -> None:
     with mps_lock, EnsembleEngine(EnsembleConfig([MemberConfig(str(folder))] * 1)) as engine:
         assert engine.generate("Where is it?", SamplingParams(max_tokens=3)).usage.completion_tokens
-    assert isinstance(lane.mps_turn(["cuda:0", "cpu"]), type(lane.mps_turn(["xpu:0"])))
+    assert isinstance(mps.mps_turn(["cuda:0", "cpu"]), type(mps.mps_turn(["xpu:0"])))
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────
@@ -303,7 +302,7 @@ def test_numbers_are_converted_by_one_thread_on_the_way_to_mps(
     mps.warn_untested.cache_clear()
     for device in ("mps", "mps", "cpu"):
         place = Assignment("tiny", "float32", None, MemoryNeed(1, 0, 0), {"": device}, {device: 1}, {device: 1.0})
-        with pytest.raises(pretrained.MemberLoadError, match="stop here"):
+        with pytest.raises(MemberLoadError, match="stop here"):
             LocalMember(MemberConfig(str(folder)), place=place)
     assert seen == ["1", "1", before]
     assert os.environ.get(pretrained._ONE_THREAD_ENV) == before

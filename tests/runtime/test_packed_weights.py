@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specfuse_shared import EnsembleConfig, EnsembleEngine, MemberConfig
 from specfuse_shared.members.local.member import LocalMember
 from specfuse_shared.placement.sizing import weight_bytes
-from specfuse_shared.runtime import fused_norms as packed_weights
+from specfuse_shared.runtime import fused_norms
 from specfuse_shared.runtime.fused_norms import pack_weights
 from tests.support.against_naive import local_members
 from tests.support.tiny import ARCHITECTURES, byte_level_tokenizer, save_model
 
 IDS = torch.arange(3, 40)[None]
-needs_packing = pytest.mark.skipif(not packed_weights._can_pack(), reason="this processor packs no bfloat16 weights")
+needs_packing = pytest.mark.skipif(not fused_norms._can_pack(), reason="this processor packs no bfloat16 weights")
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
@@ -48,7 +48,7 @@ def test_logits_stay(kind: str, rows: int) -> None:
 
 @needs_packing
 @pytest.mark.parametrize("tied", [True, False])
-def test_only_what_an_embedding_shares_is_there_twice(tied: bool) -> None:
+def test_only_weights_shared_with_an_embedding_are_stored_twice(tied: bool) -> None:
     model = model_of("llama", tie_word_embeddings=tied)
     embedding = model.get_input_embeddings().weight
     assert pack_weights(model) == (embedding.nbytes if tied else 0)
@@ -62,7 +62,7 @@ def test_other_number_formats_stay(dtype: torch.dtype) -> None:
     assert not any(layer.weight.is_meta for layer in linears(model))
 
 
-def test_what_is_not_plain_stays() -> None:
+def test_special_linear_layers_stay() -> None:
     """Weights that come and go, and layers of another class."""
     model = model_of("llama")
     first, second = linears(model)[:2]
@@ -77,18 +77,18 @@ def test_a_library_that_cannot_leaves_all(monkeypatch: pytest.MonkeyPatch) -> No
     def missing(weight: torch.Tensor) -> torch.Tensor:
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(packed_weights, "_packed", missing)
-    packed_weights._can_pack.cache_clear()
+    monkeypatch.setattr(fused_norms, "_packed", missing)
+    fused_norms._can_pack.cache_clear()
     try:
         model = model_of("llama")
         assert pack_weights(model) == 0
         assert not any(layer.weight.is_meta for layer in linears(model))
     finally:
-        packed_weights._can_pack.cache_clear()
+        fused_norms._can_pack.cache_clear()
 
 
 @needs_packing
-def test_members_are_packed_and_report_what_they_take(tmp_path: Path) -> None:
+def test_members_are_packed_and_report_their_memory(tmp_path: Path) -> None:
     folder = save_model("llama", byte_level_tokenizer(), tmp_path / "tiny")
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(folder), dtype="bfloat16", device="cpu")])) as engine:
@@ -97,10 +97,11 @@ def test_members_are_packed_and_report_what_they_take(tmp_path: Path) -> None:
         assert linears(member.runner.model)[0].weight.is_meta
         assert report.parameters == plain.num_parameters()
         tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
-        assert report.memory_bytes == weight_bytes(plain) + (plain.get_input_embeddings().weight.nbytes if tied else 0)
+        embedding: Any = plain.get_input_embeddings().weight
+        assert report.memory_bytes == weight_bytes(plain) + (embedding.nbytes if tied else 0)
 
 
-def test_a_model_of_somebody_else_stays() -> None:
+def test_a_loaded_model_that_the_caller_gave_stays() -> None:
     model, tokenizer = model_of("llama"), byte_level_tokenizer()
     model.resize_token_embeddings(len(tokenizer))
     LocalMember(MemberConfig("given"), loaded=(model, tokenizer))

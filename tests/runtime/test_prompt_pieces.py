@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from specfuse_shared import MemberConfig
 from specfuse_shared.members.local.member import LocalMember
@@ -18,7 +19,7 @@ from tests.support.tiny import byte_level_tokenizer, save_model
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gemma3_text", "gpt_oss"])
 @torch.inference_mode()
-def test_pieces_without_a_mask_equal_the_plain_forward(
+def test_pieces_without_a_mask_equal_the_plain_forward_pass(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call of the attention: whether it has a mask, queries and slots."""
@@ -30,7 +31,7 @@ def test_pieces_without_a_mask_equal_the_plain_forward(
 
     def noted(batch: Any, kernel: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         def own(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
-            masked.append(mask is not None and not isinstance(mask, attention.CausalBias))
+            masked.append(mask is not None and not isinstance(mask, CausalBias))
             return kernel(module, query, key, value, mask, **more)
 
         return attend(batch, own, *args, **kwargs)

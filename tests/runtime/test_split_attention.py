@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine, SamplingParams
-from specfuse_shared.runtime import attention as kernels
+from specfuse_shared.runtime import attention
 from specfuse_shared.runtime.attention import additive
 from tests.support.against_naive import assert_equals_naive, local_members
 from tests.support.tiny import MESSAGES
@@ -21,9 +21,9 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A processor is taken for a device that computes many pieces at once; into how many each call split."""
     pieces: list[int] = []
-    own = kernels.split_attention
-    monkeypatch.setitem(kernels._WORKERS, "cpu", 256)
-    monkeypatch.setattr(kernels, "split_attention", lambda *args: pieces.append(args[-1]) or own(*args))  # type: ignore[func-returns-value]
+    own = attention.split_attention
+    monkeypatch.setitem(attention._WORKERS, "cpu", 256)
+    monkeypatch.setattr(attention, "split_attention", lambda *args: pieces.append(args[-1]) or own(*args))  # type: ignore[func-returns-value]
     return pieces
 
 
@@ -32,19 +32,19 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("answers", "groups", "queries", "slots", "pieces"),
     [(1, 4, 1, 1024, 8), (3, 2, 5, 2048, 16), (2, 1, 7, 4096, 32), (40, 2, 1, 1024, 2)],
 )
-def test_pieces_give_what_the_whole_gives(
+def test_pieces_equal_the_whole(
     taken: list[int], dtype: torch.dtype, answers: int, groups: int, queries: int, slots: int, pieces: int
 ) -> None:
-    """Most pieces are hidden from every query, as behind a short answer in a long row."""
+    """Most pieces are hidden from every query, as after a short answer in a long row."""
     torch.manual_seed(0)
     query = torch.randn(answers, 2 * groups, queries, 16, dtype=dtype)
     key, value = torch.randn(2, answers, 2, slots, 16, dtype=dtype)
     visible = torch.rand(answers, queries, slots) < 0.1
     visible[:, :, 300:], visible[:, :, 0] = False, True
     mask = additive(visible, dtype)[:, None]
-    found, _ = kernels.grouped_kernel(torch.nn.Module(), query, key, value, mask, 0.3)
-    wide = (t.repeat_interleave(groups, 1).float() for t in (key, value))
-    expected = scaled_dot_product_attention(query.float(), *wide, visible[:, None], scale=0.3)
+    found, _ = attention.grouped_kernel(torch.nn.Module(), query, key, value, mask, 0.3)
+    keys, values = (t.repeat_interleave(groups, 1).float() for t in (key, value))
+    expected = scaled_dot_product_attention(query.float(), keys, values, visible[:, None], scale=0.3)
     assert taken == [pieces]
     torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0, atol=DTYPES[dtype])
 
@@ -54,9 +54,9 @@ def test_pieces_give_what_the_whole_gives(
     [(512, 16, 1), (1024, 12, 1), (1024, 16, 200), (1278, 16, 1)],
     ids=["few slots", "a size that kernels do not take", "many answers", "pieces whose masks are not aligned"],
 )
-def test_what_gains_nothing_is_not_split(taken: list[int], slots: int, size: int, answers: int) -> None:
+def test_small_attention_is_not_split(taken: list[int], slots: int, size: int, answers: int) -> None:
     query, key = torch.randn(answers, 4, 1, size), torch.randn(answers, 2, slots, size)
-    kernels.grouped_kernel(torch.nn.Module(), query, key, key, torch.zeros(answers, 1, 1, slots))
+    attention.grouped_kernel(torch.nn.Module(), query, key, key, torch.zeros(answers, 1, 1, slots))
     assert taken == []
 
 
@@ -75,13 +75,13 @@ def test_cards_whose_library_has_no_such_kernel_do_without(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert kernels._gives_logs.__wrapped__(torch.device("cuda", 0), dtype) is splits
+    assert attention._gives_logs.__wrapped__(torch.device("cuda", 0), dtype) is splits
 
 
 def test_answers_over_pieces_equal_the_naive_round(
     taken: list[int], tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_FEWEST_SLOTS", 256)
+    monkeypatch.setattr(attention, "_FEWEST_SLOTS", 256)
     config: EnsembleConfig = replace(tiny_engine.config, execution="static")
     with EnsembleEngine(config) as engine:
         params = SamplingParams(max_tokens=60)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def opened(runner: ModelRunner, prompt: list[int]) -> SequenceState:
 
 
 def one_by_one(sequence: SequenceState, sampler: Sampler, count: int) -> list[int]:
-    """What the dynamic execution drafts."""
+    """The draft of dynamic execution."""
     ids: list[int] = []
     for _ in range(count):
         branch = Branch(0, tuple(ids))
@@ -87,7 +88,8 @@ def drafted_by(sequences: list[SequenceState], drafts: list[DraftRequest]) -> li
 def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRequest]:
     found = []
     for n, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", sequence.runner.device)
+        runner: Any = sequence.runner
+        sampler = Sampler(RULES[n % len(RULES)], n, "tiny", runner.device)
         sampler.start(3)
         found.append(DraftRequest(Branch(0, ()), count, sampler))
     return found
@@ -120,7 +122,7 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
 
 @pytest.mark.parametrize("place", [0, 2, 8])
 @torch.inference_mode()
-def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_behind_it(
+def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_after_it(
     member: LocalMember, runner: ModelRunner, place: int
 ) -> None:
     prompt = prompts(member)[0]
@@ -155,7 +157,7 @@ def test_logits_that_are_no_numbers_fail_their_own_draft_only(member: LocalMembe
 
 @torch.inference_mode()
 def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMember, runner: ModelRunner) -> None:
-    prompt, texts = prompts(member)[0], []
+    prompt, texts = prompts(member)[0], list[list[list[int]]]()
     runner.pool.keeps_empty = True
     for _ in range(3):
         sequences = [opened(runner, prompt) for _ in range(len(texts) + 1)]
@@ -172,7 +174,7 @@ def test_steps_follow_their_block_when_it_grows_or_is_given_back(member: LocalMe
     assert {tuple(ids) for drafted in texts for ids in drafted} == {tuple(texts[0][0])}
 
 
-def test_a_row_keeps_a_spare_slot_and_what_it_holds_when_others_come_and_go() -> None:
+def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> None:
     pool = CachePool(torch.device("cpu"))
     rows = [pool.row(10) for _ in range(3)]
     for n, row in enumerate(rows):
@@ -180,7 +182,7 @@ def test_a_row_keeps_a_spare_slot_and_what_it_holds_when_others_come_and_go() ->
         keys, values = row.block.layer(0, torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 5))
         keys[row.index, :, :4], values[row.index, :, :4], row.used = n + 1, -n - 1, 4
     assert len(rows[0].block.stacks) == 2, "keys and values of unlike size lie apart"
-    assert rows[0].block.size == 4, "three rows need room for four"
+    assert rows[0].block.size == 4, "three rows need a block of four"
     rows[0].free()
     rows[1].reserve(256)
     assert [row.block.capacity for row in rows[1:]] == [512, 256]
@@ -201,10 +203,10 @@ def test_answers_of_both_executions_are_the_same(tiny_engine: EnsembleEngine, sp
     for execution in ("dynamic", "static"):
         with EnsembleEngine(replace(tiny_engine.config, execution=execution, speculation=speculation)) as engine:
             found.append(engine.generate_batch([question for question, _ in asked], [params for _, params in asked]))
-    assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]  # type: ignore[arg-type]
+    assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]
     for one, other in zip(*found, strict=True):
-        if speculation == "off":  # who leads, and what guesses save, depends on what else runs
-            assert one.usage == other.usage  # type: ignore[union-attr]
+        if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
+            assert one.usage == other.usage
 
 
 def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) -> None:
@@ -238,7 +240,7 @@ def test_a_run_that_fails_in_company_is_repeated_apart(static_engine: EnsembleEn
 
         static.draft = draft  # type: ignore[method-assign]
         found = engine.generate_batch([question for question, _ in asked], [params for _, params in asked])
-    assert [result.text for result in found] == expected  # type: ignore[union-attr]
+    assert [result.text for result in found] == expected
     assert refused
 
 
@@ -280,7 +282,7 @@ def test_grammars_and_alone_decoding_work_in_either_execution(
 
 
 @torch.inference_mode()
-def test_what_a_capture_could_not_survive_is_refused_before(member: LocalMember, runner: ModelRunner) -> None:
+def test_operations_that_break_a_capture_are_refused_before_it(member: LocalMember, runner: ModelRunner) -> None:
     sequences = [opened(runner, prompt) for prompt in prompts(member)]
     drafts = drafts_of(sequences, [4] * len(sequences))
     with NoWaiting(runner.device):

@@ -1,6 +1,6 @@
 """A small real server of one model over HTTP: the model itself, without a cache, behind vLLM's requests.
 
-What a client is told is computed by the library's own plain forward, one request after another. `Ways` are those in
+Responses are computed by the library's plain forward pass, one request after another. `Ways` are the ways in
 which servers differ, or go wrong. Run as a program it serves a folder until it is killed.
 """
 
@@ -45,7 +45,7 @@ MOST_IDS = 128
 
 @dataclass
 class Ways:
-    """How the server behaves, and what it has seen."""
+    """How the server behaves, and the requests that it has seen."""
 
     key: str | None = None
     model: str | None = None
@@ -62,9 +62,9 @@ class Ways:
     tokens: bool = False
     """It has the token endpoint (`--enable-scale-out`)."""
     all_rows: bool = True
-    """That tells a row of every token of a prompt, of which those in front of the cache are what lay there before."""
+    """It sends a row for every token of a prompt; the rows before the cached prefix are the cache's former content."""
     broken_rows: int = 0
-    """So many of its answers fail on such rows, which JSON cannot say."""
+    """This number of its answers fails on such rows, which JSON cannot express."""
     keeps_grammars: bool = True
     fails_under: str = "(?!)"
     """An expression: under a grammar that it is found in, the token endpoint fails."""
@@ -92,7 +92,7 @@ class ModelServer:
         self.name, self.root, self.ways = ways.model or str(folder), str(folder), ways
         self._lock = threading.Lock()
         self.next_logits = lru_cache(256)(self._next_logits)
-        """Logits behind ids. Kept, since a member asks for the same place again and again; never written into."""
+        """Logits after ids. Kept, since a member asks for the same place again and again; never written into."""
         get = {"/v1/models": self._models, "/version": self._version, "/metrics": self._metrics}
         post = {"/tokenize": self._tokenize, "/v1/completions": self._completions}
         if ways.tokens:
@@ -207,13 +207,13 @@ class ModelServer:
         return choice
 
     def _ranked(self, scores: torch.Tensor, own: int, count: int) -> dict[str, Any]:
-        """The prompt's own token, and so many of the most probable."""
+        """The prompt's own token, and `count` of the most probable."""
         asked = dict.fromkeys([own, *scores.topk(count).indices.tolist()])
         ranks = {token: int((scores > scores[token]).sum()) + 1 for token in asked}
         return {str(token): {"logprob": float(scores[token]), "rank": rank} for token, rank in ranks.items()}
 
     def _told(self, logits: torch.Tensor, processed: torch.Tensor, named: list[int], token: int) -> dict[str, float]:
-        """Log p as the server is set to tell it."""
+        """Log p as the server is set to report it."""
         raw = {"raw_logits": logits, "processed_logprobs": processed.log_softmax(-1)}
         scores = raw.get(self.ways.mode, logits.log_softmax(-1)) + self.ways.off_by
         return {f"token_id:{t}": max(float(scores[t]), -9999.0) for t in (token, *named)}

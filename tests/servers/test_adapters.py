@@ -20,7 +20,7 @@ KEY = "a-key-that-nobody-may-see"
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two models with room for the prompts of LlamaIndex."""
+    """Two models with contexts that hold the prompts of LlamaIndex."""
     return save_pair(tmp_path_factory, max_position_embeddings=2048)
 
 

@@ -29,7 +29,7 @@ def test_members_on_a_server_and_here_are_compared_as_if_both_were_here(
     for name in ("chat", "base", ENSEMBLE):
         assert [a.text for a in found.answers[name].values()] == [a.text for a in local.answers[name].values()]
     assert found.weights["base"] > 0
-    assert found.weights["chat"] == found.weights[ENSEMBLE] == 0, "the server does not tell"
+    assert found.weights["chat"] == found.weights[ENSEMBLE] == 0, "the server does not report it"
     assert KEY not in run.read_text("utf-8")
     assert KEY not in found.to_html()
     gone = replace(served, server="http://127.0.0.1:9/v1", server_timeout=1.0)

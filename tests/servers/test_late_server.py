@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=150)
 
 @dataclass
 class Unsteady(Ways):
-    """Once the member is loaded, every `nth` request takes so many `seconds`."""
+    """Once the member is loaded, every `nth` request takes this number of `seconds`."""
 
     steady: bool = True
     nth: int = 9
@@ -62,7 +62,7 @@ def test_rounds_without_a_late_server_are_those_of_the_naive_method_without_its_
     assert back, "it came back"
 
 
-def test_a_server_that_hangs_is_left_behind_and_its_requests_are_cancelled(
+def test_a_hanging_server_is_abandoned_and_its_requests_are_cancelled(
     unsteady: tuple[EnsembleEngine, Unsteady],
 ) -> None:
     engine, ways = unsteady

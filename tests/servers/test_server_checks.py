@@ -1,4 +1,4 @@
-"""What is asked of a server before its member is used, and what a configuration may not say of one."""
+"""Requests to a server before its member is used, and settings that a server's member may not have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY = "a-key-that-nobody-may-see"
 
 @pytest.fixture
 def chat_ways(folders: dict[str, Path]) -> Iterator[tuple[MemberConfig, Ways]]:
-    """A member behind a server of its own, whose ways a test may change."""
+    """A member on a separate server, whose ways a test may change."""
     with model_server(folders["chat"]) as (url, ways):
         yield MemberConfig(str(folders["chat"]), name="chat", server=url), ways
 
@@ -67,7 +67,7 @@ def test_a_server_in_which_no_member_can_live_is_refused(
         load(member)
 
 
-def test_a_model_that_the_server_has_not_is_named_beside_those_that_it_has(
+def test_a_missing_model_is_named_with_the_servers_models(
     chat_ways: tuple[MemberConfig, Ways],
 ) -> None:
     member, _ = chat_ways
@@ -78,7 +78,7 @@ def test_a_model_that_the_server_has_not_is_named_beside_those_that_it_has(
     assert isinstance(caught.value, MemberLoadError)
 
 
-def test_a_server_that_is_not_there_is_named_with_what_to_do(folders: dict[str, Path]) -> None:
+def test_an_unreachable_server_is_named_with_a_remedy(folders: dict[str, Path]) -> None:
     with pytest.raises(ServerUnreachableError, match=r"no server answers at http://127\.0\.0\.1:1 .*start it"):
         load(MemberConfig(str(folders["chat"]), server="http://127.0.0.1:1/v1"))
 
@@ -91,7 +91,7 @@ def test_a_server_of_another_size_is_refused(folders: dict[str, Path]) -> None:
 def test_a_model_is_found_by_the_name_that_the_server_gives_it(folders: dict[str, Path]) -> None:
     with model_server(folders["chat"], Ways(model="alias")) as (url, ways):
         member = MemberConfig(str(folders["chat"]), server=url)
-        load(member)  # by what it was loaded from
+        load(member)  # by the source of its weights
         load(replace(member, server_model="alias"))
         assert {body["model"] for body in ways.bodies()} == {"alias"}
 
@@ -122,7 +122,7 @@ def test_a_server_that_hides_its_cache_is_used_and_the_report_says_so(chat_ways:
         assert (report.backend, report.attention) == ("vLLM 0.0-tests", "the server's, prefix cache unknown")
 
 
-def test_doctor_shows_each_server_or_what_is_wrong_with_it(
+def test_doctor_shows_each_server_or_its_problem(
     chat_ways: tuple[MemberConfig, Ways], folders: dict[str, Path]
 ) -> None:
     member, _ = chat_ways
@@ -233,7 +233,7 @@ def test_a_certificate_has_to_be_trusted(
     addresses.trusted.cache_clear()
 
 
-def test_a_file_of_the_server_command_may_name_members_behind_servers(tmp_path: Path) -> None:
+def test_a_file_of_the_server_command_may_name_members_on_servers(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(
         '[[ensembles.both.members]]\nmodel = "Qwen/Qwen3-8B"\nserver = "http://127.0.0.1:8000/v1"\n'

@@ -54,7 +54,7 @@ def mixed(tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways]) -> Iterato
     ],
     ids=["plain", "penalty", "stop and logprobs", "min_tokens", "ignore_eos", "expression", "schema"],
 )
-def test_a_member_behind_a_server_answers_as_it_does_here(
+def test_a_member_on_a_server_answers_as_it_does_here(
     tiny_engine: EnsembleEngine, mixed: tuple[EnsembleEngine, Ways], params: SamplingParams
 ) -> None:
     for question in QUESTIONS:
@@ -71,7 +71,7 @@ def test_alone_it_decodes_as_it_does_here(
 
 
 @pytest.mark.slow
-def test_members_behind_two_servers_need_nothing_of_this_machine(
+def test_members_on_two_servers_need_nothing_of_this_machine(
     tiny_engine: EnsembleEngine, chat_server: tuple[str, Ways], folders: dict[str, Path]
 ) -> None:
     with model_server(folders["base"]) as (url, _):
@@ -182,7 +182,7 @@ def test_a_member_that_only_judges_drafts_nothing_under_a_grammar(
         assert not [body for body in ways.bodies() if "allowed_token_ids" in body]
         assert engine.generate("Letters?", WIDE).rounds[0].active == ("chat", "base")
         alone = engine.generate("Letters?", params, members=["chat"])
-        assert alone.text == tiny_engine.generate("Letters?", params, members=["chat"]).text, "nobody else drafts"
+        assert alone.text == tiny_engine.generate("Letters?", params, members=["chat"]).text, "no other member drafts"
 
 
 # ── trouble while it answers ─────────────────────────────────────────────────────────────────────

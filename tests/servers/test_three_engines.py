@@ -74,7 +74,7 @@ def test_each_member_is_where_it_was_put(engine: EnsembleEngine) -> None:
     }
 
 
-async def test_a_chain_of_langchain_streams_what_all_three_know(engine: EnsembleEngine) -> None:
+async def test_a_chain_of_langchain_streams_the_answer_of_all_three(engine: EnsembleEngine) -> None:
     store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
     store.add_documents([Passage(fact) for fact in FACTS])
     prompt = ChatPromptTemplate.from_template("{context}\n\nAnswer briefly from this text: {question}")
@@ -92,12 +92,12 @@ def test_a_query_engine_of_llamaindex_streams_the_same_way(engine: EnsembleEngin
     index = VectorStoreIndex.from_documents([Document(text=fact) for fact in FACTS], embed_model=MockEmbedding(8))
     llm = SpecFuseLLM(engine=engine, max_tokens=24)
     response = index.as_query_engine(llm=llm, streaming=True, similarity_top_k=2).query(QUESTION)
-    assert "seven" in "".join(response.response_gen)  # type: ignore[union-attr,arg-type]
+    assert "seven" in "".join(response.response_gen)
 
 
 @wrap_model_call
 def one_call(request: Any, handler: Any) -> Any:
-    """Members this small are told to call first, and then to answer."""
+    """Members this small are asked to call first, and then to answer."""
     answering = request.messages[-1].type == "tool"
     return handler(request.override(tools=[]) if answering else request.override(tool_choice="any"))
 

@@ -14,7 +14,7 @@ import pytest
 
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams
 from specfuse_shared.cli.commands import main
-from specfuse_shared.members.server import vllm as tokens
+from specfuse_shared.members.server import vllm
 from tests.servers.model_server import Ways, model_server
 from tests.servers.token_route import PATH
 from tests.support.served import QUESTIONS, TOOL, WIDE, assert_same, served
@@ -36,7 +36,7 @@ def chat(tiny_engine: EnsembleEngine, folders: dict[str, Path]) -> Iterator[tupl
 
 
 def drafts_and_verdicts(ways: Ways) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What was asked of the endpoint."""
+    """The requests to the endpoint."""
     asked = [body["sampling_params"] for body in ways.bodies(PATH)]
     return [p for p in asked if "prompt_logprobs" not in p], [p for p in asked if "prompt_logprobs" in p]
 
@@ -119,7 +119,7 @@ def test_a_round_is_a_draft_and_at_most_a_request_for_each_other_candidate(
             assert (params["skip_reading_prefix_cache"], params["detokenize"]) == (False, False)
 
 
-def test_what_others_began_to_say_is_not_asked_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
+def test_no_place_is_requested_twice(chat: tuple[EnsembleEngine, Ways]) -> None:
     """No place is judged twice in an answer, nor drafted where it is known."""
     engine, ways = chat
     ways.asked.clear()
@@ -241,8 +241,8 @@ def test_a_candidate_whose_rows_fail_goes_by_prefixes(
 def test_answers_stay_short_at_long_contexts(
     tiny_engine: EnsembleEngine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, all_rows: bool
 ) -> None:
-    """A server that tells a row of every token is asked by prefixes there, whose answers have none."""
-    monkeypatch.setattr(tokens, "MOST_ROWS", 64)
+    """A server that sends a row for every token is asked by prefixes there, whose answers have none."""
+    monkeypatch.setattr(vllm, "MOST_ROWS", 64)
     with (
         model_server(folders["chat"], Ways(tokens=True, all_rows=all_rows)) as (url, ways),
         EnsembleEngine(served(tiny_engine, url, "chat")) as engine,
@@ -272,7 +272,7 @@ def test_answers_stay_short_at_long_contexts(
     ],
     ids=["on", "off", "no metrics", "lower", "higher", "rows fail twice"],
 )
-def test_doctor_says_which_way_is_used_and_what_the_flag_would_save(
+def test_doctor_names_the_verification_and_the_savings_of_the_flag(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str], ways: Ways, way: str, advice: str
 ) -> None:
     with model_server(folders["chat"], ways) as (url, _):

@@ -1,4 +1,4 @@
-"""SmolLM2 behind a real vLLM server and Gemma here answer as both do here. Skipped where no vLLM is installed."""
+"""SmolLM2 on a real vLLM server and Gemma here answer as both do here. Skipped where no vLLM is installed."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_twenty_answers_are_those_of_both_members_here(served: Served) -> None:
         assert found.warnings == ()
         assert (found.text, drafts(found)) == (expected.text, drafts(expected)), question
         pairs = zip(found.logprobs or (), expected.logprobs or (), strict=True)
-        both = [each for a, b in pairs for each in zip((a, *a.top), (b, *b.top), strict=True)]
+        both: list[Any] = [each for a, b in pairs for each in zip((a, *a.top), (b, *b.top), strict=True)]
         worst = max([worst, *(abs(a.logprob - b.logprob) for a, b in both)])
         rounds += len(found.rounds)
         candidates += sum(len(record.candidates) for record in found.rounds if record.verified)
@@ -154,7 +154,7 @@ def test_eight_at_once_and_a_cancelled_one_leave_no_request_there(served: Served
     params = SamplingParams(max_tokens=16)
     expected = [served.local.generate(question, params).text for question in QUESTIONS[:8]]
     found = served.mixed.generate_batch(QUESTIONS[:8], params)
-    assert [result.text for result in found] == expected  # type: ignore[union-attr]
+    assert [result.text for result in found] == expected
     stream = served.mixed.stream("Tell me a long tale.", SamplingParams(max_tokens=400, ignore_eos=True))
     next(event for event in stream if isinstance(event, SegmentEvent))
     stream.close()  # type: ignore[attr-defined]

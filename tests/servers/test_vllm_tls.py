@@ -1,4 +1,4 @@
-"""Three real vLLM servers on one machine, started one after another, behind TLS and a key: they answer together."""
+"""Three real vLLM servers on one machine, started one after another, with TLS and a key: they answer together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUESTIONS = ("Why is the sky blue?", "What do bees make?", "List the colours of 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate of this machine that nobody has signed, with its key beside it."""
+    """A self-signed certificate of this machine, and its key."""
     folder = tmp_path_factory.mktemp("tls")
     asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     files = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem"))
@@ -49,7 +49,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def here() -> list[MemberConfig]:
-    """The members as they are on this machine: SmolLM2 stands twice."""
+    """The members as they are on this machine: SmolLM2 is there twice."""
     smol, gemma = (replace(m, adapter=None, dtype="float32", backend="transformers") for m in demo_members())
     return [replace(whole(m), name=name) for m, name in zip((smol, gemma, smol), NAMES, strict=True)]
 
@@ -63,7 +63,7 @@ def whole(member: MemberConfig) -> MemberConfig:
 
 @pytest.fixture(scope="module")
 def expected(here: list[MemberConfig]) -> list[EnsembleResult]:
-    """What the members say here; they are gone from memory before the servers start."""
+    """The members' answers here; the members leave memory before the servers start."""
     with EnsembleEngine(EnsembleConfig(here)) as engine:
         return [engine.generate(question, PARAMS) for question in QUESTIONS]
 
@@ -104,13 +104,13 @@ def test_three_servers_answer_like_the_same_three_here(
             assert all(found.usage.members[name].drafted for name in NAMES)
 
 
-def test_a_certificate_that_nobody_trusts_is_named(there: list[MemberConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untrusted_certificate_is_named(there: list[MemberConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     with EnsembleEngine(EnsembleConfig(there)) as engine, pytest.raises(MemberLoadError, match="certificate"):
         engine.load()
 
 
-def test_the_key_is_asked_for_behind_tls(
+def test_the_key_is_required_over_tls(
     there: list[MemberConfig], certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

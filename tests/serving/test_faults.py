@@ -39,7 +39,7 @@ def engine(tiny_engine: EnsembleEngine) -> Iterator[EnsembleEngine]:
 
 @pytest.fixture(autouse=True)
 def tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """What was injected and what happened, for the summary of the run."""
+    """The injected faults and their effects, for the summary of the run."""
     before = len(TABLE)
     yield
     for row in TABLE[before:]:
@@ -63,7 +63,7 @@ def outcome_of(events: Any) -> Outcome:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_faulty_member_leaves_and_the_answer_goes_on(engine: EnsembleEngine, stage: str, kind: str) -> None:
+def test_a_faulty_member_leaves_and_the_answer_continues(engine: EnsembleEngine, stage: str, kind: str) -> None:
     with fault_in(engine, stage, FAULTS[kind], only=None):
         found = outcome_of(engine.stream(NEIGHBOUR, PARAMS))
     [warning] = found.warnings
@@ -97,7 +97,7 @@ def test_one_poisoned_request_fails_alone(engine: EnsembleEngine, stage: str, ki
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_when_nobody_is_left_the_error_names_the_member_and_carries_the_text(
+def test_when_no_member_is_left_the_error_names_the_last_and_has_the_text(
     tiny_engine: EnsembleEngine, kind: str
 ) -> None:
     base = tiny_engine.config.member_configs[1]
@@ -134,7 +134,7 @@ def test_a_member_that_cannot_load_leaves_the_engine_usable_for_another_try(tiny
     TABLE.append(("missing files", "load", "a member", "MemberLoadError that names it, each time"))
 
 
-def test_lack_of_memory_first_splits_the_batch(engine: EnsembleEngine) -> None:
+def test_out_of_memory_first_splits_the_batch(engine: EnsembleEngine) -> None:
     runner = local_members(engine)[0].runner
     plain, refused, sizes = runner.step, [], []
 
@@ -158,7 +158,7 @@ def test_lack_of_memory_first_splits_the_batch(engine: EnsembleEngine) -> None:
     TABLE.append(("out of memory", "any", "big batches", f"split into halves {len(refused)} times, same answers"))
 
 
-def test_lack_of_memory_then_drops_remembered_prefixes(engine: EnsembleEngine) -> None:
+def test_out_of_memory_then_drops_cached_prefixes(engine: EnsembleEngine) -> None:
     engine.generate(NEIGHBOUR, PARAMS)
     runner = local_members(engine)[0].runner
     plain = runner.step
@@ -176,7 +176,7 @@ def test_lack_of_memory_then_drops_remembered_prefixes(engine: EnsembleEngine) -
         del runner.step
     assert found.result is not None
     assert not found.warnings
-    TABLE.append(("out of memory", "any", "prefix cache", "dropped, then the answer goes on unharmed"))
+    TABLE.append(("out of memory", "any", "prefix cache", "dropped, then the answer continues unharmed"))
 
 
 def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEngine) -> None:
@@ -233,5 +233,5 @@ def test_every_kind_of_memory_error_is_recognised(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(2, "no such file"), ValueError("memory")])
-def test_other_errors_are_no_lack_of_memory(error: Exception) -> None:
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)

@@ -1,4 +1,4 @@
-"""A round's deadline: members that are late sit rounds out, come back with what they missed, and hold no answer up."""
+"""The deadline of a round: late members are absent from rounds, catch up later, and delay no answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WHOLE_TALE = " " + TALE.removesuffix(" .")
 @contextmanager
 def fake(*lanes: FakeLane | SlowLane, **settings: object) -> Iterator[FakeEngine]:
     settings = {"round_seconds": 0.05, "round_grace": 0.02, **settings}
-    with FakeEngine(*lanes, **settings) as engine:  # type: ignore[arg-type]
+    with FakeEngine(*lanes, **settings) as engine:
         yield engine
 
 
@@ -46,7 +46,7 @@ def of_round(request: StageRequest) -> int:
 
 
 def told(op: object) -> str:
-    """What an op commits."""
+    """The text that an op commits."""
     return op.text if isinstance(op, Commit) else op.commit if isinstance(op, Draft) else ""
 
 
@@ -101,7 +101,7 @@ def test_members_that_all_take_longer_than_the_deadline_have_the_grace() -> None
     with fake(SlowLane(first, delay), SlowLane(second, delay), round_seconds=0.02, round_grace=0) as engine:
         result = engine.generate("tell me", PARAMS)
         assert "b" in absent(result)[0]
-        assert all(record.present for record in result.rounds), "a round has somebody"
+        assert all(record.present for record in result.rounds), "a round has a member"
 
 
 def test_where_no_member_ever_answers_the_answer_has_its_own_timeout() -> None:
@@ -137,7 +137,7 @@ def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
         ]
         with fake(*lanes) as engine:
             engine.load()
-            engine._scheduler.traffic = replace(engine._scheduler.traffic, step_seconds=lambda: {"a": 1.0, "b": 1.0})  # type: ignore[union-attr]
+            engine._scheduler.traffic = replace(engine._scheduler.traffic, step_seconds=lambda: {"a": 1.0, "b": 1.0})
             result = engine.generate("tell me", PARAMS)
             assert {name for names in absent(result) for name in names} == {lead}
 
@@ -145,7 +145,7 @@ def test_a_leader_that_is_late_does_not_keep_the_others_from_drafting() -> None:
 # ── coming back ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_member_that_is_slow_every_third_round_comes_back_and_commits_what_it_missed() -> None:
+def test_a_member_that_is_slow_every_third_round_returns_and_commits_missed_text() -> None:
     first, second = FakeLane({"a": scripted(LONG)}), FakeLane({"b": scripted(LONG)})
     drafts = itertools.count(1)
     slow = SlowLane(second, lambda request: 0.15 * (of_round(request) > 0 and next(drafts) % 3 == 0))
@@ -185,7 +185,7 @@ def test_where_all_that_were_on_time_fail_the_answer_waits_for_one_that_is_late(
     assert [exit.member for record in result.rounds for exit in record.exits] == ["a"]
     assert [record.winner for record in result.rounds] == ["a", *["b"] * (len(result.rounds) - 1)]
     [draft, *_] = second.ops("b", Commit)
-    assert draft.text == result.rounds[0].text, "it goes on behind the text of the others"
+    assert draft.text == result.rounds[0].text, "it continues after the text of the others"
     assert second.ops("b", DraftAlone)
 
 
@@ -234,7 +234,7 @@ def test_many_short_rounds_alone_do_not_make_a_member_leave() -> None:
 
 @pytest.mark.parametrize("sleeper", ["a", "c"])
 def test_a_member_that_leaves_by_exit_is_no_answer_to_a_round_with_a_deadline(sleeper: str) -> None:
-    """Its cache is let go beside the next stages; that the others wait for it too ended the whole engine."""
+    """Its cache is freed concurrently with the next stages; waiting for the freed one as well once ended the engine."""
     first, second = two()
     third = FakeLane({"c": scripted(TALE)})
 
@@ -276,10 +276,10 @@ def test_two_hundred_answers_at_once_with_one_slow_member() -> None:
 
 
 class EngineInTwoLanes(EnsembleEngine):
-    """Loaded members, each in a lane of its own; those of the second one are late as `delay` says."""
+    """Loaded members, each in a separate lane; the stages of the second one are late by `delay`."""
 
     def __init__(self, other: EnsembleEngine, delay: Delay, **settings: object) -> None:
-        super().__init__(replace(other.config, **settings))  # type: ignore[arg-type]
+        super().__init__(replace(other.config, **settings))
         self._loaded, self._delay = local_members(other), delay
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
@@ -367,7 +367,7 @@ def test_other_answers_end_well_with_late_members(
 def test_a_wrong_deadline_is_refused(settings: dict[str, object]) -> None:
     [name] = settings
     with pytest.raises(ConfigError, match=f"EnsembleConfig.{name}"):
-        EnsembleConfig(["a", "b"], **settings)  # type: ignore[arg-type]
+        EnsembleConfig(["a", "b"], **settings)
 
 
 def test_a_stream_shows_a_segment_before_a_late_member_has_begun() -> None:

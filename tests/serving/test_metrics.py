@@ -1,4 +1,4 @@
-"""What an engine counts, and how it is offered to Prometheus and OpenTelemetry."""
+"""The counters of an engine, and their export to Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,7 +21,6 @@ from specfuse_shared import (
     SamplingParams,
     prometheus_collector,
 )
-from specfuse_shared.serving import telemetry as tracing
 
 SECRET = "the vault code is 4711"
 
@@ -76,7 +76,7 @@ def test_prometheus_sees_the_same_numbers(engine: EnsembleEngine, results: list[
 def test_a_span_tells_of_an_answer_but_not_its_text(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing.trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     result = engine.generate(f"Remember that {SECRET}", SamplingParams(max_tokens=20))
     with pytest.raises(RequestTimeoutError):
         engine.generate(f"Forget that {SECRET}", SamplingParams(max_tokens=300), timeout=0.001)

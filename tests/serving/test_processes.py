@@ -68,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.skipif(sys.platform == "darwin", reason="the libraries of macOS that compute are not safe after a fork")
 @pytest.mark.parametrize("threads", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_a_forked_process_makes_an_engine_of_its_own(folders: list[str], threads: str) -> None:
+def test_a_forked_process_makes_another_engine(folders: list[str], threads: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "-c", FORKED, *folders], env=environment, capture_output=True, text=True, timeout=200

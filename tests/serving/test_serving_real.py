@@ -38,7 +38,7 @@ async def test_a_ticker_on_the_event_loop_never_stalls_a_tenth_of_a_second(demo_
     )
     ticking.cancel()
     assert len(stalls) > 100
-    assert max(stalls) < 0.1, f"the loop stood still for {max(stalls):.3f} s"
+    assert max(stalls) < 0.1, f"the loop was blocked for {max(stalls):.3f} s"
 
 
 def test_memory_is_back_after_two_hundred_cancellations(demo_engine: EnsembleEngine) -> None:

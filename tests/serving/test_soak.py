@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CACHE_BYTES = 24 << 20
 WARM_MINUTES, MINUTES = 1.0, 4.0
 FRAGMENTED_MIB = 150
-"""What the allocator keeps between answers, and gives back when none runs (`IdleTrim`)."""
+"""Memory that the allocator keeps between answers, and frees when none runs (`IdleTrim`)."""
 KERNELS_MIB = 60
-"""Kernels that are compiled for new shapes, and grammars: there are at most so many of both."""
+"""Kernels that are compiled for new shapes, and grammars: the number of both is bounded."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What tests share; a failed `assert` in here shows both sides."""
+"""Helpers that tests share; a failed `assert` in here shows both sides."""
 
 import pytest
 

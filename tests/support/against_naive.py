@@ -22,17 +22,19 @@ from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
 from specfuse_shared.types import FinishReason, RoundRecord
 from tests.support.naive import NaiveMember, NaiveRound, naive_rounds
 
-SCORES = ({}, {"score": "mean_logprob"}, {"per": "byte"})
-"""Settings of the scores that are held against the naive rounds."""
+SCORES: tuple[dict[str, str], ...] = ({}, {"score": "mean_logprob"}, {"per": "byte"})
+"""Settings of the scores that are compared with the naive rounds."""
 FAULT_ROW = "fault"
-"""Name of a test's property: what was injected, when, into what, and what happened."""
-"""What the fault tests injected and saw, for the summary of the run."""
+"""Name of a test's property: the injected fault, its time and its target, and the effect."""
+"""The injected faults and their effects, for the summary of the run."""
 
 
 def local_members(engine: EnsembleEngine) -> list[LocalMember]:
     """The loaded models of an engine, in the members' order."""
     lanes = [lane._lane if isinstance(lane, LaneThread) else lane for lane in engine.load()._assembly.lanes]
-    found = {name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()}
+    found: dict[str, Any] = {
+        name: member for lane in lanes if isinstance(lane, LocalLane) for name, member in lane.local.items()
+    }
     return [found[name] for name in engine.config.names]
 
 
@@ -56,7 +58,7 @@ def with_settings(config: EnsembleConfig, **settings: Any) -> EnsembleConfig:
 
 @dataclass
 class Side:
-    """What a member's lane holds of an answer, and what its session knows of it."""
+    """A member's lane's state of an answer, and its session's state."""
 
     session: LocalSession
     participant: Participant
@@ -200,7 +202,7 @@ def assert_equals_naive_with_absences(
     params: SamplingParams,
     found: EnsembleResult,
 ) -> None:
-    """The rounds of a result are those of the naive method without the members that were late, as recorded."""
+    """The rounds of a result equal the naive method's without the members that were late, as recorded."""
     records = found.rounds[:-1] if found.finish_reason is FinishReason.LENGTH else found.rounds  # cut at max_tokens
     absences = [record.absent for record in records]
     with eager([member for member in members if isinstance(member, LocalMember)]):

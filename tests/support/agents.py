@@ -1,4 +1,4 @@
-"""An agent of the demo members: its tools, its task, and what must come of them."""
+"""An agent of the demo members: its tools, its task, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opening_hours(day: str) -> str:
 
 
 def ticket_price(visitor: str) -> str:
-    """What a visitor pays."""
+    """The price of a visit."""
     return {"child": "4 euros"}.get(visitor, "9 euros")
 
 

@@ -1,4 +1,4 @@
-"""A real browser: where it is, how it starts, and what is measured in it."""
+"""A real browser: its path, its start, and measurements in it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specfuse_shared import SamplingParams
@@ -27,10 +29,11 @@ def opened(runner: ModelRunner, seed: int, size: int = 40) -> SequenceState:
 
 def drafted(sequences: list[SequenceState], count: int = 5) -> list[list[int]]:
     """Greedy drafts of all, which become their trunks."""
-    drafts = [
-        DraftRequest(Branch(len(c.answer), ()), count, Sampler(SamplingParams(), 0, "", c.runner.device))
-        for c in sequences
-    ]
+    drafts = []
+    for sequence in sequences:
+        runner: Any = sequence.runner
+        sampler = Sampler(SamplingParams(), 0, "", runner.device)
+        drafts.append(DraftRequest(Branch(len(sequence.answer), ()), count, sampler))
     found = feed_together([ForwardRequest(c, draft=draft) for c, draft in zip(sequences, drafts, strict=True)])
     ids = []
     for sequence, draft, chosen in zip(sequences, drafts, found, strict=True):

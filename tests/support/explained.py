@@ -43,7 +43,7 @@ def round_of(index: int, start: int, turn: Turn, active: Sequence[str]) -> Round
 
 
 def unverified(record: RoundRecord, drafters: Sequence[str], tokens: int = 5) -> RoundRecord:
-    """The same round with one candidate that nobody had to judge."""
+    """The same round with one candidate that no member had to judge."""
     only = Candidate(record.text, tuple(drafters), False, tokens)
     return replace(record, candidates=(only,), verified=False, retention={})
 

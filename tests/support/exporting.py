@@ -17,7 +17,7 @@ Attributes = Mapping[str, Any]
 
 
 class Spans:
-    """What was exported."""
+    """The exported spans."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()

@@ -16,7 +16,7 @@ class FakeEngine(EnsembleEngine):
 
     def __init__(self, *lanes: FakeLane | SlowLane, **settings: object) -> None:
         names = [info.name for lane in lanes for info in lane.members]
-        super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))  # type: ignore[arg-type]
+        super().__init__(EnsembleConfig(names, segment_tokens=3, first_segment_tokens=None, exit="never", **settings))
         self.lanes = lanes
 
     def _assemble(self, on_progress: OnLoadProgress | None) -> Assembly:
@@ -24,9 +24,9 @@ class FakeEngine(EnsembleEngine):
 
 
 def two(**settings: object) -> tuple[FakeLane, FakeLane]:
-    """Two members in lanes of their own; all prefer the tale."""
+    """Two members in separate lanes; all prefer the tale."""
     likes = {(name, f" {' '.join(TALE.split()[n : n + 3])}"): -0.1 for name in "ab" for n in range(0, 12, 3)}
     return (
-        FakeLane({"a": scripted(TALE)}, likes, **settings),  # type: ignore[arg-type]
-        FakeLane({"b": scripted(OTHER)}, likes, **settings),  # type: ignore[arg-type]
+        FakeLane({"a": scripted(TALE)}, likes, **settings),
+        FakeLane({"b": scripted(OTHER)}, likes, **settings),
     )

@@ -1,4 +1,4 @@
-"""A lane of plain Python: members whose tokens are words, which say what a script tells them. No model, no torch."""
+"""A lane of plain Python: members whose tokens are words, and whose answers are scripted. No model, no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Disturb = Callable[[StageRequest], Fault | None]
 
 
 def scripted(text: str) -> Say:
-    """A member that wants to say this text, and goes on where the answer is."""
+    """A member that wants to say this text, and continues from the answer's end."""
     words = text.split(" ")
 
     def say(answer: str, limit: int) -> str:
@@ -72,7 +72,7 @@ class WordCodec:
         return self.spelled(places)
 
     def spelled(self, places: Sequence[Sequence[int]]) -> list[list[bytes]]:
-        assert not any(places), "no other tokens are told of members of words"
+        assert not any(places), "members of words report no other tokens"
         return [[] for _ in places]
 
     def head(self, encoding: Encoding, count: int) -> str:
@@ -122,8 +122,8 @@ class FakeLane:
         return [self._info(name) for name in self.says]
 
     def parties(self) -> tuple[Member, ...]:
-        """What the coordinator has of its members."""
-        return tuple(Member(info, WordText()) for info in self.members)  # type: ignore[arg-type]
+        """The coordinator's view of its members."""
+        return tuple(Member(info, WordText()) for info in self.members)
 
     def memory(self) -> Mapping[str, int]:
         return {"fake": 1 << 30}
@@ -149,7 +149,7 @@ class FakeLane:
         self.reply([self._run(request) for request in requests])
 
     def ops(self, member: str, *kinds: type[Op]) -> list[Any]:
-        """What a member was asked for, of these kinds."""
+        """The requests of these kinds to a member."""
         return [request.op for request in self.asked if request.member == member and isinstance(request.op, kinds)]
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Faults injected into one member, between its forward and what reads the logits."""
+"""Faults injected into one member, between its forward pass and the reader of the logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fault_in(
 ) -> Iterator[None]:
     """Break the second member's logits in one stage: of every request, or of the one whose prompt holds `only`.
 
-    The stage is where the feed comes from, so the fault sits between the real forward and what reads its logits.
+    The stage comes from the feed, so the fault sits between the real forward pass and the reader of its logits.
     """
     target = local_members(engine)[1]
     runner, plain_step = target.runner, target.runner.step
@@ -56,7 +56,7 @@ def fault_in(
             return stop.value
 
     def broken_commit(sequence: Any, branch: Any) -> None:
-        """A commit forwards nothing where the winner was verified, so the fault is in keeping its rows."""
+        """A commit runs no forward pass where the winner was verified, so the fault is in keeping its rows."""
         if fault is not FAULTS["NaN"]:
             fault(torch.empty(0))
         type(sequence).commit(sequence, branch)
@@ -69,7 +69,7 @@ def fault_in(
         found = plain_step(segments)
         return [fault(rows) if s.row in poisoned else rows for s, rows in zip(segments, found, strict=True)]
 
-    LocalSession.stage = marked  # type: ignore[method-assign]
+    LocalSession.stage = marked  # type: ignore[assignment, method-assign]
     runner.step = step  # type: ignore[method-assign]
     try:
         yield

@@ -1,10 +1,10 @@
 """A stand-in for CUDA graphs on a processor: a capture is recorded, and a replay does it again, in the same memory.
 
-It knows what a real driver does not forgive: a capture into a memory pool that nobody uses any more, a capture that was
+It raises the errors of a real driver: a capture into a memory pool that has no user any more, a capture that was
 begun and never ended, numbers that the host reads while a capture is under way, a thread that waits for the whole
 device meanwhile, work on a stream that takes no part in the capture (which a replay leaves out), and memory that was
 freed since (which a real replay reads in silence): also the workspace of a stream, which goes with any graph that was
-captured in it. Streams are given in turn, 32 of each priority.
+captured in it. Streams are handed out cyclically, 32 of each priority.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stream:
 
 @dataclass
 class Driver:
-    """What a driver and an allocator know, for all threads."""
+    """The state of a driver and an allocator, for all threads."""
 
     uses: Counter[Pool] = field(default_factory=Counter)
     known: set[Pool] = field(default_factory=set)
@@ -63,11 +63,11 @@ class Driver:
     failing: list[Exception] = field(default_factory=list)
     """Raised by the next captures, half-way."""
     waiting_elsewhere: int = 0
-    """In so many of the next captures another thread waits for the whole device half-way."""
+    """In this number of the next captures another thread waits for the whole device half-way."""
     workspaces: Counter[int] = field(default_factory=Counter)
-    """How often that of each stream was freed."""
+    """How often the workspace of each stream was freed."""
     seconds: float = 0.0
-    """What the device has computed; each replay takes `a_replay`, which the host does not wait for."""
+    """The seconds of work on the device; each replay takes `a_replay`, and the host does not wait for it."""
     a_replay: float = 0.01
     behind: bool = False
     """Whether the device still computes what was queued."""
@@ -102,7 +102,7 @@ class Driver:
         return (0, next(self._numbers))
 
     def begin(self, pool: Pool) -> None:
-        """As torch does: the device's allocator first, then that of the host, which forgets no pool by itself."""
+        """As torch does: the device's allocator first, then the host's, which forgets no pool by itself."""
         self.allocating.append(pool)
         if pool in self.known and not self.uses[pool]:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
@@ -130,11 +130,11 @@ class _Lasting:
             raise FreedMemoryError("a replay over memory that was freed")
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         dtype, offset, size, stride = self.like
-        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
 
 
 class Graph:
-    """What `torch.cuda.CUDAGraph` is to the engine."""
+    """The engine's `torch.cuda.CUDAGraph`."""
 
     driver: Driver
 
@@ -239,7 +239,7 @@ def _there(leaf: Any) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class Event:

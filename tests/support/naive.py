@@ -1,7 +1,7 @@
 """The method written plainly: no cache, no batching, no tree. The engine must equal this in float32.
 
 Every draft token and every score is one plain forward over the whole sequence, with eager attention. Formulas are
-written out again here; what text and ids are (templates, canonical encoding, cuts, seeds) is shared with the engine.
+written out again here; text and ids (templates, canonical encoding, cuts, seeds) have the engine's forms.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class NaiveMember:
         self.turn_ends = PLAIN_TURN_ENDS if member.prompts.kind == "plain" else ()
 
     def logits(self, answer_ids: list[int]) -> torch.Tensor:
-        """(tokens of the answer + 1, V): what comes after the prompt and after each answer token."""
+        """(tokens of the answer + 1, V): the logits after the prompt and after each answer token."""
         inputs = {"input_ids": torch.tensor([self.prompt + answer_ids]).to(self.m.runner.device), "use_cache": False}
-        logits = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
+        logits: torch.Tensor = self.m.runner.model(**inputs, **self.m.runner.keep_last(len(answer_ids) + 1)).logits
         return logits[0, -len(answer_ids) - 1 :].float()
 
     def draft(self, answer: str, limit: int, round_index: int) -> tuple[str, bool]:
-        start, ids, text = self.codec.encode(answer), [], ""
+        start, text = self.codec.encode(answer), ""
+        ids: list[int] = []
         self.sampler.start(round_index)
         while len(ids) < limit or (not whole_characters(text) and len(ids) < limit + 8):
             logits = self.logits(start + ids)[-1].index_fill(0, self.m.banned_token_ids, float("-inf"))
@@ -81,7 +82,7 @@ Judged = dict[Draft, list[tuple[float, int]]]
 
 
 def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
-    """What one verifier thinks of each candidate: exp(Σ log p / units), or the probability of the stretch."""
+    """One verifier's score of each candidate: exp(Σ log p / units), or the probability of the stretch."""
     if config.score == "stretch":
         return _stretch(judged, config.units == "token")
     units = {"text": lambda n: 1, "root": math.sqrt, "token": lambda n: n}[config.units or ""]
@@ -89,8 +90,8 @@ def _scores(judged: Judged, config: EnsembleConfig) -> dict[Draft, float]:
 
 
 def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
-    """Up to where all have text (finished answers in full), and what goes on from the text of one that ends never past
-    that point."""
+    """Up to the point where all have text (finished answers in full); the continuation of one that ends counts only up
+    to that point."""
     size = {d: len(d[0].encode()) for d in judged}
     border = (max if all(ends for _, ends in judged) else min)(size.values())
     found = {}
@@ -210,8 +211,8 @@ def _elect(
 def _outsiders(
     scores: dict[str, dict[Draft, float]], weight: dict[str, float], authors: dict[Draft, list[str]]
 ) -> set[str]:
-    """Who finds a thousandth of its likeliest in nothing but its own, in which nobody else does; but for who has more
-    than half of the votes."""
+    """Members that give a thousandth of their highest probability to none but their own drafts, which no other member
+    gives to these either; except a member with more than half of the votes."""
     liked = {(j, d) for j, row in scores.items() for d in row if 1000 * row[d] >= max(row.values())}
     met = {(j, d) for j, d in liked if authors[d] != [j]}
     if not met:
@@ -240,7 +241,7 @@ def _last(
     authors: dict[Draft, list[str]],
     config: EnsembleConfig,
 ) -> Draft:
-    """The one that leaves: of what nobody tells apart, what is worst among itself; else a beginning, if a tail behind
+    """The one that leaves: among indistinguishable ones, the worst among these; else a beginning, if a tail after
     it has half of the votes, a token, or the tail with the fewest."""
     scores, total = _votes(some, judged, weight, authors, config)
     lowest = min(reversed(some), key=lambda d: total[d])

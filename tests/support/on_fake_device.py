@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from census import Noiseless, model_on
+from step_costs import Noiseless, model_on
 
 from specfuse_shared import SamplingParams
 from specfuse_shared.members.local.sequence import (
@@ -93,7 +93,7 @@ if __name__ == "__main__":
     for name in KINDS:  # the formula of its norms is found by numbers
         fuse_norms(AutoModelForCausalLM.from_config(config_of(name)))
     _setup_privateuseone_for_python_backend("absent")
-    fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # type: ignore[attr-defined]
+    fake_tensor.CONSTANT_NUMEL_LIMIT = -1
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name in KINDS:
             run(name, torch.device("absent"))

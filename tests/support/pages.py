@@ -1,4 +1,4 @@
-"""Pages of the documentation and their Python examples: what one needs, how it runs, how it is checked where it cannot.
+"""Pages of the documentation and their Python examples: their needs, how they run, and how else they are checked.
 
 A comment above a block says what it needs: `<!-- needs: fastapi -->` names a module, and the block runs where that is
 installed; anything else, such as `<!-- needs: a GPU -->`, no test has. Such a block is compiled, what it imports is
@@ -26,7 +26,7 @@ Names = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """A block of Python, below as many empty lines as make its line numbers those of the page."""
+    """A block of Python, after enough empty lines to give its lines the page's line numbers."""
 
     page: str
     code: str
@@ -34,11 +34,11 @@ class Example:
 
     @property
     def runs(self) -> bool:
-        """What it needs is here."""
+        """Its requirements are installed."""
         return self.needs is None or (self.needs.isidentifier() and find_spec(self.needs) is not None)
 
     def take(self, names: Names) -> None:
-        """Run it, or check it where it cannot run, behind the blocks that left these names."""
+        """Run it, or check it where it cannot run, after the blocks that left these names."""
         if self.runs:
             exec(compile(self.code, self.page, "exec", dont_inherit=True), names)
         else:
@@ -57,7 +57,7 @@ def examples_in(page: str) -> list[Example]:
 
 
 def check(tree: ast.Module, names: Names) -> None:
-    """Raises for an import, an attribute or a keyword argument that does not exist, as far as its package is here."""
+    """Raises for an import, an attribute or a keyword argument that does not exist in an installed package."""
     known = {**names, **dict(_imported(tree))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -81,7 +81,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_here(module: str) -> bool:
-    """False where its package is not installed; what is part of one that is has to be there."""
+    """False where its package is not installed; a part of an installed one has to exist."""
     package = find_spec(module.partition(".")[0])
     if package is None or package.origin is not None:
         return package is not None
@@ -92,7 +92,7 @@ def _is_here(module: str) -> bool:
 
 
 def _found(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """What an expression of names and attributes stands for; None where that is not known before it runs."""
+    """The value of an expression of names and attributes; None where it is unknown before it runs."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute) and (owner := _found(node.value, names)) is not None:

@@ -1,4 +1,4 @@
-"""Members behind the small model server of the tests."""
+"""Members on the small model server of the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOL = Tool("ring", "Ring a bell.", {"type": "object", "properties": {"times": {
 
 
 def served(engine: EnsembleEngine, url: str, *names: str, **settings: Any) -> EnsembleConfig:
-    """The same ensemble with these members behind the server of their own model."""
+    """The same ensemble with these members on servers of their models."""
     members = [
         replace(member, server=url, **settings) if member.label in names else member
         for member in engine.config.member_configs

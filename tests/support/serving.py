@@ -1,4 +1,4 @@
-"""A server of the tests: the real application behind a real socket, its event loop in a thread of its own."""
+"""A server of the tests: the real application with a real socket; its event loop runs in another thread."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Digit(BaseModel):
 
 
 def unkept() -> httpx.AsyncClient:
-    """A client that keeps no connection: nobody closes it, and each test has an event loop of its own."""
+    """A client that keeps no connection: it is never closed, and each test has another event loop."""
     return httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
 
 
@@ -56,7 +56,7 @@ def serving(
 ) -> Iterator[httpx.Client]:
     """A client of a server over these engines, or over models that the caller loads; it stops with the block.
 
-    `around`: what stands in front of the server.
+    `around`: an application in front of the server.
     """
     models = engines if isinstance(engines, Models) else Models(engines)
     if models is not engines:
@@ -78,7 +78,7 @@ def serving(
 
 
 def reciting(folder: Path, endless: bool = False) -> EnsembleConfig:
-    """Two members that answer everything with the same words, once, or round in circles until somebody stops them."""
+    """Two members that answer everything with the same words, once, or repeated until they are stopped."""
     tokenizer = reciting_tokenizer(SPEECH)
     reciting_model(tokenizer, SPEECH, 9.0, endless).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -95,7 +95,7 @@ def until(condition: Any, seconds: float = 20.0) -> None:
 
 @contextmanager
 def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`specfuse-llm serve` in a process of its own, and the address that it says it listens at."""
+    """`specfuse-llm serve` in another process, and the address that it prints."""
     asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
     told = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     process = subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES as MADE
+from bench_members import SHAPES as MADE
 from transformers import AutoConfig
 
 SHAPES = {shape.name: (shape.kind, shape.real) for shape in MADE}

@@ -1,4 +1,4 @@
-"""A lane whose stages begin late, as a test says: whoever runs them sleeps, or never comes to it."""
+"""A lane whose stages begin late, as a test says: their thread sleeps, or never begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEVER = 1e6
 
 
 class SlowLane:
-    """In front of `lane`. `delay`: seconds before a request goes on to it; a `Close` overtakes what has not begun."""
+    """In front of `lane`. `delay`: seconds before a request continues to it; a `Close` overtakes requests that wait."""
 
     def __init__(self, lane: Lane, delay: Callable[[StageRequest], float]) -> None:
         self._lane = lane
@@ -24,7 +24,7 @@ class SlowLane:
         return self._lane.members
 
     def parties(self) -> tuple[Member, ...]:
-        """What the coordinator has of the members of a fake lane."""
+        """The coordinator's view of the members of a fake lane."""
         return self._lane.parties()  # type: ignore[attr-defined, no-any-return]
 
     def memory(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""The command in a terminal of its own."""
+"""The command in a terminal."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ COMMAND = [sys.executable, "-m", "specfuse_shared"]
 
 
 def hear_interrupts() -> None:
-    """A shell that runs the tests in the background makes them, and what they start, ignore Ctrl-C."""
+    """A shell that runs the tests in the background makes them and their subprocesses ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

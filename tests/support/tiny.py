@@ -116,7 +116,7 @@ def save_model(kind: str, tokenizer: PreTrainedTokenizerFast, folder: Path, seed
 
 
 def save_pair(folders: pytest.TempPathFactory, **shape: Any) -> dict[str, Path]:
-    """Two members of different make, each in a folder of its own: a byte-level chat model, a metaspace base model."""
+    """Two members of different make, each in its folder: a byte-level chat model, a metaspace base model."""
     return {
         "chat": save_model("qwen3", byte_level_tokenizer(), folders.mktemp("chat"), **shape),
         "base": save_model("llama", metaspace_tokenizer(), folders.mktemp("base"), seed=1, **shape),

@@ -192,7 +192,7 @@ def _kind(token: str, is_special: bool) -> gguf.TokenType:
 
 
 def split_gguf(file: Path, parts: int) -> list[Path]:
-    """The file in parts beside it, named and marked as `llama-gguf-split` does; metadata is in the first one."""
+    """The file in parts in its folder, named and marked as `llama-gguf-split` does; metadata is in the first one."""
     reader = gguf.GGUFReader(file)
     architecture = str(reader.fields["general.architecture"].contents())
     paths = [file.with_name(f"{file.stem}-{n + 1:05}-of-{parts:05}.gguf") for n in range(parts)]

@@ -1,4 +1,4 @@
-"""All that an answer leaves behind, for comparisons byte for byte."""
+"""All records of an answer, for comparisons byte for byte."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_no_excluded_bound_is_written_however_close_the_other_one_is() -> None:
 
 
 @pytest.mark.parametrize("key", ["minimum", "exclusiveMinimum"])
-def test_what_lies_beyond_every_bound_is_an_error_only_if_strict(key: str) -> None:
+def test_a_schema_beyond_every_bound_is_an_error_only_if_strict(key: str) -> None:
     schema = {"properties": {"n": {"type": "integer", key: 1e20}}}
     assert Grammar.json_schema(schema, strict=False)
     with pytest.raises(GrammarError, match=f"properties.n.{key}"):
@@ -136,9 +136,7 @@ def test_any_other_is_left_as_it_is(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"^\bto\b$", r"^(x|y)\1$", r"^a(?<=a)b", "a^b", "^[^]$", "(a"])
-def test_an_expression_that_nobody_reads_is_left_out_and_said_once(
-    pattern: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_expression_is_left_out_with_one_warning(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
     to = {"type": "string", "pattern": pattern, "maxLength": 6, "description": f"where to ({len(pattern)})"}
     schema = {"type": "object", "properties": {"to": to}, "required": ["to"], "description": pattern}
     with caplog.at_level(logging.WARNING):
@@ -223,7 +221,7 @@ def test_a_schema_of_any_form_is_taken_or_refused_by_name(schema: dict[str, Any]
 
 
 def union(count: int) -> dict[str, Any]:
-    """As many objects to choose from, each with six optional properties."""
+    """Many objects to choose from, each with six optional properties."""
     return {
         "anyOf": [
             {"type": "object", "properties": {f"k{n}_{x}": {"type": "string"} for x in range(6)}} for n in range(count)

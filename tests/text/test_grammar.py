@@ -56,7 +56,7 @@ def constraint_of(member: LocalMember, grammar: Grammar) -> MemberConstraint:
 
 
 def random_draft(constraint: MemberConstraint, member: LocalMember, seed: int, count: int) -> str:
-    """What a member with random opinions would draft."""
+    """The draft of a member with random opinions."""
     generator = torch.Generator().manual_seed(seed)
     size, ids = member.runner.model.get_input_embeddings().num_embeddings, []
     constraint.start()
@@ -94,7 +94,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_when_it_is_made(make: Any, say
         make()
 
 
-def test_a_schema_that_is_not_strict_ignores_what_cannot_be_enforced() -> None:
+def test_a_lenient_schema_ignores_unenforceable_keywords() -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     with pytest.raises(GrammarError, match="uniqueItems"):
         Grammar.json_schema(schema)
@@ -109,7 +109,7 @@ def test_a_grammar_without_its_library_names_the_extra(monkeypatch: pytest.Monke
 
 def test_only_a_grammar_is_taken_for_one() -> None:
     with pytest.raises(ConfigError, match="grammar must be a Grammar"):
-        SamplingParams(grammar={"type": "object"})  # type: ignore[arg-type]
+        SamplingParams(grammar={"type": "object"})
 
 
 # ── drafts ───────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +146,7 @@ def test_members_follow_a_text_that_another_one_cut_anywhere(exact_engine: Ensem
             answer.commit(piece)
         constraint.start()
         assert answer.accepts("")
-        # all is said but the optional property: a comma or the closing bracket stood here
+        # only the optional property is missing: here was a comma or the closing bracket
         assert answer.admit("!", False).text != "!"
 
 
@@ -176,8 +176,9 @@ def test_a_value_is_complete_within_the_budget(exact_engine: EnsembleEngine, gra
         text += admitted.text
         if admitted.ends or admitted.reason:
             break
-        for holder in (answer, *constraints):
-            holder.commit(admitted.text)
+        answer.commit(admitted.text)
+        for constraint in constraints:
+            constraint.commit(admitted.text)
     assert len(members[0].codec.encode(text)) <= limit
     assert AnswerConstraint(grammar, members[0].codec, 10_000).accepts(text)
     if grammar.kind == "json_schema":
@@ -253,7 +254,7 @@ def test_text_between_tags_is_finished_by_its_tag() -> None:
     assert answer.finish() == "<x></x>"
 
 
-def test_a_long_value_goes_on_as_long_as_there_is_room() -> None:
+def test_a_long_value_continues_up_to_its_limit() -> None:
     """Each piece has another closing, and far more are needed than one search may cost."""
     codec = PromptEncoder(byte_level_tokenizer(), None, {}, "tiny").codec
     person = {
@@ -275,7 +276,7 @@ def test_a_long_value_goes_on_as_long_as_there_is_room() -> None:
         assert answer.accepts(pieces[-1])
 
 
-def test_a_value_that_the_vocabulary_cannot_write_is_closed_and_said(tmp_path: Path) -> None:
+def test_a_value_that_the_vocabulary_cannot_write_is_closed_with_a_warning(tmp_path: Path) -> None:
     """Some community tokenizers lack bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -300,7 +301,7 @@ def test_a_value_that_finds_no_end_is_an_explicit_error(tiny_engine: EnsembleEng
     assert caught.value.text
 
 
-def test_what_the_grammar_dictates_needs_no_model(exact_engine: EnsembleEngine) -> None:
+def test_forced_text_needs_no_model(exact_engine: EnsembleEngine) -> None:
     result = exact_engine.generate(QUESTION, SamplingParams(max_tokens=60, grammar=Grammar.json_schema(CITY)))
     first = result.rounds[0]
     assert (first.text, first.verified, first.candidates[0].tokens) == ('{"name": "', False, 0)
@@ -322,7 +323,7 @@ def test_a_stop_string_does_not_break_a_value(tiny_engine: EnsembleEngine) -> No
     assert result.stop_sequence is None
 
 
-def test_a_stop_string_cuts_a_value_where_what_stands_before_it_is_one(tiny_engine: EnsembleEngine) -> None:
+def test_a_stop_string_cuts_a_value_after_a_whole_value(tiny_engine: EnsembleEngine) -> None:
     pattern = r"[a-e ,]{5,}"
     cut, ignored, across = 0, 0, 0
     for seed in range(4):
@@ -343,7 +344,7 @@ ENDLESS = {
     "$defs": {"Box": {"type": "object", "properties": {"box": {"$ref": "#/$defs/Box"}}, "required": ["box"]}},
     "$ref": "#/$defs/Box",
 }
-"""An object that requires itself: it has no finite value, and all of its text is dictated."""
+"""An object that requires itself: it has no finite value, and all of its text is forced."""
 
 
 def test_a_value_without_end_takes_its_budget_and_no_more_work(tiny_engine: EnsembleEngine) -> None:

@@ -1,4 +1,4 @@
-"""What a grammar may cost: refused before the library sees it, compiled outside the lanes, closed within a budget."""
+"""Bounds on a grammar: checked before the library sees it, compiled outside the lanes, closed within a budget."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from specfuse_shared import EnsembleEngine, Grammar, SamplingParams, Tool
 from specfuse_shared.errors import GrammarError, RequestError, UnfinishedValueError
 from specfuse_shared.messages import Message, ToolCall
-from specfuse_shared.text.grammars import constraint as closings
-from specfuse_shared.text.grammars import guidance
+from specfuse_shared.text.grammars import constraint, guidance
 from specfuse_shared.text.grammars.bounds import MOST_CHARACTERS, MOST_RULES, MOST_VALUES, check_has_text
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
 from tests.hostile.strategies import chain
@@ -77,7 +76,7 @@ def test_a_tool_under_such_a_schema_is_refused_too(exact_engine: EnsembleEngine)
 
 
 def test_large_grammars_that_are_not_too_large_compile_in_a_thread_with_a_small_stack() -> None:
-    # in a process of its own, which an overflow would end
+    # in another process, which an overflow would end
     work = (
         "import threading\n"
         "from specfuse_shared import Grammar\n"
@@ -119,13 +118,13 @@ def test_every_lane_finds_a_grammar_compiled(exact_engine: EnsembleEngine, monke
 
 def test_a_long_closing_is_searched_for_once(exact_engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    plainly = closings._detour
+    plainly = constraint._detour
 
     def spied(*arguments: Any) -> Any:
         tried.append(1)
         return plainly(*arguments)
 
-    monkeypatch.setattr(closings, "_detour", spied)
+    monkeypatch.setattr(constraint, "_detour", spied)
     codec = local_members(exact_engine)[0].codec
     answer = AnswerConstraint(Grammar.regex("[b-wy-z]{900}"), codec, 2000)
     for word in ("fetching", "brown", "dogs") * 10:
@@ -136,7 +135,7 @@ def test_a_long_closing_is_searched_for_once(exact_engine: EnsembleEngine, monke
     assert sum(tried) <= 2 * 24, "once for every byte that is allowed"
 
 
-def test_a_closing_goes_on_from_what_was_committed(exact_engine: EnsembleEngine) -> None:
+def test_a_closing_continues_the_committed_text(exact_engine: EnsembleEngine) -> None:
     codec = local_members(exact_engine)[0].codec
     grammar = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     answer = AnswerConstraint(grammar, codec, 200)

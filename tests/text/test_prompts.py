@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +55,7 @@ def test_a_document_full_of_control_strings_adds_no_control_token(exact_engine: 
         found = []
         for text in (ATTACK, "harmless words"):
             turns = [("system", text), ("user", text), ("assistant", text), ("user", "And?")]
-            ids = prompts.encode([Message(role, content) for role, content in turns])  # type: ignore[arg-type]
+            ids = prompts.encode([Message(role, content) for role, content in turns])
             found.append([i for i in ids if i in prompts.control_ids])
         assert found[0] == found[1]
         ids = prompts.encode([Message("user", ATTACK)])
@@ -100,7 +102,7 @@ def test_an_ordinary_conversation_is_encoded_as_the_library_does(exact_engine: E
             add_generation_prompt=True,
             chat_template=member.prompts.template,
         )["input_ids"]
-        assert member.encode_prompt([Message(r, c) for r, c in turns]) == list(expected)  # type: ignore[arg-type]
+        assert member.encode_prompt([Message(r, c) for r, c in turns]) == list(expected)
 
 
 def test_another_members_end_of_turn_does_not_end_the_answer(exact_engine: EnsembleEngine) -> None:
@@ -167,7 +169,7 @@ def test_an_empty_conversation_is_refused() -> None:
 
 def test_content_other_than_text_is_refused() -> None:
     with pytest.raises(RequestError, match="text"):
-        Message("user", [{"type": "image"}])  # type: ignore[arg-type]
+        Message("user", [{"type": "image"}])
 
 
 def test_thinking_is_off_unless_asked_for() -> None:
@@ -248,11 +250,10 @@ def test_a_tool_cannot_speak_for_another_and_a_user_for_none() -> None:
 
 def test_twenty_thousand_turns_are_one_prompt_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     made = encoder(ALTERNATING)
-    asked: list[str] = []
-    plainly = made._parse
-    monkeypatch.setattr(made, "_parse", lambda text: asked.append(text) or plainly(text))
+    parse = Mock(wraps=made._parse)
+    monkeypatch.setattr(made, "_parse", parse)
     made.encode([Message("user", "a")] * 20_000)
-    assert len(asked) < 10, "the tokenizer runs a few times a prompt, not a few times a turn"
+    assert 0 < parse.call_count < 10, "the tokenizer runs a few times a prompt, not a few times a turn"
 
 
 def test_more_turns_than_a_context_holds_are_refused_before_they_are_read(

@@ -1,4 +1,4 @@
-"""What the members are told about a schema: all that the grammar cannot say, and nothing that they would copy."""
+"""Members are asked for everything in a schema that a grammar cannot express, and for nothing that they might copy."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Event(BaseModel):
     before: Event | None = None
 
 
-def told(schema: dict[str, Any]) -> str | None:
+def described(schema: dict[str, Any]) -> str | None:
     message = schema_request(schema)
-    return message and message.content
+    return message.content if message else None
 
 
 def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_listed() -> None:
-    assert told(Event.model_json_schema()) == "\n".join(
+    assert described(Event.model_json_schema()) == "\n".join(
         [
             "An event of the calendar.",
             "Answer in JSON with these fields:",
@@ -85,20 +85,20 @@ def test_every_field_is_named_with_its_description_and_format_and_no_choice_is_l
         ),
     ],
 )
-def test_any_schema_has_something_to_tell_or_nothing(schema: dict[str, Any], expected: str | None) -> None:
-    assert told(schema) == expected
+def test_any_schema_has_a_request_or_none(schema: dict[str, Any], expected: str | None) -> None:
+    assert described(schema) == expected
 
 
 def test_definitions_that_refer_to_each_other_are_opened_once_each() -> None:
     names = [f"a{n}" for n in range(9)]
     defs = {name: {"properties": {f"{name} to {to}": {"$ref": f"#/$defs/{to}"} for to in names}} for name in names}
-    asked = told({"$ref": "#/$defs/a0", "$defs": defs})
+    asked = described({"$ref": "#/$defs/a0", "$defs": defs})
     assert asked is not None
     assert asked.count("\n") == len(names) ** 2
 
 
-def test_of_very_many_fields_the_members_are_told_the_first_ones() -> None:
-    asked = told({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
+def test_the_request_names_the_first_of_very_many_fields() -> None:
+    asked = described({"properties": {f"field {n}": {} for n in range(MOST_FIELDS + 100)}})
     assert asked is not None
     assert asked.count("\n") == MOST_FIELDS
 
@@ -120,7 +120,7 @@ TEXT = {"type": "string"}
         {"allOf": [{"properties": {"id": TEXT}}, {"properties": {"to": TEXT}}]},
     ],
 )
-def test_properties_beside_alternatives_and_references_do_not_exclude_each_other(schema: dict[str, Any]) -> None:
+def test_properties_with_alternatives_and_references_do_not_exclude_each_other(schema: dict[str, Any]) -> None:
     assert is_value(schema, '{"id": "a", "to": "b"}')
     assert not is_value(schema, '{"id": 1, "to": "b"}')
 
@@ -132,7 +132,7 @@ def test_alternatives_that_name_no_property_leave_an_object_closed() -> None:
     assert not is_value(schema, "{}")
 
 
-def test_a_strict_one_of_says_what_to_do() -> None:
+def test_the_error_of_a_strict_one_of_names_a_remedy() -> None:
     with pytest.raises(GrammarError, match="strict=False reads it as anyOf"):
         Grammar.json_schema({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string", "maxLength": 3}]})
 

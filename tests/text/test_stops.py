@@ -14,7 +14,7 @@ from specfuse_shared.text.stops import LONGEST_STOP, MOST_STOPS, StopHold, find_
     pieces=st.lists(st.text("abX", max_size=5), max_size=8),
     stops=st.lists(st.text("abX", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_what_is_released_never_begins_a_stop_and_ends_before_it(pieces: list[str], stops: list[str]) -> None:
+def test_released_text_never_begins_a_stop_and_ends_before_it(pieces: list[str], stops: list[str]) -> None:
     hold, text, shown = StopHold(stops), "", ""
     for piece in pieces:
         match = find_stop(text, piece, stops)

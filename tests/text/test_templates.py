@@ -1,4 +1,4 @@
-"""Chat templates in the shapes of public ones: an answer stands behind what earlier answers stand behind.
+"""Chat templates in the shapes of public ones: each answer follows the same prefix as earlier answers.
 
 The strongest form of that: a prompt and the answer to it are, id by id, the beginning of the next prompt.
 """
@@ -105,7 +105,7 @@ TEMPLATES = {
     ),
     "plain": PLAIN_TEMPLATE,
 }
-"""Their prompts lead to what their earlier answers stand behind."""
+"""Their prompts lead to the prefix of their earlier answers."""
 FORGETS = {
     "qwen 3": (
         f"{EACH}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}<|im_end|>\n{DONE}{ASK}<|im_start|>assistant\n"
@@ -121,13 +121,13 @@ FORGETS = {
         "<|turn>model\n{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}",
         "<|channel>thought\n<channel|>",
     ),
-    "gemma 4 that begins thoughts unasked": (
+    "gemma 4 that begins reasoning unasked": (
         f"{EACH}<|turn>{{{{ m.role }}}}\n{{{{ m.content }}}}<turn|>\n{DONE}{ASK}<|turn>model\n<|channel>thought"
         "{% endif %}{# <channel|> #}",
         "<|channel>thought\n<channel|>",
     ),
 }
-"""They drop thoughts of earlier answers, so that a prompt ends with empty thoughts that the next one lacks."""
+"""They drop the reasoning of earlier answers: a prompt ends with empty reasoning that the next one lacks."""
 ANSWERS = (
     "Hello there, how are you?",
     "Yes.",
@@ -171,7 +171,7 @@ BEHIND_BLANKS = {
     *("llama 2", "mistral v3", "vicuna", "vicuna with a blank in the prompt", "falcon", "openchat", "two blanks")
 }
 """Their answers follow blanks."""
-# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" stands alone; and a
+# a vocabulary of another family has tokens that a template's own model lacks: "](" is one, "\n\n" is another; and a
 # tokenizer that puts a blank before every text also puts it before answers that follow none
 FOREIGN: dict[str, set[str]] = {
     "byte level": set(),
@@ -188,7 +188,7 @@ def test_a_prompt_and_its_answer_are_the_beginning_of_the_next_prompt(kind: str)
 
 
 @pytest.mark.parametrize("name", FORGETS)
-def test_thoughts_that_later_prompts_drop_are_over_at_once(name: str) -> None:
+def test_reasoning_that_later_prompts_drop_ends_at_once(name: str) -> None:
     template, empty = FORGETS[name]
     made = encoder(template, "byte level")
     assert made.tokenizer.decode(made.encode(turns("Hi", "Hello", "Bye"))).endswith(empty)
@@ -213,7 +213,7 @@ THOUGHTS = {
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_thoughts_stand_where_the_template_has_them(name: str) -> None:
+def test_reasoning_is_where_the_template_has_it(name: str) -> None:
     template, begun, closing = THOUGHTS[name]
     made = encoder(template, "byte level", thinking=True)
     assert made.tokenizer.decode(made.encode(turns("Hi"))).endswith(begun)
@@ -224,11 +224,11 @@ def test_thoughts_stand_where_the_template_has_them(name: str) -> None:
     assert (text, made.tokenizer.decode(written[count:])) == ("I wonder.", f"{closing}Yes.")
 
 
-def test_an_end_of_turn_that_ends_thoughts_elsewhere_is_no_marker() -> None:
+def test_an_end_of_turn_that_ends_reasoning_elsewhere_is_no_marker() -> None:
     assert encoder(TEMPLATES["phi 3"], "byte level").markers is None
 
 
-def test_a_turn_behind_an_answer_gets_no_mark_of_the_template() -> None:
+def test_a_turn_after_an_answer_gets_no_mark_of_the_template() -> None:
     made = encoder(TEMPLATES["gpt-oss"], "byte level")
     text = made.tokenizer.decode(made.encode([*turns("Hi"), Message("tool", "12", name="clock")]))
     assert text.endswith("12<|end|><|start|>assistant<|channel|>final<|message|>")
@@ -240,7 +240,7 @@ def test_a_turn_behind_an_answer_gets_no_mark_of_the_template() -> None:
 @pytest.mark.parametrize("name", ["vicuna", "two blanks", "alpaca", "chatml"])
 @settings(max_examples=20, deadline=None)
 @given(texts=st.lists(st.sampled_from(["Yes.", " and", "\n", "no", " (a) b", "日本", "é", " ", "  two"]), max_size=6))
-def test_answers_behind_blanks_are_read_as_they_were_written(name: str, kind: str, texts: list[str]) -> None:
+def test_answers_after_blanks_are_read_as_they_were_written(name: str, kind: str, texts: list[str]) -> None:
     codec = encoder_of(name, kind).answer_codec
     text, encoding = "".join(texts), Encoding()
     for piece in texts:
@@ -265,7 +265,7 @@ def test_members_with_such_templates_equal_the_naive_round(name: str, tiny_engin
             assert any(record.verified for record in records)
 
 
-def test_a_value_is_drafted_behind_the_blank_of_the_template(tiny_engine: EnsembleEngine) -> None:
+def test_a_value_is_drafted_after_the_blank_of_the_template(tiny_engine: EnsembleEngine) -> None:
     """The grammar has no blank there, and the answer has none."""
     members = [replace(member, chat_template=TEMPLATES["vicuna"]) for member in tiny_engine.config.member_configs]
     params = SamplingParams(max_tokens=20, grammar=Grammar.choice(["yes", "no way"]))

@@ -73,7 +73,7 @@ def accepts(codec: Codec, use: ToolUse, text: str, otherwise: Grammar | None = N
         ("say", True, [SAID, f"{SAID}\n{SAID}"], [ADDED, "Hello."]),
     ],
 )  # fmt: skip
-def test_the_choice_decides_what_an_answer_may_be(
+def test_the_choice_decides_the_form_of_an_answer(
     codec: Codec, choice: str, parallel: bool, accepted: list[str], refused: list[str]
 ) -> None:
     use = ToolUse([ADD, SAY], choice, parallel)
@@ -114,7 +114,7 @@ def test_no_tools_and_choice_none_leave_the_answer_free() -> None:
         (lambda: ToolUse(choice="any"), ConfigError, "tool_choice"),
         (lambda: ToolUse([ADD], "ad"), ConfigError, "did you mean 'add'"),
         (lambda: ToolUse([ADD, ADD]), ConfigError, "two tools of one name"),
-        (lambda: ToolUse([{"name": "add"}]), ConfigError, "Tool objects"),  # type: ignore[list-item]
+        (lambda: ToolUse([{"name": "add"}]), ConfigError, "Tool objects"),
         (lambda: Tool(" "), RequestError, "name"),
         (lambda: Tool("x", "", {"type": "string"}), RequestError, "object"),
         (
@@ -152,8 +152,8 @@ def test_calls_are_read_the_same_however_the_answer_is_cut(data: st.DataObject) 
 
 
 @given(st.data())
-def test_a_value_is_no_call_whatever_it_holds(data: st.DataObject) -> None:
-    """With a grammar beside tools, an answer is calls from its first character on, or none of it is one."""
+def test_a_value_with_any_content_is_no_call(data: st.DataObject) -> None:
+    """With a grammar and tools, an answer is calls from its first character on, or none of it is one."""
     use = ToolUse([ADD, SAY], otherwise=Grammar.json())
     value = json.dumps({"quoted": data.draw(st.sampled_from([ADDED, "<tool_call>", "</tool_call>", "<tool"]))})
     for answer, calls in ((value, 0), (ADDED, 1), ("<", 0)):
@@ -185,7 +185,7 @@ def test_half_a_call_is_an_explicit_error(size: int) -> None:
         read_calls(ADDED[:size])
 
 
-def test_a_call_that_found_no_room_is_no_text() -> None:
+def test_a_call_that_did_not_fit_is_no_text() -> None:
     reader = CallReader()
     assert reader.feed("Hm. <tool_call") == [TextDelta("Hm. ")]
     assert reader.finish(cut=True) == []
@@ -202,7 +202,7 @@ def test_a_call_that_was_only_closed_in_time_is_cut_and_one_before_it_is_not() -
     assert arguments_of(written) == {"a": 3, "b": -4}
 
 
-def test_half_a_call_of_an_answer_that_was_cut_is_none_but_may_be_told_of() -> None:
+def test_half_a_call_of_a_cut_answer_is_no_call_but_can_be_reported() -> None:
     reader = CallReader()
     parts = [*reader.feed(f"{SAID}\n{ADDED[:-20]}"), *reader.finish(cut=True)]
     written = "".join(part.arguments for part in parts if isinstance(part, CallDelta) and part.index == 1)
@@ -211,7 +211,7 @@ def test_half_a_call_of_an_answer_that_was_cut_is_none_but_may_be_told_of() -> N
     assert arguments_of(written) == {}
 
 
-def test_calls_that_max_tokens_ended_behind_are_whole() -> None:
+def test_calls_before_the_cut_are_whole() -> None:
     reader = CallReader()
     reader.feed(f"{SAID}\n{ADDED}")
     assert reader.finish(cut=True) == []
@@ -225,7 +225,7 @@ def test_a_cut_answer_shows_no_half_tag(text: str, shown: str) -> None:
     assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == shown
 
 
-def test_every_call_has_an_id_of_its_own() -> None:
+def test_every_call_has_another_id() -> None:
     _, calls = read_calls(f"{ADDED}\n{ADDED}")
     assert len({call.id for call in calls}) == 2
 
@@ -244,7 +244,7 @@ def test_a_template_with_a_place_for_tools_describes_them_itself() -> None:
     assert "You can use these tools" not in text
 
 
-def test_a_template_that_teaches_another_syntax_is_told_the_common_one() -> None:
+def test_a_template_with_another_syntax_gets_the_common_one() -> None:
     text = prompt(NATIVE.replace("%SYNTAX%", "write [CALL]"), [Message("user", "3 - 4?")], [ADD])
     assert text.startswith("<tools>")
     assert text.count(CALL_CLOSE) == 1

@@ -29,7 +29,10 @@ def marked() -> PreTrainedTokenizerFast:
 
 
 TOKENIZERS: list[Callable[[], Any]] = [byte_level_tokenizer, metaspace_tokenizer, marked]
-DEMO: list[Callable[[], Any]] = [lambda n=n: load_tokenizer(demo_members()[n], None) for n in (0, 1)]
+DEMO: list[Callable[[], Any]] = [
+    lambda: load_tokenizer(demo_members()[0], None),
+    lambda: load_tokenizer(demo_members()[1], None),
+]
 
 
 @pytest.mark.parametrize("made", TOKENIZERS)

@@ -1,0 +1,259 @@
+"""What a step costs a GPU, counted without one: kernels, bytes, calls of the attention, at the shapes of real models.
+
+Tensors have a device and a shape but no numbers. Every operation that computes counts as a kernel, and reads and writes
+its tensors once; the attention counts as one kernel, with what its kind reads. Run by itself, because a device once
+registered stays for the life of the process.
+
+    python benchmarks/step_costs.py [MODEL …]      one line of JSON for each model and kind of step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from bench_members import SHAPES, Shape
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import AutoModelForCausalLM
+
+from specfuse_shared import MemberConfig, SamplingParams
+from specfuse_shared.loading.pretrained import prepared
+from specfuse_shared.members.local.sequence import (
+    DraftRequest,
+    ForwardRequest,
+    LogprobRequest,
+    TreeSequence,
+    feed_together,
+)
+from specfuse_shared.members.token_tree import Branch
+from specfuse_shared.runtime import attention
+from specfuse_shared.runtime.attention import plans_for
+from specfuse_shared.runtime.fused_norms import fuse_norms
+from specfuse_shared.runtime.model_runner import ModelRunner
+from specfuse_shared.runtime.sampler import Sampler
+from specfuse_shared.runtime.static_runner import Graphs
+
+_BIASES = {(1024, 2048): causal_lower_right(1024, 2048)}
+NAMES = ("llama-3-8b", "qwen2.5-7b", "gemma-2-9b")
+CONTEXT, SEGMENT, CANDIDATES = 900, 10, 5
+_FREE = (
+    *(
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "slice",
+        "select",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "split",
+        "detach",
+    ),
+    *("alias", "t.", "empty", "as_strided", "unbind", "unflatten", "flatten", "chunk", "numpy_T", "sym_", "narrow"),
+    *("_unsafe_view", "lift_fresh", "new_empty", "is_", "size", "resolve", "result_type"),
+)
+"""Operations that only look at memory in another way."""
+
+
+@dataclass
+class Counts:
+    """Of one step: `attention` counts calls by what they are given."""
+
+    kernels: int = 0
+    bytes: int = 0
+    matrix_bytes: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
+
+
+class CostCounter(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts, self.muted = counts, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "aten":
+            return func(*args, **(kwargs or {}))
+        with self:
+            found = func.decompose(*args, **(kwargs or {}))
+        if found is not NotImplemented:
+            return found
+        found = func(*args, **(kwargs or {}))
+        if not self.muted and not any(str(func).startswith(f"aten.{name}") for name in _FREE):
+            self._count(func, args, kwargs, found)
+        return found
+
+    def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, torch.Tensor)]
+        there = {(t.untyped_storage()._cdata, t.storage_offset()): t for t in tensors if t.device.type != "cpu"}
+        if not there:
+            return
+        size = sum(_seen_bytes(t) for t in there.values())
+        if "embedding" in str(func) or "index" in str(func):  # rows that are looked up, not the whole
+            size = 2 * min(_seen_bytes(t) for t in there.values() if t.is_floating_point()) if _floats(there) else size
+        self.counts.kernels += 1
+        self.counts.bytes += size
+        if any(name in str(func) for name in ("mm", "linear")):
+            self.counts.matrix_bytes += size
+
+
+class OneKernel(TorchFunctionMode):
+    """The library's attention as one kernel; keys and values that were copied for it were counted when they were.
+
+    So is its norm, for which it has a kernel on CUDA.
+    """
+
+    def __init__(self, costs: CostCounter) -> None:
+        super().__init__()
+        self.costs = costs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.rms_norm:
+            self.costs.counts.kernels += 1
+            self.costs.counts.bytes += 2 * _seen_bytes(args[0]) + _seen_bytes(kwargs["weight"])
+            return torch.empty_like(args[0])
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args[:3]
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        kind = "no mask" if mask is None or isinstance(mask, CausalBias) else "mask"
+        counts = self.costs.counts
+        counts.attention[kind] = counts.attention.get(kind, 0) + 1
+        counts.kernels += 1
+        read = [query, key, value, query] + ([] if kind == "no mask" else [mask])
+        counts.bytes += sum(_seen_bytes(t) for t in read)
+        return torch.empty_like(query[..., : value.shape[-1]])
+
+
+def _floats(there: dict[Any, torch.Tensor]) -> bool:
+    return any(t.is_floating_point() for t in there.values())
+
+
+def _seen_bytes(tensor: torch.Tensor) -> int:
+    """What a kernel reads of a tensor: expanded dimensions are there once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.element_size()
+
+
+class Noiseless(Sampler):
+    """Tensors without numbers cannot be filled by a generator."""
+
+    def noise(self, ahead: int, size: int) -> torch.Tensor:
+        return torch.ones(size, device=self.device)
+
+
+def lower_right(queries: int, slots: int) -> CausalBias:
+    """One that was made in time: none can be among fake tensors."""
+    return _BIASES[queries, slots]
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    counts = Counts()
+    costs = CostCounter(counts)
+    with OneKernel(costs), costs:
+        yield counts
+
+
+def shape_of(name: str) -> Shape:
+    return next(shape for shape in SHAPES if shape.name == name)
+
+
+def wanted() -> list[str]:
+    """The models that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("models", metavar="MODEL", nargs="*", default=NAMES, help=", ".join(names))
+    models: list[str] = list(parser.parse_args().models)
+    if unknown := set(models) - set(names):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return models
+
+
+def model_on(device: torch.device, config: Any) -> Any:
+    """A model without numbers, as members have it."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    there = torch.empty_like(tensor, device=device)
+                    held[key] = torch.nn.Parameter(there, False) if held is module._parameters else there
+    return prepared(model, MemberConfig(config.model_type))
+
+
+@torch.inference_mode()
+def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
+    """A token of a draft, a verification of five candidates, and the second piece of a long prompt."""
+    model = model_on(device, shape_of(name).config(False))
+    runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, name))
+    sequence = TreeSequence(runner)
+    sequence.begin([5] * CONTEXT)
+    feed_together([ForwardRequest(sequence, prompt=CONTEXT)])
+
+    def drafted(count: int) -> Counts:
+        draft = DraftRequest(Branch(0, ()), count, Noiseless(SamplingParams(), 0, name, device))
+        with counted() as found:
+            feed_together([ForwardRequest(sequence, draft=draft)])
+        sequence._row.used = CONTEXT  # type: ignore[union-attr]
+        return found
+
+    few, many = drafted(3), drafted(4)
+    yield (
+        "draft",
+        Counts(
+            many.kernels - few.kernels,
+            many.bytes - few.bytes,
+            many.matrix_bytes - few.matrix_bytes,
+            {kind: count - few.attention.get(kind, 0) for kind, count in many.attention.items()},
+        ),
+    )
+    branches = [Branch(0, tuple(range(100 * n, 100 * n + SEGMENT))) for n in range(1, CANDIDATES + 1)]
+    asked = LogprobRequest([(branch, ()) for branch in branches])
+    with counted() as found:
+        feed_together([ForwardRequest(sequence, tuple(branches), logprobs=asked)])
+    yield "verify", found
+    sequence.release()
+    long = TreeSequence(runner)
+    long.begin([5] * 3000)
+    feed_together([ForwardRequest(long, prompt=1024)])
+    with counted() as found:
+        feed_together([ForwardRequest(long, prompt=1024)])
+    yield "prompt", found
+
+
+def weights(name: str) -> int:
+    """Bytes of what a decoded token reads: all but the rows of the embedding that it does not look up."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_of(name).config(False), dtype=torch.bfloat16)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    return int(model.get_memory_footprint()) - (0 if tied else model.get_input_embeddings().weight.nbytes)
+
+
+if __name__ == "__main__":
+    models = wanted()
+    for chosen in models:
+        sys.stdout.write(json.dumps({"model": chosen, "step": "weights", "bytes": weights(chosen)}) + "\n")
+        fuse_norms(AutoModelForCausalLM.from_config(shape_of(chosen).config(True)))  # its formula is found by numbers
+    _setup_privateuseone_for_python_backend("absent")
+    vars(attention)["causal_lower_right"] = lower_right
+    vars(attention)["masks_lower_right"] = lambda device: True  # as on CUDA
+    fake_tensor.CONSTANT_NUMEL_LIMIT = -1
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for chosen in models:
+            for step, counts in census_of(chosen, torch.device("absent")):
+                sys.stdout.write(json.dumps({"model": chosen, "step": step, **vars(counts)}) + "\n")

@@ -1,0 +1,34 @@
+"""A setting means the same through every interface: the engine, both frameworks, and the paths of the server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from langchain_specfuse import ChatSpecFuse
+from llamaindex_specfuse import SpecFuseLLM
+from specfuse_shared import EnsembleEngine, SamplingParams
+from tests.support.against_naive import EngineOver
+from tests.support.serving import serving
+
+
+def test_more_tokens_than_the_context_holds_mean_the_same_through_every_interface(tiny: EnsembleEngine) -> None:
+    """The engine, LangChain, LlamaIndex and the server's three paths all answer up to the end of the context."""
+    with EngineOver(tiny, replace(tiny.config, first_segment_tokens=5)) as engine:
+        most, stop = 100_000, ["e", "a", " "]
+        expected = engine.generate("Hello", SamplingParams(max_tokens=most, stop=stop)).text
+        assert ChatSpecFuse(engine=engine, max_tokens=most, stop=stop).invoke("Hello").text == expected
+        assert SpecFuseLLM(engine=engine, max_tokens=most, stop=stop).complete("Hello").text == expected
+        assert SpecFuseLLM(engine=engine, stop=stop).complete("Hello", max_tokens=most).text == expected
+        with serving({"tiny": engine}) as client:
+            asked = {"model": "tiny", "max_tokens": most, "stop": stop}
+            chat = client.post(
+                "/v1/chat/completions", json={**asked, "messages": [{"role": "user", "content": "Hello"}]}
+            )
+            assert chat.json()["choices"][0]["message"]["content"] == expected
+            completion = client.post("/v1/completions", json={**asked, "prompt": "Hello"})
+            assert completion.json()["choices"][0]["text"] == expected
+            asked = {"model": "tiny", "max_output_tokens": most, "stop": stop, "input": "Hello"}
+            [item] = client.post("/v1/responses", json=asked).json()["output"]
+            assert item["content"][0]["text"] == expected
+            remote = SpecFuseLLM(base_url=str(client.base_url), max_tokens=most, stop=stop)
+            assert remote.complete("Hello").text == expected

@@ -1,0 +1,176 @@
+"""Whether an answer calls a tool or is text: one event, which the members decide before anything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from specfuse_shared import (
+    EnsembleConfig,
+    EnsembleEngine,
+    EnsembleResult,
+    Grammar,
+    MemberConfig,
+    SamplingParams,
+    Tool,
+    policies,
+)
+from specfuse_shared.policies import CandidateLogprobs, Electorate, MeanLogprob, Stretch
+from specfuse_shared.text.tool_calls import CALL_OPEN, ToolUse
+from tests.support.reciting import reciting_model, reciting_tokenizer
+
+TAG = len(CALL_OPEN)
+CALL = CALL_OPEN + '{"'
+TEXT = "the sea is salty because rivers carry salt"
+TOOLS = [Tool("film_times", "When a film is shown.", {"properties": {"film": {"type": "string"}}})]
+
+
+def candidate(text: str, *pieces: tuple[int, float], call: int = 0, ends: bool = False) -> CandidateLogprobs:
+    sizes, probabilities = zip(*pieces, strict=True)
+    return CandidateLogprobs(text, ends, [math.log(p) for p in probabilities], sizes, call)
+
+
+def elect(*rows: list[CandidateLogprobs], score: policies.ScorePolicy = Stretch()) -> policies.Election:  # noqa: B008
+    count = len(rows[0])
+    electorate = Electorate(score, policies.weighted_mean, [1 / len(rows)] * len(rows))
+    return electorate.elect(rows, [[i % len(rows)] for i in range(count)], [False] * count)
+
+
+@pytest.mark.parametrize("score", [Stretch(), MeanLogprob("token"), policies.MeanProb()])
+def test_a_likely_wish_to_answer_wins_however_many_words_it_could_begin_with(score: policies.ScorePolicy) -> None:
+    """Each of ten first words has 7 %, the call 30 %, and the text after its tag is certain."""
+    call = candidate(CALL + "name", (TAG, 0.3), (2, 1.0), (4, 1.0), call=TAG)
+    text = candidate("No, it is not", (2, 0.07), (1, 0.9), (10, 0.9))
+    found = elect([call, text], score=score)
+    assert found.scores == [pytest.approx([0.3, 0.7])]
+    assert found.winner == 1
+    assert elect([call, candidate(text.text, (13, 0.07))], score=score).winner == 1
+
+
+def test_a_likely_call_wins_and_then_calls_are_compared_with_each_other() -> None:
+    one = candidate(CALL_OPEN + "abc", (TAG, 0.8), (3, 0.4), call=TAG)
+    other = candidate(CALL_OPEN + "xyz", (TAG, 0.8), (3, 0.6), call=TAG)
+    text = candidate("No.", (3, 0.15))
+    assert [elect([one, other, text]).winner, elect([other, one, text]).winner] == [1, 0]
+    assert elect([one, other, text]).scores == [pytest.approx([0.8, 0.8, 0.2])]
+
+
+def test_texts_are_compared_with_each_other_once_no_call_is_wanted() -> None:
+    call = candidate(CALL, (TAG, 0.2), (2, 1.0), call=TAG)
+    yes, no = candidate("Yes.", (4, 0.1)), candidate("No.", (3, 0.3))
+    assert elect([call, yes, no]).winner == 2
+    assert elect([no, call, yes]).winner == 0
+
+
+def test_among_calls_alone_and_among_texts_alone_the_score_decides() -> None:
+    texts = [candidate("Yes.", (4, 0.1)), candidate("No.", (3, 0.3))]
+    assert elect(texts).scores == [Stretch()(texts)]
+    calls = [
+        candidate(CALL, (TAG, 0.2), (2, 0.5), call=TAG),
+        candidate(CALL_OPEN + "{'", (TAG, 0.2), (2, 0.1), call=TAG),
+    ]
+    assert elect(calls).scores == [Stretch()(calls)]
+
+
+def test_half_a_tag_counts_as_far_as_it_goes_and_the_longest_says_more() -> None:
+    half, whole = candidate("<tool", (5, 0.6), call=5), candidate(CALL_OPEN, (5, 0.6), (6, 0.5), call=TAG)
+    text = candidate("No.", (3, 0.2))
+    assert elect([half, text]).scores == [pytest.approx([0.6, 0.4])]
+    assert elect([half, whole, text]).scores == [pytest.approx([0.3, 0.3, 0.7])]
+
+
+def test_text_that_a_verifier_cannot_see_decides_nothing() -> None:
+    unseen, text = CandidateLogprobs(CALL, False, (), (), TAG), candidate("No.", (3, 0.2))
+    assert elect([unseen, text]).scores == [pytest.approx([0.0, 0.2])]
+
+
+@pytest.mark.parametrize(
+    ("text", "behind", "size"),
+    [
+        (CALL_OPEN, "", TAG),
+        (CALL_OPEN + '{"name"', "Let me see. ", TAG),
+        ("<tool", "", 5),
+        ("", "", 0),
+        ("Let me see. " + CALL_OPEN, "", 0),
+        ("<div>", "", 0),
+        ("\n" + CALL_OPEN, CALL_OPEN + "{}", 0),
+        ("<", CALL_OPEN + '{"name": "html", "arguments": {"text": "', 0),
+    ],
+)
+def test_the_tag_opens_the_first_call_and_only_where_tools_are_offered(text: str, behind: str, size: int) -> None:
+    assert ToolUse(TOOLS).opened_by(text, behind) == size
+    assert ToolUse(TOOLS, "none").opened_by(text, behind) == ToolUse().opened_by(text, behind) == 0
+
+
+def first_round(
+    folder: Path,
+    speeches: dict[str, tuple[str, float]],
+    tools: Sequence[Tool],
+    grammar: Grammar | None = None,
+    first_segment: int = 5,
+) -> EnsembleResult:
+    """Answers of members that recite these speeches with this certainty; their votes weigh the same."""
+    tokenizer = reciting_tokenizer(" ".join(speech for speech, _ in speeches.values()))
+    for name, (speech, certainty) in speeches.items():
+        reciting_model(tokenizer, speech, certainty, endless=False).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    members = [MemberConfig(str(folder / name), name=name) for name in speeches]
+    with EnsembleEngine(EnsembleConfig(members, first_segment_tokens=first_segment)) as engine:
+        return engine.generate("Why is the sea salty?", SamplingParams(max_tokens=10, grammar=grammar), tools=tools)
+
+
+def test_a_member_that_is_sure_of_a_call_does_not_outvote_one_that_is_sure_there_is_none(tmp_path: Path) -> None:
+    """The second one's words have 60 % each, so that its five together have 8 %."""
+    result = first_round(tmp_path, {"caller": (CALL, 8.6), "talker": (TEXT, 6.0)}, TOOLS)
+    first = result.rounds[0]
+    call, text = sorted(first.candidates, key=lambda c: CALL_OPEN not in c.text)
+    assert (call.drafters, text.drafters, first.winner) == (("caller",), ("talker",), "talker")
+    assert 0.5 < call.scores["caller"] < 0.9
+    assert call.scores["talker"] < 0.01
+    assert {name: call.scores[name] + text.scores[name] for name in call.scores} == {
+        "caller": pytest.approx(1),
+        "talker": pytest.approx(1),
+    }
+    assert result.text.startswith("the sea is")
+
+
+@pytest.mark.parametrize(
+    ("speeches", "tools", "grammar", "whole"),
+    [
+        ((TEXT, "rivers carry salt to the sea"), TOOLS, None, False),
+        ((TEXT, CALL), TOOLS, None, True),
+        ((TEXT, "rivers carry salt to the sea"), [], Grammar.regex("[a-z ]+"), True),
+        ((TEXT, "rivers carry salt to the sea"), [], None, False),
+    ],
+)
+def test_calls_and_values_are_decided_early_from_a_larger_lead(
+    speeches: tuple[str, str],
+    tools: Sequence[Tool],
+    grammar: Grammar | None,
+    whole: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that says where candidates are better compared as wholes."""
+    found, margin = [], EnsembleConfig.margin
+
+    def noted(self: EnsembleConfig, tokens: int, *, whole: bool) -> float:
+        found.append(whole)
+        return margin(self, tokens, whole=whole)
+
+    monkeypatch.setattr(EnsembleConfig, "margin", noted)
+    first_round(tmp_path, {"one": (speeches[0], 6.0), "other": (speeches[1], 6.0)}, tools, grammar, first_segment=20)
+    assert found[0] is whole
+
+
+def test_short_texts_with_tools_are_no_whole_values_of_a_grammar(tmp_path: Path) -> None:
+    """They are compared as they are where no tool is offered."""
+    speeches = {"one": (" yes it is", 6.0), "other": (" no it was", 6.0)}
+    found = [first_round(tmp_path / str(len(tools)), speeches, tools).rounds[0] for tools in (TOOLS, [])]
+    scores = [[dict(candidate.scores) for candidate in record.candidates] for record in found]
+    assert scores[0] == scores[1]
+    assert all(candidate.ends for candidate in found[0].candidates)
+    assert sum(each["one"] for each in scores[0]) < 0.9

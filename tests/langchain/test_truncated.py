@@ -1,0 +1,234 @@
+"""Calls and values that `max_tokens` cut: said so, never carried out, and repaired by those who can."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, ModelRequest
+from langchain.agents.structured_output import ProviderStrategy
+from langchain_core import exceptions
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.runnables import Runnable
+from langchain_core.tools import tool
+from langchain_core.utils.json import parse_partial_json
+from pydantic import BaseModel
+
+from langchain_specfuse import ChatSpecFuse
+from langchain_specfuse.messages import to_messages
+from specfuse_shared import EnsembleEngine, Grammar, errors
+from specfuse_shared.frameworks import CallDelta, CallReader
+from specfuse_shared.messages import CUT_MARK
+from specfuse_shared.text.tool_calls import CALL_OPEN, call_text
+from tests.support.serving import reciting
+
+WRITTEN: list[str] = []
+
+
+@tool
+def write_file(path: str, content: str) -> str:
+    """Writes a file."""
+    WRITTEN.append(path)
+    return "done"
+
+
+class Note(BaseModel):
+    """A note."""
+
+    title: str
+    text: str
+
+
+class Line(BaseModel):
+    """A line."""
+
+    text: str
+
+
+class Counted(BaseModel):
+    """A line and its length."""
+
+    text: str
+    words: int
+
+
+@pytest.fixture
+def writer(chat: ChatSpecFuse) -> Runnable[Any, AIMessage]:
+    """Members with random weights, which end no string within these tokens, have to write a file."""
+    return chat.bind_tools([write_file], tool_choice="any", max_tokens=100)
+
+
+def test_plain_text_is_no_value(chat: ChatSpecFuse) -> None:
+    answer = chat.invoke("Hi", max_tokens=4, response_format={"type": "text"})
+    assert answer.text == chat.invoke("Hi", max_tokens=4).text != ""
+    assert answer.response_metadata["finish_reason"] == "length"
+
+
+class Forced(AgentMiddleware):
+    """Every call of the model has to call a tool."""
+
+    def wrap_model_call(self, request: ModelRequest, handler: Any) -> Any:
+        return handler(request.override(tool_choice="any"))
+
+
+def folded(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    whole, *rest = chunks
+    return whole + rest
+
+
+def is_cut(message: BaseMessage) -> bool:
+    assert isinstance(message, AIMessage)
+    [call] = message.invalid_tool_calls
+    return (
+        message.tool_calls == []
+        and call["name"] == "write_file"
+        and str(call["args"]).endswith(CUT_MARK)
+        and message.response_metadata["finish_reason"] == "length"
+    )
+
+
+def test_a_repetitive_call_is_not_carried_out(tmp_path: Path) -> None:
+    config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
+    with EnsembleEngine(config) as engine:
+        model = ChatSpecFuse(engine=engine, max_tokens=400)
+        message = model.bind_tools([write_file], tool_choice="any").invoke("Speak.")
+    assert message.response_metadata["specfuse"]["finish_reason"] == "repetition"
+    assert is_cut(message)
+
+
+async def test_a_call_that_was_cut_is_invalid_in_every_way_to_ask(writer: Runnable[Any, AIMessage]) -> None:
+    assert is_cut(writer.invoke("Write."))
+    assert is_cut(await writer.ainvoke("Write."))
+    assert all(map(is_cut, writer.batch(["Write.", "Go on."])))
+    assert is_cut(folded(list(writer.stream("Write."))))
+    assert is_cut(folded([chunk async for chunk in writer.astream("Write.")]))  # type: ignore[misc]
+
+
+def test_a_call_that_was_cut_is_invalid_in_the_events_of_version_3(chat: ChatSpecFuse) -> None:
+    bound = {"tools": [write_file], "tool_choice": "any", "max_tokens": 100}
+    assert is_cut(chat.stream_events("Write.", version="v3", **bound).output)
+
+
+def test_an_agent_carries_out_no_cut_call_and_continues_with_the_next_turn(chat: ChatSpecFuse) -> None:
+    WRITTEN.clear()
+    agent = create_agent(chat.model_copy(update={"max_tokens": 100}), [write_file], middleware=[Forced()])
+    state = agent.invoke({"messages": [("user", "Write.")]})
+    assert WRITTEN == []
+    assert is_cut(state["messages"][-1])
+    again = agent.invoke({"messages": [*state["messages"], ("user", "Shorter.")]})
+    assert WRITTEN == []
+    [told] = [message for message in again["messages"] if isinstance(message, ToolMessage)]
+    assert "truncated" in told.text
+
+
+def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
+    failed = {"type": "invalid_tool_call", "id": "c", "name": "write_file", "error": None}
+    closed = AIMessage("", invalid_tool_calls=[{**failed, "args": '{"path": "a"}} ' + CUT_MARK}])
+    other = AIMessage("", invalid_tool_calls=[{**failed, "args": "{{"}])
+    answer = ToolMessage("It was truncated.", tool_call_id="c")
+    asked = HumanMessage("Write.")
+    assert to_messages([asked, closed, answer])[1].tool_calls[0].arguments == {"path": "a"}
+    assert to_messages([asked, other, answer])[1].tool_calls[0].arguments == {}
+    assert to_messages([asked, closed])[1].tool_calls == ()
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse, method: Any) -> None:
+    strict = chat.with_structured_output(Note, method=method, strict=True)
+    structured = strict.bind(max_tokens=100)
+    for asked in (structured.invoke, lambda prompt: list(structured.stream(prompt))):
+        with pytest.raises(exceptions.OutputParserException, match="max_tokens cut") as caught:
+            asked("Note it.")
+        assert isinstance(caught.value, errors.UnfinishedValueError)
+        assert caught.value.llm_output
+    with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
+        await structured.ainvoke("Note it.")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_next_to_its_message_it_is_the_parsing_error(chat: ChatSpecFuse, method: Any) -> None:
+    structured = chat.with_structured_output(Note, method=method, strict=True, include_raw=True, max_tokens=100)
+    told = structured.invoke("Note it.")
+    assert isinstance(told, dict)
+    assert isinstance(told["parsing_error"], errors.UnfinishedValueError)
+    assert told["parsed"] is None
+    assert told["raw"].response_metadata["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_value_that_quotes_and_brackets_close_is_one_with_a_warning(chat: ChatSpecFuse, method: Any) -> None:
+    """Members with random weights end no string: nothing is left out but its end."""
+    structured = chat.with_structured_output(Line, method=method, include_raw=True, max_tokens=90)
+    with pytest.warns(errors.ClosedValueWarning, match="reached max_tokens after 90 tokens"):
+        told = structured.invoke("Write.")
+    assert isinstance(told, dict)
+    assert isinstance(told["parsed"], Line)
+    assert told["parsed"].text
+    assert told["parsing_error"] is None
+    assert told["raw"].response_metadata["specfuse"]["finish_reason"] == "length"
+    assert told["raw"].response_metadata["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_one_whose_rest_would_be_made_up_is_an_error(tmp_path: Path, method: Any) -> None:
+    with EnsembleEngine(reciting(tmp_path, endless=True)) as engine:
+        structured = ChatSpecFuse(engine=engine, max_tokens=120).with_structured_output(Counted, method=method)
+        with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
+            structured.invoke("Speak.")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_repetitive_value_is_closed_with_a_warning(tmp_path: Path, method: Any) -> None:
+    config = replace(reciting(tmp_path, endless=True), repetition_guard=True)
+    with EnsembleEngine(config) as engine:
+        model = ChatSpecFuse(engine=engine, max_tokens=400)
+        structured = model.with_structured_output(Line, method=method, include_raw=True)
+        with pytest.warns(errors.ClosedValueWarning, match=r"went in a loop .*people sleep"):
+            told = structured.invoke("Speak.")
+        assert isinstance(told, dict)
+        assert 1 <= told["parsed"].text.count("people sleep") < 3
+        record = told["raw"].response_metadata["specfuse"]
+        assert record["finish_reason"] == "repetition"
+        assert len(record["loops"]) == 1
+        strict = model.with_structured_output(Line, method=method, strict=True)
+        with pytest.raises(exceptions.OutputParserException, match=r"repeated itself .*people sleep"):
+            strict.invoke("Speak.")
+
+
+def test_a_cut_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
+    agent = create_agent(
+        chat.model_copy(update={"max_tokens": 100}), [], response_format=ProviderStrategy(Note, strict=True)
+    )
+    with pytest.raises(exceptions.OutputParserException, match="max_tokens cut"):
+        agent.invoke({"messages": [("user", "Note it.")]})
+
+
+def test_a_grammar_of_a_call_is_closed_in_time_and_says_length(chat: ChatSpecFuse) -> None:
+    wanted = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    told = chat.invoke("Say a.", grammar=Grammar.json_schema(wanted))
+    assert json.loads(told.text)["a"] is not None
+    assert told.response_metadata["finish_reason"] == "length"
+    assert chat.invoke("Say a.").response_metadata["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": "x', '{"a": "x\\', '{"a": ["}"', '{"a": {"b": "]', '{"a": [1, {"b": "\\u00', '{"a": 3', "", "{"]
+)
+def test_no_parser_of_langchain_repairs_a_cut_value(text: str) -> None:
+    reader, head = CallReader(), f'{CALL_OPEN}{{"name": "say", "arguments": '
+    parts = [*reader.feed(head + text), *reader.finish(cut=True)]
+    written = "".join(part.arguments for part in parts if isinstance(part, CallDelta))
+    assert written.startswith(text)
+    assert parse_partial_json(written) is None
+
+
+def test_nor_is_a_call_that_was_only_closed_in_time() -> None:
+    reader, said = CallReader(), call_text("say", {"text": 'Grüße, "北京" {[ 🎉'})
+    parts = [*reader.feed(said), *reader.finish(cut=True, closing='"}}</tool_call>')]
+    written = "".join(part.arguments for part in parts if isinstance(part, CallDelta))
+    assert parse_partial_json(written) is None
+    assert reader.calls == []

@@ -1,0 +1,47 @@
+"""The costs of a step on a GPU, at the shapes of real models: bounds on kernels, bytes and masks, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LAYERS = {"llama-3-8b": 32, "qwen2.5-7b": 28, "gemma-2-9b": 42}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], dict[str, Any]]:
+    script = Path(__file__).parents[2] / "benchmarks" / "step_costs.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(line["model"], line["step"]): line for line in lines}
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_drafted_token_reads_little_more_than_the_weights(found: Any, model: str) -> None:
+    weights, draft = found[model, "weights"]["bytes"], found[model, "draft"]
+    assert draft["matrix_bytes"] < 1.05 * weights
+    assert draft["bytes"] < 1.11 * weights
+    most = {"llama-3-8b": 27, "qwen2.5-7b": 27, "gemma-2-9b": 49}[model]
+    assert draft["kernels"] < most * LAYERS[model]
+
+
+@pytest.mark.parametrize("model", LAYERS)
+def test_a_verification_of_five_costs_little_more_than_a_token(found: Any, model: str) -> None:
+    """Half as much again, but for a model whose soft caps want the plain attention."""
+    draft, verify = found[model, "draft"]["bytes"], found[model, "verify"]["bytes"]
+    assert verify < (1.3 if model == "gemma-2-9b" else 1.15) * draft
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b"])
+def test_later_pieces_of_a_prompt_have_no_mask_and_repeat_no_keys(found: Any, model: str) -> None:
+    prompt = found[model, "prompt"]
+    assert prompt["attention"] == {"no mask": LAYERS[model]}
+    assert found[model, "draft"]["attention"] == {"mask": LAYERS[model]}

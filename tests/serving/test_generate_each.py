@@ -1,0 +1,51 @@
+"""`generate_each`: the joint answer and each member's own, at the same time."""
+
+from __future__ import annotations
+
+import pytest
+
+from specfuse_shared import EnsembleEngine, GenerationError, RequestError, SamplingParams
+from specfuse_shared.members.stages import Draft, DraftAlone, Fault
+from tests.support.fake_engine import FakeEngine, two
+from tests.support.served import QUESTIONS
+
+PARAMS = SamplingParams(max_tokens=30)
+
+
+def test_each_answer_is_the_one_that_is_given_by_itself(tiny_engine: EnsembleEngine) -> None:
+    found = tiny_engine.generate_each(QUESTIONS[0], PARAMS)
+    assert found.joint.text == tiny_engine.generate(QUESTIONS[0], PARAMS).text
+    assert list(found.alone) == ["chat", "base"]
+    for name, result in found.alone.items():
+        assert result.text == tiny_engine.generate(QUESTIONS[0], PARAMS, members=[name]).text
+        assert result.members == (name,)
+    assert not found.failed
+    texts: dict[str | None, str] = {
+        None: found.joint.text,
+        **{name: result.text for name, result in found.alone.items()},
+    }
+    for author, differences in found.differences.items():
+        assert all(texts[author][difference.start : difference.end].strip() for difference in differences)
+
+
+def test_of_some_members_each_of_these_answers(tiny_engine: EnsembleEngine) -> None:
+    assert list(tiny_engine.generate_each(QUESTIONS[0], PARAMS, members=["base"]).alone) == ["base"]
+
+
+def test_a_member_that_fails_alone_is_named_and_the_others_answer() -> None:
+    first, second = two()
+    second.disturb = lambda request: Fault("RuntimeError", "injected") if isinstance(request.op, DraftAlone) else None
+    with FakeEngine(first, second) as engine:
+        found = engine.generate_each("tell me", PARAMS)
+    assert found.joint.text
+    assert list(found.alone) == ["a"]
+    assert isinstance(found.failed["b"], GenerationError)
+    assert list(found.differences) == [None, "a"]
+
+
+def test_the_joint_answers_error_is_raised(tiny_engine: EnsembleEngine) -> None:
+    with pytest.raises(RequestError):
+        tiny_engine.generate_each("long " * 5000, PARAMS)
+    first, second = two(disturb=lambda request: Fault("E", "x") if isinstance(request.op, Draft) else None)
+    with FakeEngine(first, second) as engine, pytest.raises(GenerationError):
+        engine.generate_each("tell me", PARAMS)
