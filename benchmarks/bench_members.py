@@ -32,7 +32,7 @@ _SMALLEST_VOCABULARY, _STEP = 900, 150
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration: `kind` as transformers names it, `real` sizes, and what `--tiny` puts in their place."""
+    """A model's configuration: `kind` as transformers names it, `real` sizes, and the sizes of `--tiny`."""
 
     name: str
     kind: str
@@ -70,7 +70,7 @@ SHAPES = (
 def members(
     tiny: bool, device: torch.device, dtype: torch.dtype, execution: str, most_bytes: float
 ) -> Iterator[LocalMember]:
-    """As many of the shapes, in their order, as `most_bytes` of weights hold."""
+    """The first shapes, in their order, that `most_bytes` of weights hold."""
     taken = 0
     for number, shape in enumerate(SHAPES):
         config = shape.config(tiny)
@@ -175,7 +175,7 @@ class LoadedEngine(EnsembleEngine):
 def engine_over(
     some: Sequence[LocalMember], every: Sequence[LocalMember] = (), **settings: Any
 ) -> Iterator[EnsembleEngine]:
-    """An engine over some of the members; what earlier ones left with any of `every` is given back before."""
+    """An engine over some of the members; memory that earlier engines left with any of `every` is freed before."""
     for member in every or some:
         member.runner.free_spare()
         member.runner.drop_steps()
@@ -187,7 +187,7 @@ def engine_over(
 
 
 def prompt(some: Sequence[LocalMember], size: int, start: str = "") -> list[Message]:
-    """A question behind filler, so that the longest member prompt has about `size` tokens."""
+    """A question after filler, so that the longest member prompt has about `size` tokens."""
 
     def asked(sentences: int) -> list[Message]:
         return [Message("user", start + SENTENCE * sentences + "Describe the log of the observatory at length.")]

@@ -2,11 +2,11 @@
 
     python benchmarks/clients.py [--clients 200] [--waves 3] [--tokens 16] [--dtype float32]
 
-The server is a process of its own over the demo members. After a wave to warm up, each wave is as many clients as said,
-each with its question; a third of them (at random, seeded) leave after a random number of segments, and two read their
-answers slowly. Told of each wave: seconds to the first segment of those that stayed (p50, p95), answers that are not
-those that the engine gave to their question alone (float32, where company changes nothing), and the server's memory,
-threads and sockets once it is idle again.
+The server is another process over the demo members. After a wave to warm up, each wave has `--clients` clients, each
+with its question; a third of them (at random, seeded) leave after a random number of segments, and two read their
+answers slowly. Printed for each wave: seconds to the first segment of the clients that stayed (p50, p95), answers that
+differ from the engine's answer to their question alone (float32, where batches change nothing), and the server's
+memory, threads and sockets once it is idle again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Outcome:
 def served(
     config: EnsembleConfig, named: Mapping[str, ClientSettings] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """A server over the ensemble "demo" in a process of its own, once it is ready: its address and its process.
+    """A server over the ensemble "demo" in another process, once it is ready: its address and its process.
 
     `named`: clients with keys, each of which is the client's name.
     """

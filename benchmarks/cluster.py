@@ -1,9 +1,9 @@
-"""What a round costs with both members on nodes of a Ray cluster, beside the same members in this process.
+"""The cost of a round with both members on nodes of a Ray cluster, compared with the same members in this process.
 
 python benchmarks/cluster.py FOLDER FOLDER [--answers 6] [--tokens 120]
 
-Starts a cluster of three nodes on this machine; answers take turns, so that both see the same machine. Needs a core for
-each member and one to coordinate: with fewer, what is measured is how they are shared.
+Starts a cluster of three nodes on this machine; answers alternate, so that both see the same machine. Needs a core for
+each member and one to coordinate: with fewer, the measurement shows how cores are shared.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The demo pair: SmolLM2 here, Gemma in another process, whose stages are steady, 
 tenth, ten seconds. Or the named members, as slow as they are: a GGUF file runs on llama.cpp, a model with an address on
 that server. Printed for each, with the defaults and `preset("fast")`, without and with `round_seconds`: median seconds
 to the first words, tokens a second over all answers, and in which share of the rounds a member was late. The questions
-are those of `specfuse-llm compare`.
+are the questions of `specfuse-llm compare`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.support.slow_lane import SlowLane
 
 @dataclass(frozen=True)
 class Slowness:
-    """Every `nth` stage begins so many `seconds` late."""
+    """Every `nth` stage begins `seconds` late."""
 
     title: str
     seconds: float = 0.0
@@ -62,7 +62,7 @@ WAYS = (Slowness("steady"), Slowness("3 s late", 3.0), Slowness("every tenth 10 
 
 
 class Mixed(EnsembleEngine):
-    """The first member here, the second one in a process of its own, as slow as `slowness` says."""
+    """The first member here, the second one in another process, with the `slowness`."""
 
     slowness = WAYS[0]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--tokens 64] [--repeats 3] [--json FILE]
 
-1. overhead   whole answer ÷ Σ members' own `generate` of as many tokens as they drafted (64 and 1,000 prompt tokens),
+1. overhead   whole answer ÷ Σ members' own `generate` of the tokens that they drafted (64 and 1,000 prompt tokens),
               with and without speculation (the prompt repeats itself, which flatters guesses: see `speculation.py`)
 2. naive      cache-less reference rounds ÷ the same rounds by the engine (1,000 prompt tokens)
 3. context    a round at 4,000 tokens of context ÷ a round at 256
@@ -55,7 +55,7 @@ class Bench:
         self.tokens, self.repeats = tokens, repeats
 
     def prompt(self, size: int) -> list[Message]:
-        """A question behind filler, so that the longest member prompt has about `size` tokens."""
+        """A question after filler, so that the longest member prompt has about `size` tokens."""
         text = "Describe the log of the observatory at length."
         while max(len(m.encode_prompt([Message("user", SENTENCE + text)])) for m in self.members) <= size:
             text = SENTENCE + text
@@ -64,7 +64,7 @@ class Bench:
     def answer(
         self, messages: list[Message], tokens: int, temperature: float = 0.0, speculates: bool = False
     ) -> EnsembleResult:
-        """An answer of exactly so many tokens."""
+        """An answer of exactly this number of tokens."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=0)
         return (self.guessing if speculates else self.engine).generate(messages, params)
 

@@ -1,4 +1,4 @@
-"""What should members be told about the schema that they fill in? Ten short notes, three ways, fields that are right.
+"""How members should be asked for a schema's values: ten short notes, three ways, the share of right fields.
 
 python benchmarks/extraction.py
 """

@@ -33,7 +33,7 @@ class Figure:
 
 
 def report(title: str, figures: Sequence[Figure], file: Path, facts: Sequence[tuple[str, str]] = ()) -> None:
-    """Print the figures and the facts beside them, and write them with what they were measured on."""
+    """Print the figures and facts, and write them with the machine that they were measured on."""
     write(figures, file, facts)
     try:
         from rich.console import Console
@@ -72,7 +72,7 @@ def markdown(figures: Sequence[Figure]) -> str:
 
 @dataclass
 class Sheet:
-    """Lines of `name` in `folder`; `lacking`: what was missing, and what of the step was left out for that."""
+    """Lines of `name` in `folder`; `lacking`: missing requirements, and the parts of the step left out for them."""
 
     folder: Path
     name: str
@@ -130,7 +130,7 @@ def read_sheet(file: Path) -> dict[str, Any] | None:
 
 
 def shortened(text: str, words: int) -> str:
-    """The text's first so many words, as they stand there, with an ellipsis where more follow."""
+    """The text's first words, with an ellipsis where more follow."""
     ends = [word.end() for word in re.finditer(r"\S+", text)]
     return text if len(ends) <= words else f"{text[: ends[words - 1]]} …"
 

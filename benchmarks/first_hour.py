@@ -1,19 +1,19 @@
-"""The first hour on a card: everything that only a card can tell, in steps that can be stopped and gone on with.
+"""The first hour on a card: all measurements that need one, in steps that can be interrupted and resumed.
 
     python benchmarks/first_hour.py OUT [--only STEP …] [--again] [--device cuda:0]
     python benchmarks/first_hour.py OUT --tiny     the same code on a CPU in small; its figures say nothing
 
-Needs torch, transformers, and this repository as it is checked out; what else is missing is said, and what needs it
-left out. Each step is a process of its own of less than ten minutes, writes OUT/STEP.json and OUT/STEP.md line by line,
-and is not run again where it is done: call the same command once more after an interruption (Ctrl-C, SIGTERM), or after
-the card was taken away. OUT/hour.md has all tables. The status is 1 if a step failed.
+Needs torch, transformers, and this repository as it is checked out; other missing requirements are reported, and their
+parts left out. Each step is a process of less than ten minutes, writes OUT/STEP.json and OUT/STEP.md line by line, and
+is not run again once it is done: repeat the same command after an interruption (Ctrl-C, SIGTERM), or after the card was
+taken away. OUT/hour.md has all tables. The status is 1 if a step failed.
 
 versions   versions, symbols that decide what graphs forgive, streams, tools
 costs      copies, matrix products, attention with and without a mask from 1k to 32k, launches, uploads
 graphs     graphs dropped and captured again, and captures while another thread waits; under compute-sanitizer if found
 tests      the tests marked gpu
 speed      benchmarks/gpu.py: decoding, rounds, 1, 8 and 32 answers, speculation on and off
-contexts   the same behind 512 to 32,768 tokens
+contexts   the same after 512 to 32,768 tokens
 soak       mixed lengths and little memory for caches, every answer compared with dynamic execution
 profile    where the time of a round goes, at 1 and at 32 answers
 """
@@ -203,7 +203,7 @@ def gather(out: Path) -> None:
 
 
 def _step(command: Sequence[str]) -> int | None:
-    """The status of a process that ends in time; whatever becomes of this one, nothing of that is left running."""
+    """The status of a process that ends in time; if this one ends, nothing of that one keeps running."""
     process = subprocess.Popen(command, env=_environment(), start_new_session=True)
     try:
         return process.wait(MOST_SECONDS)
@@ -254,7 +254,7 @@ def main() -> int:
     try:
         return run_step(options.step, card) if options.step else run_all(options.only, card, options.again)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", flush=True)
+        print("interrupted; the same command continues from here", flush=True)
         return 130
 
 

@@ -57,7 +57,7 @@ def versions(sheet: Sheet, device: torch.device) -> None:
         return
     facts = torch.cuda.get_device_properties(device)
     sheet.add("card", facts.name, f"{facts.total_memory / 2**30:.1f} GiB, {facts.multi_processor_count} processors")
-    sheet.add("streams in turn", len({torch.cuda.Stream(device).cuda_stream for _ in range(128)}), "of 128 made")
+    sheet.add("different streams", len({torch.cuda.Stream(device).cuda_stream for _ in range(128)}), "of 128 made")
     owners = [_Owner() for _ in range(40)]
     own = {stream.cuda_stream for owner in owners if (stream := own_stream(device, owner))}
     sheet.add("streams of our own", len(own), f"of {len(owners)}")

@@ -3,9 +3,9 @@
     python benchmarks/first_words.py --data DIR [--rows N] [--tokens N] [--member PATH]…
 
 The demo's pair and the given members answer open questions and passages, one at a time, in turns: with the defaults,
-with first segments that are compared at their end only (`early_margin=0`), and with `preset("fast")`. Told, for each
-kind: median seconds to the first words and to the end, their ratio to "fast" over the same questions, and forwards of
-all members.
+with first segments that are compared at their end only (`early_margin=0`), and with `preset("fast")`. Printed for each
+kind: median seconds to the first words and to the end, their ratio to "fast" over the same questions, and forward
+passes of all members.
 """
 
 from __future__ import annotations

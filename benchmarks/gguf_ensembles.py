@@ -1,13 +1,13 @@
-"""Ensembles of GGUF files: members on llama.cpp beside the same files on transformers.
+"""Ensembles of GGUF files: members on llama.cpp compared with the same files on transformers.
 
     python benchmarks/gguf_ensembles.py FILE FILE… [--data FOLDER] [--rows 4] [--tokens 48] [--threads 1]
         [--cache-tokens N] [--json FILE]
 
 Each member alone, then all of them, greedy, one open question (FOLDER/open.jsonl, or questions of this file) after the
-other, answers of forced length. Each engine has a process of its own, and tokens a second are those of the processor's
-time, so that other work on the machine changes little. Memory is the most that the process has grown by since its
-libraries were imported, looked at after each answer. On llama.cpp, fused answers are compared with what their members
-take for as many tokens as they drafted, each alone and without guesses. What has no room on transformers is left out.
+other, answers of forced length. Each engine has a separate process, and tokens a second are of the processor's time, so
+that other work on the machine changes little. Memory is the most that the process has grown by since its libraries were
+imported, read after each answer. On llama.cpp, fused answers are compared with the time that their members need for the
+tokens that they drafted, each alone and without guesses. Files that do not fit on transformers are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ QUESTIONS = tuple(f"Say a few things about {subject}." for subject in SUBJECTS)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process does."""
+    """The results of one process."""
 
     files: tuple[str, ...]
     backend: str
@@ -104,7 +104,7 @@ def measure(task: Task) -> Measured:
 
 
 def apart(task: Task) -> Measured | None:
-    """In a process of its own; None where there is no room for it."""
+    """In another process; None where memory does not hold it."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         try:
             return pool.apply(measure, (task,))
@@ -114,7 +114,7 @@ def apart(task: Task) -> Measured | None:
 
 
 def compared(files: Sequence[str], here: Measured, there: Measured | None) -> list[Figure]:
-    """Members on llama.cpp and on transformers, where they have room there."""
+    """Members on llama.cpp and, if memory holds them, on transformers."""
     if there is None:
         return []
     name = " + ".join(Path(file).stem[:20] for file in files)
@@ -158,7 +158,7 @@ def main() -> None:
     def here(files: Sequence[str], speculation: str = "auto") -> Measured:
         found = run(files, "llama.cpp", speculation)
         if found is None:
-            raise SystemExit("llama.cpp has no room for these members")
+            raise SystemExit("llama.cpp has no memory for these members")
         return found
 
     for file in args.files:
@@ -169,7 +169,7 @@ def main() -> None:
         figures += compared(files, fused, run(files, "transformers"))
         own = [drafted / plain[file].rate for file, drafted in zip(files, fused.drafted, strict=True)]
         detail = f"{fused.busy:.1f} s ÷ " + " + ".join(f"{seconds:.1f} s" for seconds in own)
-        name = f"{len(files)} members: fused ÷ own decoding of as many tokens"
+        name = f"{len(files)} members: fused ÷ own decoding of the same tokens"
         figures.append(Figure(name, fused.busy / sum(own), 0.75, False, detail))
     sizes = [(Path(file).stem, f"{Path(file).stat().st_size:,} bytes") for file in args.files]
     report("ensembles of GGUF files, llama.cpp ÷ transformers in bf16", figures, args.json, sizes)

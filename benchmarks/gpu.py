@@ -5,24 +5,24 @@
     python benchmarks/gpu.py --tiny      the same code on a CPU with small sizes; its figures say nothing
 
 1. decode    a member's ms a token at 512 tokens of context ÷ bytes (weights it reads, its cache) / bandwidth
-2. verify    five candidates of 10 tokens in one forward ÷ a decode step
-3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forwards at that floor
+2. verify    five candidates of 10 tokens in one forward pass ÷ a decode step
+3. round     a round of 1, 2, 3 and 5 members ÷ Σ over members of 10 forward passes at that floor
 4. first     seconds to the first segment at 512 and 4,000 prompt tokens
 5. answers   tokens a second of 1, 8 and 32 answers at once
 6. guesses   seconds of 1, 8 and 32 answers with speculation ÷ without, which 1 to 5 do without
-7. contexts  ms a token of each member, and tokens a second of 1, 8 and 32 answers with and without speculation, behind
-             512 to 32,768 tokens, as far as members and memory reach
-8. memory    the library's own `generate` beside it, and how many forwards of each part were replayed, ran in a fixed
-             shape, and ran as they came
+7. contexts  ms a token of each member, and tokens a second of 1, 8 and 32 answers with and without speculation, after
+             512 to 32,768 tokens, within the limits of members and memory
+8. memory    the library's own `generate` for comparison, and how many forward passes of each part were replayed, ran
+             in a fixed shape, and ran dynamically
 
 Bandwidth is measured on the same device. bf16, greedy, 10 tokens a segment, no exit and no end of an answer before its
 length, so that every member works in every round. Random weights say nothing of correctness: their logits are so small
-that a wrong mask would hardly show; that is for the tests. Members are taken in order as far as memory goes, at least
-the first. What was found is written after every part, also when the time is over, when it is interrupted (Ctrl-C,
-SIGTERM), and when a part fails, which is said. At the end comes a table to paste into docs/performance.md.
+that a wrong mask would hardly show; that is for the tests. Members are taken in order while memory lasts, at least the
+first. Results are written after every part, also when the time is over, when it is interrupted (Ctrl-C, SIGTERM), and
+when a part fails, with its error. At the end comes a table to paste into docs/performance.md.
 
-With --compare-vllm, the decode of a vLLM server on the same kind of card stands beside that of the first member: it
-has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` makes random weights too).
+With --compare-vllm, the decode of a vLLM server on the same kind of card is compared with the first member's: the
+server has to serve a model of the same shape (`vllm serve FOLDER --load-format dummy` makes random weights too).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Bench:
         yield from gpu_contexts.parts(self)
 
     def run(self, minutes: float, wanted: tuple[str, str], peer: Peer | None, save: Callable[[], None]) -> None:
-        """All parts that begin within so many minutes, of those with one text in their names and without another;
+        """All parts that begin within `minutes`, among those with one text in their names and without another;
         `save` is called after each."""
         only, without = wanted
         end, name = time.monotonic() + 60 * minutes, ""
@@ -118,10 +118,10 @@ class Bench:
                     self.figures += part()
                 except Exception as error:  # a card of another size or make: the rest still says something
                     self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
-                self.facts.append((f"forwards, {name}", told(forwards_of(self.members) - before)))
+                self.facts.append((f"forward passes, {name}", told(forwards_of(self.members) - before)))
                 save()
         except KeyboardInterrupt:
-            self.facts.append((name, "interrupted; what came before is complete"))
+            self.facts.append((name, "interrupted; earlier parts are complete"))
             save()
             return
         self.facts.append(("graphs", "; ".join(f"{m.name}: {m.report.graphs}" for m in self.members)))
@@ -131,7 +131,7 @@ class Bench:
     # ── one member ───────────────────────────────────────────────────────────────────────────────
 
     def decode(self, member: LocalMember) -> float:
-        """Seconds a token of plain decoding behind the short prompt; `generate` goes to the facts."""
+        """Seconds a token of plain decoding after the short prompt; `generate` goes to the facts."""
         step = self.step_seconds(member, self.sizes.short, self.repeats)
         own = [self.timed(lambda: self.generate(member)) for _ in range(self.repeats + 1)]
         library = statistics.median(own[1:]) / self.sizes.tokens
@@ -141,7 +141,7 @@ class Bench:
         return step
 
     def step_seconds(self, member: LocalMember, size: int, repeats: int) -> float:
-        """Seconds a token of plain decoding behind a prompt of so many tokens."""
+        """Seconds a token of plain decoding after a prompt of `size` tokens."""
         session, seconds = self.opened(member, size), []
         for _ in range(CAPTURE_AT):
             run_stage(session.draft_alone(SEGMENT, 0))
@@ -152,7 +152,7 @@ class Bench:
 
     @torch.inference_mode()
     def generate(self, member: LocalMember) -> None:
-        """The library's own greedy decoding of as many tokens behind the same prompt."""
+        """The library's own greedy decoding of the same number of tokens after the same prompt."""
         model = member.runner.model
         ids = torch.tensor([member.encode_prompt(prompt([member], self.sizes.short))], device=self.device)
         before = model.config._attn_implementation
@@ -162,7 +162,7 @@ class Bench:
         model.set_attn_implementation(before)
 
     def verify(self, member: LocalMember) -> float:
-        """Seconds until a member has judged five candidates behind the short prompt."""
+        """Seconds until a member has judged five candidates after the short prompt."""
         session, seconds = self.opened(member, self.sizes.short), []
         for number in range(CAPTURE_AT + self.repeats):
             texts = [self.text(member, number * CANDIDATES + n) for n in range(CANDIDATES)]
@@ -198,7 +198,7 @@ class Bench:
         return Figure(f"decode ÷ bytes/bandwidth, {member.name}", step / floor, 1.25, False, detail)
 
     def _of_peer(self, member: LocalMember, peer: Peer) -> Figure:
-        """Our decode against the server's, behind as long a prompt."""
+        """Our decode compared with the server's, after a prompt of the same length."""
         ids = [5] * self.sizes.short
         speeds = [peer.speed([ids], self.sizes.tokens) for _ in range(self.repeats + 1)]
         theirs, ours = statistics.median(speeds[1:]), 1 / self.steps[member.name]
@@ -216,7 +216,7 @@ class Bench:
     # ── the ensemble ─────────────────────────────────────────────────────────────────────────────
 
     def engine(self, some: Sequence[LocalMember], speculation: str = "off") -> AbstractContextManager[EnsembleEngine]:
-        """An engine over loaded members, with what earlier ones left given back."""
+        """An engine over loaded members; memory that earlier engines left is freed."""
         return engine_over(some, self.members, speculation=speculation)
 
     def round(self, some: Sequence[LocalMember]) -> Figure:
@@ -227,7 +227,7 @@ class Bench:
                 full = [r for r in result.rounds[:-1] if r.verified or len(some) == 1]
                 seconds.append(statistics.median(r.timing.total for r in full))
         spent, floor = statistics.median(seconds[1:]), SEGMENT * sum(map(self.floor, some))
-        name = f"a round of {len(some)} ÷ {SEGMENT} forwards each at the floor"
+        name = f"a round of {len(some)} ÷ {SEGMENT} forward passes each at the floor"
         return Figure(name, spent / floor, 1.2, False, f"{1e3 * spent:.1f} ms ÷ {1e3 * floor:.1f} ms")
 
     def first(self, some: Sequence[LocalMember]) -> list[Figure]:
@@ -249,7 +249,7 @@ class Bench:
         with self.engine(some) as engine:
             for count in self.sizes.at_once:
                 rates[count], _ = self.rate(engine, some, self.sizes.short // 4, count)
-                shared = f"{engine.metrics().batch_size.mean:.1f} a forward"
+                shared = f"{engine.metrics().batch_size.mean:.1f} a forward pass"
                 self.facts.append((f"{count} answers at once", f"{rates[count]:.1f} tokens/s; {shared}"))
         most = max(rates)
         name, detail = f"tokens/s of {most} at once ÷ of one", f"{rates[most]:.1f} ÷ {rates[1]:.1f} tokens/s"
@@ -268,7 +268,7 @@ class Bench:
                 rates["off", count][0] / rates["auto", count][0],
                 1.02,
                 False,
-                f"forwards a token {rates['off', count][1]:.2f} → {rates['auto', count][1]:.2f}",
+                f"forward passes a token {rates['off', count][1]:.2f} → {rates['auto', count][1]:.2f}",
             )
             for count in self.sizes.at_once
         ]
@@ -276,7 +276,7 @@ class Bench:
     def rate(
         self, engine: EnsembleEngine, some: Sequence[LocalMember], size: int, count: int, warm: bool = True
     ) -> tuple[float, float]:
-        """Tokens a second of so many answers at once behind prompts of `size` tokens, and forwards a token."""
+        """Tokens a second of `count` concurrent answers after prompts of `size` tokens, and forward passes a token."""
         asked = [prompt(some, size, f"Entry {n}. ") for n in range(count)]
         for _ in range(_WARMING if warm else 0):
             engine.generate_batch(asked, self.params())

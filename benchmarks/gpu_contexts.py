@@ -1,4 +1,4 @@
-"""What longer contexts cost on a card: plain decoding of each member, and answers at once, with guesses and without."""
+"""Costs of longer contexts on a card: decoding of each member, and concurrent answers, with and without guesses."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def parts(bench: Bench) -> Iterator[tuple[str, Callable[[], Sequence[Figure]]]]:
 
 
 def within(bench: Bench, size: int) -> list[LocalMember]:
-    """Members whose context has room for a prompt of so many tokens and an answer."""
+    """Members whose context holds a prompt of `size` tokens and an answer."""
     needed = size + 2 * bench.sizes.tokens
     return [member for member in bench.members if member.context_limit is None or member.context_limit >= needed]
 
 
 def decode(bench: Bench, some: Sequence[LocalMember], size: int) -> list[Figure]:
-    """Milliseconds a token of plain decoding of each member behind a prompt of `size` tokens."""
+    """Milliseconds a token of plain decoding of each member after a prompt of `size` tokens."""
     for member in some:
         step = bench.step_seconds(member, size, repeats=2)
         bench.facts.append((f"context {size}: decode, {member.name}", f"{1e3 * step:.2f} ms a token"))
@@ -42,11 +42,11 @@ def decode(bench: Bench, some: Sequence[LocalMember], size: int) -> list[Figure]
 
 
 def answers(bench: Bench, some: Sequence[LocalMember], size: int, count: int) -> list[Figure]:
-    """Tokens a second of so many answers, the reading of their prompts included."""
+    """Tokens a second of `count` answers, the reading of their prompts included."""
     said = []
     for way in ("off", "auto"):
         with bench.engine(some, way) as engine:
             rate, needed = bench.rate(engine, some, size, count, warm=size * count <= WARMED_TOKENS)
-            said.append(f"{rate:.1f} tokens/s and {needed:.2f} forwards a token with speculation {way}")
+            said.append(f"{rate:.1f} tokens/s and {needed:.2f} forward passes a token with speculation {way}")
     bench.facts.append((f"context {size}: {count} at once, {len(some)} members", "; ".join(said)))
     return []

@@ -1,12 +1,12 @@
-"""Good clients beside bad ones at `specfuse-llm serve`: what do the good ones wait, and is the memory back at the end?
+"""Good and hostile clients at `specfuse-llm serve`: the waits of the good ones, and the memory at the end.
 
     python benchmarks/hostile.py [--good 10] [--bad 5] [--limit 1] [--seconds 60] [--tokens 16]
 
-The server is a process of its own over the demo members, and every client has a key. Good clients ask short questions
-one after another; then they do so beside bad ones, whose keys have `max_answers` (`--limit`; 0 is none). Those send, in
-turns, what once stalled the server: 200,000 stop strings, a million wrong messages, eight answers under a grammar that
-takes 900 steps to close, 25,000 turns. Told: seconds of a good answer (p50, p95) without and with the bad ones, their
-ratio, what the bad ones were answered, and the server's memory before and after.
+The server is another process over the demo members, and every client has a key. Good clients ask short questions one
+after another; then concurrently with bad ones, whose keys have `max_answers` (`--limit`; 0 is none). Those send
+alternately requests that once stalled the server: 200,000 stop strings, a million wrong messages, eight answers under a
+grammar that takes 900 steps to close, 25,000 turns. Printed: seconds of a good answer (p50, p95) without and with the
+bad ones, their ratio, the statuses for the bad ones, and the server's memory before and after.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def good(http: httpx.AsyncClient, number: int, end: float, tokens: int) ->
 
 
 async def bad(http: httpx.AsyncClient, number: int, end: float, bodies: list[bytes], statuses: Counter[str]) -> None:
-    """Sends every kind in turn until the end."""
+    """Sends every kind cyclically until the end."""
     for body in itertools.islice(itertools.cycle(bodies), number, None):
         if time.monotonic() > end:
             return

@@ -34,7 +34,7 @@ class LlamaPeer:
         self.batch = lib.llama_batch_init(2048, 0, 1)
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int, ends: bool = False) -> list[list[int]]:
-        """Greedy tokens behind each prompt, all in one batch a step; up to the end of the turn where it `ends`."""
+        """Greedy tokens after each prompt, all in one batch a step; up to the end of the turn where it `ends`."""
         lib.llama_memory_clear(self.memory, True)
         said: list[list[int]] = [[] for _ in prompts]
         fed = [(n, at, token) for n, prompt in enumerate(prompts) for at, token in enumerate(prompt)]

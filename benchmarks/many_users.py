@@ -1,9 +1,9 @@
-"""Users beside each other: a short answer beside a long prompt, a prompt that many ask at once, one that was stopped.
+"""Concurrent users: a short answer during a long prompt, a prompt that many ask at once, and one that was stopped.
 
     python benchmarks/many_users.py [--words N] [--member PATH]…
 
-The demo's pair, or the given members. Each prompt is new, so nothing is left of the one before. Told: seconds, and the
-ratios to the same work alone, in one run.
+The demo's pair, or the given members. Each prompt is new, so nothing is cached from the one before. Printed: seconds,
+and ratios to the same work alone, in one run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(
     member: Annotated[list[str], typer.Option(help="a member; several for several")] = [],  # noqa: B006
 ) -> None:
     members = [MemberConfig(name) for name in member] or demo_members()
-    table = Table("work", "alone", "beside or again", "ratio")
+    table = Table("work", "alone", "concurrent or again", "ratio")
     with EnsembleEngine(EnsembleConfig(members, max_concurrent=16)) as engine, ThreadPoolExecutor(16) as pool:
         engine.generate("Hello", _SHORT)
         for rows in (_beside(engine, pool, words), _alike(engine, pool, words // 3), _stopped(engine, words // 3)):
@@ -51,9 +51,9 @@ def _beside(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Seq
     while not long.done():
         short.append(_seconds(engine, _question()))
     return [
-        (f"4 tokens beside {words} words, median", alone, statistics.median(short)),
-        (f"4 tokens beside {words} words, slowest of {len(short)}", alone, max(short)),
-        (f"{words} words beside such answers", long_alone, long.result()),
+        (f"4 tokens during {words} words, median", alone, statistics.median(short)),
+        (f"4 tokens during {words} words, slowest of {len(short)}", alone, max(short)),
+        (f"{words} words during such answers", long_alone, long.result()),
     ]
 
 
@@ -65,7 +65,7 @@ def _alike(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Sequ
     of_eight = max(pool.map(lambda n: _first_segment(engine, f"{system} What of {n}?"), range(8)))
     return [
         (f"first segment, four times {words} words", alone, of_four),
-        (f"first segment, eight users behind the same {words} words", alone, of_eight),
+        (f"first segment, eight users after the same {words} words", alone, of_eight),
     ]
 
 

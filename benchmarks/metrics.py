@@ -1,6 +1,6 @@
-"""What else the quality benchmark counts: cosines of embeddings, coherence, repetition.
+"""Further measures of the quality benchmark: cosines of embeddings, coherence, repetition.
 
-The other metrics are those of `specfuse_shared.comparing`.
+The other metrics are in `specfuse_shared.comparing`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sentence_vectors() -> Encode:
 def cosines(references: Sequence[Sequence[str]], answers: Sequence[str], encode: Encode) -> list[float]:
     """How near each answer is in meaning to the nearest of its references: the cosine of their embeddings, times 100.
 
-    Beside ROUGE, which brevity flatters. An empty answer scores 0, as does one that points elsewhere.
+    It complements ROUGE, which favours brevity. An empty answer scores 0, as does one with the opposite direction.
     """
     wanted = list(dict.fromkeys(text for own in references for text in own))
     place = {text: n for n, text in enumerate(wanted)}
@@ -39,12 +39,12 @@ def cosines(references: Sequence[Sequence[str]], answers: Sequence[str], encode:
 
 
 def says_a_line_thrice(answer: str) -> bool:
-    """Whether any line at all, however short, stands in the answer three times."""
+    """Whether any line, however short, is in the answer three times."""
     return any_thrice(line.strip() for line in answer.splitlines() if line.strip())
 
 
 def repeated_share(answer: str) -> float:
-    """Share of the answer's stretches of four words that stood in it before, 0 to 1."""
+    """Share of the answer's stretches of four words that were in it before, 0 to 1."""
     words = answer.lower().split()
     stretches = [tuple(words[n : n + 4]) for n in range(len(words) - 3)]
     return 1 - len(set(stretches)) / len(stretches) if stretches else 0.0

@@ -1,12 +1,12 @@
-"""One member of our engine beside others that decode the same model: the library's `generate`, and a vLLM server.
+"""One member of our engine compared with other decoders of its model: the library's `generate`, and a vLLM server.
 
     python benchmarks/peers.py [--vllm URL] [--tokens 48] [--repeats 3] [--threads N] [--json FILE]
 
-SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at
-once, all in turns in one run, so that whatever else the machine does falls on all. The engine fuses nothing here: one
-member decodes by itself. Where llama-cpp-python is installed, a member on llama.cpp runs along, of the file as it is
-(Q4_1), beside that library itself. The server has to serve the same converted weights (`--print-folder` says where they
-are).
+SmolLM2-135M-Instruct in bf16 on the processor, no adapter, greedy, answers of forced length; alone and eight at once,
+all alternately in one run, so that other work on the machine affects all. The engine fuses nothing here: one member
+decodes by itself. Where llama-cpp-python is installed, a member on llama.cpp runs along, of the file as it is (Q4_1),
+compared with that library itself. The server has to serve the same converted weights (`--print-folder` prints their
+folder).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
     peers = Peers(folder, Path(smollm2.model), options.tokens, options.vllm)
     figures = peers.run(options.repeats)
     facts = [("vLLM", "not asked" if peers.server is None else f"{peers.server.version}, {peers.server.model}")]
-    report("one member beside other engines, SmolLM2-135M, bf16", figures, options.json, facts)
+    report("one member compared with other engines, SmolLM2-135M, bf16", figures, options.json, facts)
     peers.engine.close()
 
 

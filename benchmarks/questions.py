@@ -1,8 +1,8 @@
-"""Twenty questions over the documents of the examples: what the demo answers, and how often the fact is in it.
+"""Twenty questions over the documents of the examples: the demo's answers, and how many contain the fact.
 
     python benchmarks/questions.py [--settings JSON] [--member NAME] [--published] [--out FILE.md]
 
-The chain is that of `examples/rag_langchain.py`. An answer is right if it holds all facts of its question.
+The chain is the one in `examples/rag_langchain.py`. An answer is right if it contains all facts of its question.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(
 
 
 def page(answers: Sequence[tuple[dict[str, Any], str]], right: int) -> str:
-    """The questions and answers as Markdown; an answer counts in full, and is shown as far as `SHOWN` words."""
+    """The questions and answers as Markdown; an answer counts in full, and is cut after `SHOWN` words."""
     lines = [
         "# Twenty questions",
         "",

@@ -1,11 +1,11 @@
-"""What a member costs behind a vLLM server, by each of the ways that one server offers.
+"""The cost of a member on a vLLM server, by each of the ways that one server offers.
 
 python benchmarks/servers.py --server http://127.0.0.1:8000/v1 MODEL [--tokens 1000] [--candidates 2] [--prompts]
 
-Each round drafts five tokens and judges candidates of five behind a context that has grown by a segment: at the token
-endpoint, by prefixes behind the cache (`logprob_token_ids`), and with --prompts by `prompt_logprobs`. At the token
+Each round drafts five tokens and judges candidates of five after a context that has grown by a segment: at the token
+endpoint, by prefixes after the cache (`logprob_token_ids`), and with --prompts by `prompt_logprobs`. At the token
 endpoint the draft's own candidate is known with the draft, so that one is also left out. Then answers under a JSON
-schema are drafted with as few requests as the server allows, and with one a token. All ways take turns on one server,
+schema are drafted with as few requests as the server allows, and with one a token. All ways alternate on one server,
 which needs --enable-scale-out for all of them. Its key, if it has one, is in $SPECFUSE_SERVER_KEY.
 """
 
@@ -87,7 +87,7 @@ async def measure(
 
 
 async def drafted(member: ServerMember, subject: str, context: int) -> tuple[float, int]:
-    """Seconds of all drafts of an answer under the schema behind so many tokens, and how many it drafted."""
+    """Seconds of all drafts of an answer under the schema after `context` tokens, and how many it drafted."""
     params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(SCHEMA))
     asked = f"{FILLER * (context // 20)}Describe {subject} in that harbour, as JSON."
     prompt = member.text.encode_prompt([Message("user", asked)])

@@ -6,7 +6,7 @@
                many waves of them are asked at once, so that the next one joins when one ends
 2. burst       the same for one wave: its last answers run alone
 3. first       last of a wave's first segments ÷ a lone request's
-4. prefix      first segment of a second turn behind a 1,000-token first turn, with ÷ without prefix reuse
+4. prefix      first segment of a second turn after a 1,000-token first turn, with ÷ without prefix reuse
 
 The engine's own number format, greedy, the default segments, no exit, so that every member works in every round.
 """
@@ -51,7 +51,7 @@ def engine(**settings: object) -> EnsembleEngine:
 
 
 def conversations(count: int) -> list[list[Message]]:
-    """Bare questions, and questions behind a system message with 15, 30 and 45 words of a document."""
+    """Bare questions, and questions after a system message with 15, 30 and 45 words of a document."""
     found = []
     for n in range(count):
         words = DOCUMENTS[n % len(DOCUMENTS)].read_text("utf-8").split()[: (n + n // len(QUESTIONS)) % 4 * 15]

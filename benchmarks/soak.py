@@ -4,7 +4,7 @@
 
 `--users` ask without a pause, each a kind of request after the other (`KINDS`). Prints for each tenth of the time: the
 memory of the process, bytes of caches and of remembered prompts, requests, and p50 and p99 of their seconds. Members
-are those of the demo, or the models named.
+are the demo's, or the models named.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
 
 @dataclass
 class User:
-    """Who asks: an engine, chance, and what long prompts have as words."""
+    """The client: an engine, chance, and words for long prompts."""
 
     engine: EnsembleEngine
     chance: random.Random
@@ -145,7 +145,7 @@ def soak(
     long_words: int = 1500,
     on_tenth: Callable[[Tenth], None] = lambda tenth: None,
 ) -> Report:
-    """Ask for so long. Whoever asks goes through all kinds, each user from another one on, so that tenths are alike."""
+    """Ask until the end. Each user goes through all kinds, starting with another one, so that tenths are alike."""
     report, over = Report(), threading.Event()
     lock = threading.Lock()
     tenth = Tenth(0.0)

@@ -1,13 +1,13 @@
-"""What speculation saves: forwards of each member a token of the answer, and seconds, on ÷ off, in one run.
+"""The savings of speculation: forward passes of each member a token of the answer, and seconds, on ÷ off, in one run.
 
     python benchmarks/speculation.py --data FOLDER [--rows 4] [--tokens 64] [--dtype bfloat16] [--five] [--json FILE]
 
-Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl),
-and code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their
-weights. Every request is asked of an engine without and of one with speculation, one at a time and then all at once;
-forwards are those of the answers (`MemberUsage.forwards`), so other work on the machine changes only seconds (those of
-the clock, and of the processor). How many answers are the same is printed: in float32 all are; in half precision they
-may part, as batches round differently.
+Kinds of work: open questions (FOLDER/open.jsonl), passages to be quoted and to be summed up (FOLDER/rag_en.jsonl), and
+code to be edited (rows of this file). `--five`: the demo members and three copies of them with noise on their weights.
+Every request is asked of an engine without and of one with speculation, one at a time and then all at once; forward
+passes are the answers' (`MemberUsage.forwards`), so other work on the machine changes only seconds (by the clock, and
+of the processor). How many answers are the same is printed: in float32 all are; in half precision they may part, as
+batches round differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CODE = (
     "            best = number\n    return best\n",
 )
 AIMS = {"open": 0.8, "quote": 0.5, "summary": 0.8, "code": 0.5}
-"""Kinds of work, and how many of the forwards should be left."""
+"""Kinds of work, and the target for the share of forward passes that remain."""
 COPIES = ((0, 0.05), (1, 0.05), (1, 0.1))
 """Member of the demo, and standard deviations of the noise."""
 
@@ -54,7 +54,7 @@ def requests(data: Path, kind: str, rows: int) -> list[str]:
 
 
 def forwards(results: Sequence[EnsembleResult], member: str | None = None) -> float:
-    """Of one or all members, a token of their own encoding of the answer."""
+    """The mean over one or all members, a token of their encoding of the answer."""
     used = [u for result in results for name, u in result.usage.members.items() if member in (None, name)]
     return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))
 
@@ -83,7 +83,7 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
                     began, used_before = time.monotonic(), time.process_time()
                     found[name] = answered(engine, asked, params, together)
                     seconds[name], busy[name] = time.monotonic() - began, time.process_time() - used_before
-                how = f"{kind}, {len(asked)} {'at once' if together else 'in turn'}"
+                how = f"{kind}, {len(asked)} {'at once' if together else 'one by one'}"
                 ratio = forwards(found["auto"]) / forwards(found["off"])
                 used = [usage for result in found["auto"] for usage in result.usage.members.values()]
                 same = sum(a.text == b.text for a, b in zip(found["off"], found["auto"], strict=True))
@@ -95,7 +95,7 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
                     f"{sum(u.accepted for u in used)} of {sum(u.guessed for u in used)}; "
                     f"{same} of {len(asked)} answers equal"
                 )
-                figures.append(Figure(f"forwards a token, {how}", ratio, aim, False, detail))
+                figures.append(Figure(f"forward passes a token, {how}", ratio, aim, False, detail))
                 print(f"{how}: {ratio:.2f} ({detail})", flush=True)
                 for what, spent in (("seconds", seconds), ("processor seconds", busy)):
                     told = f"{spent['off']:.0f} s → {spent['auto']:.0f} s"

@@ -1,7 +1,7 @@
-"""What a step costs a GPU, counted without one: kernels, bytes, calls of the attention, at the shapes of real models.
+"""The costs of a step on a GPU, counted without one: kernels, bytes, calls of the attention, at shapes of real models.
 
 Tensors have a device and a shape but no numbers. Every operation that computes counts as a kernel, and reads and writes
-its tensors once; the attention counts as one kernel, with what its kind reads. Run by itself, because a device once
+its tensors once; the attention counts as one kernel, with the bytes that its kind reads. Run by itself: a device once
 registered stays for the life of the process.
 
     python benchmarks/step_costs.py [MODEL …]      one line of JSON for each model and kind of step
@@ -71,7 +71,7 @@ _FREE = (
 
 @dataclass
 class Counts:
-    """Of one step: `attention` counts calls by what they are given."""
+    """Of one step: `attention` counts calls by their mask."""
 
     kernels: int = 0
     bytes: int = 0
@@ -144,7 +144,7 @@ def _floats(there: dict[Any, torch.Tensor]) -> bool:
 
 
 def _seen_bytes(tensor: torch.Tensor) -> int:
-    """What a kernel reads of a tensor: expanded dimensions are there once."""
+    """The bytes that a kernel reads of a tensor: expanded dimensions count once."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(sizes) * tensor.element_size()
 
@@ -237,7 +237,7 @@ def census_of(name: str, device: torch.device) -> Iterator[tuple[str, Counts]]:
 
 
 def weights(name: str) -> int:
-    """Bytes of what a decoded token reads: all but the rows of the embedding that it does not look up."""
+    """Bytes that a decoded token reads: all but the rows of the embedding that it does not look up."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_of(name).config(False), dtype=torch.bfloat16)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight

@@ -1,4 +1,4 @@
-"""A running vLLM server beside the engine: plain greedy decoding of one member's model, by its OpenAI routes."""
+"""A running vLLM server compared with the engine: greedy decoding of one member's model, by its OpenAI routes."""
 
 from __future__ import annotations
 

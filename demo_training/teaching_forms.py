@@ -197,7 +197,7 @@ FINISHES: tuple[Callable[[random.Random, str, str], Obeyed], ...] = (
 
 EXPLAIN = ("Explain.", "Answer in detail.", "Please explain.", "Say more than a sentence.", "Explain it fully.")
 LONG = 40
-"""From so many words an answer is a full one."""
+"""An answer with this number of words or more is a full one."""
 
 
 def obeyed(chance: random.Random, prompt: str, answer: str) -> tuple[str, str]:

@@ -77,7 +77,7 @@ FACTS = [Fact(**json.loads(line)) for line in _LINES]
 
 
 def slots(chance: random.Random) -> dict[str, str]:
-    """Values for all that facts speak of; what comes twice differs."""
+    """Values for all placeholders of facts; two of one kind differ."""
 
     def two(values: Sequence[str], name: str) -> dict[str, str]:
         one, other = chance.sample(values, 2)

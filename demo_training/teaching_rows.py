@@ -7,14 +7,14 @@
     python demo_training/teaching_rows.py obeyed DATA.jsonl OUT.jsonl [--rows 300]
     python demo_training/teaching_rows.py keyed DATA.jsonl OUT.jsonl [--rows 150]
 
-`tools`: made-up conversations over made-up tools: a call where one is needed, what is said to its result, a second call
-if two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: what
-SmolLM2-135M-Instruct as published answers to the prompts of DATA (those without a passage), if it ends and goes in no
-circles. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, the passage of
-another row beside the right one. `passages`: questions on made-up passages. `obeyed`: the prompts of DATA with an
+`tools`: made-up conversations over made-up tools: a call where one is needed, an answer to its result, a second call if
+two things are asked, and no call where none helps (small talk, or the short answers of DATA). `own`: answers of
+SmolLM2-135M-Instruct as published to the prompts of DATA (those without a passage) that end and do not repeat
+themselves. `notes`: questions on a passage with a short answer, asked twice as retrieval chains ask, with the passage
+of another row next to the right one. `passages`: questions on made-up passages. `obeyed`: the prompts of DATA with an
 instruction on the form of the answer, which is made to follow it, or with a plea to explain where it is long. `keyed`:
-the same prompts, answered as JSON with two keys that they name, half of them as JSON mode asks. Rows are
-`{"messages", "tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
+the same prompts, answered as JSON with two keys that they name, half of them as JSON mode asks. Rows are `{"messages",
+"tools", "answer"}`, messages and tools as OpenAI's clients write them. The same seed makes the same rows.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ DISHES = ("pancakes", "lentil soup", "apple pie", "fried rice", "tomato salad", 
 
 @dataclass(frozen=True)
 class Taught:
-    """A made-up tool: its parameters with where their values come from, how it is asked for, and what it says."""
+    """A made-up tool: its parameters with the sources of their values, the requests for it, and its results."""
 
     name: str
     description: str
@@ -275,7 +275,7 @@ def tools(
 
 @app.command()
 def own(data: Path, out: Path, rows: int = 400, together: Annotated[int, typer.Option()] = 24) -> None:
-    """Answers of SmolLM2 as published, a third of them with tools beside the question."""
+    """Answers of SmolLM2 as published, a third of them with tools in the prompt."""
     asked = [row["prompt"].strip() for row in _read(data) if not _passage(row)][:rows]
     member = replace(demo_members(dtype="bfloat16")[0], adapter=None)
     chance, found = random.Random(1), []
@@ -340,7 +340,7 @@ def keyed(data: Path, out: Path, rows: int = 150, seed: int = 5) -> None:
     """Answers as JSON with the keys that were asked for."""
     chance = random.Random(seed)
     asked = schema_request({"type": "object"})
-    assert asked is not None, "an object without fields is what JSON mode asks for"
+    assert asked is not None, "an object without fields is JSON mode's request"
     mode = {"role": "system", "content": asked.content}
 
     def row(prompt: str, answer: str) -> Row:

@@ -7,7 +7,7 @@ Rows are `{"prompt", "references": [answer]}` or, with tools, `{"messages", "too
 The prompt is encoded as the engine encodes it; the loss is taken on the answer and its end of turn only. One row in
 twenty is held back to watch the loss. Half of the rows with a passage get it before their question, as retrieval
 prompts have it; rows with a short answer come twice more, with a plea for one before and after the prompt. The adapter
-is stored in bfloat16; `--continued` goes on from another one.
+is stored in bfloat16; `--continued` starts from another one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="folder to write, else the demo's own")] = None,
     epochs: int = 1,
     rank: int = 16,
-    continued: Annotated[Path | None, typer.Option(help="folder of the adapter to go on from")] = None,
-    kept: Annotated[float, typer.Option(help="share of that adapter in what is written: their mean")] = 0.0,
+    continued: Annotated[Path | None, typer.Option(help="folder of the adapter to start from")] = None,
+    kept: Annotated[float, typer.Option(help="share of that adapter in the written one: their mean")] = 0.0,
     longest: Annotated[int, typer.Option(help="rows of more tokens are left out")] = 512,
 ) -> None:
     """Train and store the adapter."""
@@ -79,7 +79,7 @@ def main(
     card = out / "README.md"
     written = card.read_text(encoding="utf-8") if card.is_file() else None
     model.save_pretrained(out)
-    if written is not None:  # the library writes a card of its own
+    if written is not None:  # the library writes another card
         card.write_text(written, encoding="utf-8")
     show(f"wrote {out} ({sum(f.stat().st_size for f in out.iterdir()) / 1e6:.1f} MB)")
 

@@ -39,14 +39,14 @@ def test_every_figure_is_there_with_small_sizes_on_a_cpu(tmp_path: Path) -> None
     names = [figure["name"].split(",")[0] for figure in found["figures"]]
     assert names.count("decode ÷ bytes/bandwidth") == names.count("verify 5 ÷ a decode step") == 5
     assert [name for name in names if name.startswith("a round of")] == [
-        f"a round of {count} ÷ 10 forwards each at the floor" for count in (1, 2, 3, 5)
+        f"a round of {count} ÷ 10 forward passes each at the floor" for count in (1, 2, 3, 5)
     ]
     assert names[-5:-3] == ["seconds to the first segment", "tokens/s of 4 at once ÷ of one"]
     assert names[-3:] == ["seconds with ÷ without speculation"] * 3, "of 1, 2 and 4 answers"
     assert all(figure["ratio"] > 0 for figure in found["figures"])
     assert {"bandwidth", "memory", "4 answers at once", *PARAMETERS} <= found["facts"].keys()
     assert all("static execution" in found["facts"][name] for name in PARAMETERS)
-    replayed, static, dynamic = found["facts"]["forwards, answers at once"].split(", ")
+    replayed, static, dynamic = found["facts"]["forward passes, answers at once"].split(", ")
     assert replayed == "0 replayed"
     assert int(static.split()[0]) > int(dynamic.split()[0]) > 0, "prompts are dynamic"
 
