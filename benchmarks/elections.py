@@ -3,7 +3,7 @@
     python benchmarks/elections.py collect FILE --data DIR [--task rag] [--rows N] [--half choose] [--member PATH]…
     python benchmarks/elections.py table FILE [--metric f1]
     python benchmarks/elections.py drafts FILE [--metric f1]
-    python benchmarks/elections.py early FILE [--metric f1]
+    python benchmarks/elections.py early FILE [--metric f1] [--power 1.5]
     python benchmarks/elections.py rules FILE [--metric f1] [--power 1.5]
 
 `collect` has the demo's two members and the given ones (hub ids, folders, GGUF files) draft a first segment of twenty
@@ -115,6 +115,7 @@ def collect(
 
 
 Metric = Annotated[str, typer.Option(help="a metric of the task: f1, contains, rougeL")]
+Power = Annotated[float, typer.Option(help="a vote counts its member's size to this power; 0: equal votes")]
 
 
 @app.command()
@@ -152,23 +153,21 @@ def drafts(file: Path, metric: Metric = "f1") -> None:
 
 
 @app.command()
-def early(file: Path, metric: Metric = "f1") -> None:
+def early(file: Path, metric: Metric = "f1", power: Power = 1.5) -> None:
     """Decide before the drafts' end."""
     ballots, console = _read(file), Console(width=150)
     alone = _alone(ballots, metric)
     for some in _ensembles(ballots[0].voters):
         shown = {}
         for rule in EARLY:
-            ends = [_decided(each, some, rule) for each in ballots]
+            ends = [_decided(each, some, rule, power) for each in ballots]
             scores = [0.0 if at is None else b.metrics[at][metric] for b, (at, _) in zip(ballots, ends, strict=True)]
             shown[f"{rule}: {_when([tokens for _, tokens in ends])}"] = scores
         console.print(_compared(some, shown, alone, "margin at 5, at 10, waits for ends: decided at", metric))
 
 
 @app.command()
-def rules(
-    file: Path, metric: Metric = "f1", power: Annotated[float, typer.Option(help="of sizes, for votes")] = 1.5
-) -> None:
+def rules(file: Path, metric: Metric = "f1", power: Power = 1.5) -> None:
     """Let one member lead, skip the vote, take another mean, or draw lots."""
     ballots, console = _read(file), Console(width=150)
     alone = _alone(ballots, metric)
@@ -223,10 +222,12 @@ EARLY: Sequence[tuple[float, float, bool]] = [
 """Margins after 5 and after 10 tokens, and whether a candidate that ended by then is waited for. First: at the end."""
 
 
-def _decided(ballot: Ballot, some: Sequence[str], rule: tuple[float, float, bool]) -> tuple[int | None, int]:
+def _decided(
+    ballot: Ballot, some: Sequence[str], rule: tuple[float, float, bool], power: float = 1.5
+) -> tuple[int | None, int]:
     """What is chosen, and after how many tokens. With the third of the rule, never early while a candidate that ended
     stands: an answer that short is compared as a whole."""
-    policy = next(iter(POLICIES.values()))
+    policy = (SecondedMean(), power)
     authors = [{c.author for c in claims if c.author in some and is_own(c)} for claims in ballot.claims]
     left = [i for i, names in enumerate(authors) if names]
     for tokens, margin in zip((5, 10), rule[:2], strict=True):

@@ -103,6 +103,13 @@ def test_what_is_clear_is_decided_early_and_what_ends_is_waited_for() -> None:
     assert _decided(short, ["a", "b"], (1, 1, True)) == (0, 20)
 
 
+def test_early_decisions_count_votes_as_they_are_told_to() -> None:
+    ours, theirs = _seen(*[0.9] * 20), _seen(*[0.5] * 20)
+    split = replace(_ballot([ours, theirs], [theirs, ours]), sizes=[1, 100])
+    assert _decided(split, ["a", "b"], (8, 8, False), 1.5) == (1, 5)
+    assert _decided(split, ["a", "b"], (8, 8, False), 0.0)[1] == 20
+
+
 def test_who_is_left_out_neither_stands_nor_votes() -> None:
     ballot = _ballot([_seen(0.9), _seen(0.1)], [_seen(0.01), _seen(0.95)])
     assert ballot.chosen(["a"], *SIZED, "f1") == 0
