@@ -2,6 +2,7 @@
 own mean log p.
 
     python benchmarks/confidence.py FILE.jsonl… [--rows N] [--member MODEL]… [--only-agreement] [--out FILE]
+    python benchmarks/confidence.py FILE.jsonl… --run compare.jsonl [--member MODEL]… [--config FILE]
 
 Files have the names of the quality benchmark (`quality_rows.TASKS`: squad, nq_open, gsm8k, arc_challenge, rag_en);
 others hold questions on passages (`id, task "rag", prompt, references, context`), a row a line. An answer is right
@@ -11,6 +12,10 @@ From the rounds, without another forward: the agreement over all characters; its
 name on which members agree least; for numbers, that of the last one. A member's mean log p of the ensemble's answer is
 that of the answer given again, dictated, to this member alone. AUROC is the chance that a right answer has the higher
 number than a wrong one (one half: it tells nothing), with its bootstrap interval over the rows (95 %).
+
+With `--run`, nobody is asked: the answers are those that `specfuse-llm compare --questions FILE --run compare.jsonl`
+kept. Instead of log p there are two rivals: how many words the members' answers alone have in common, and, with
+`--equal-compute`, the share of a member's samples that say what the ensemble says.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,9 +36,13 @@ from quality_rows import BUDGET, TASKS, question
 from rich.console import Console
 from rich.table import Table
 
-from specfuse_shared import EnsembleConfig, EnsembleEngine, EnsembleResult, Grammar, SamplingParams, demo_members
-from specfuse_shared.comparing import Question
-from specfuse_shared.comparing.metrics import score
+from specfuse_shared import EnsembleConfig, EnsembleEngine, Grammar, SamplingParams
+from specfuse_shared.cli.setup import chosen_ensemble
+from specfuse_shared.comparing import Answer, Question, read_questions
+from specfuse_shared.comparing.metrics import final_answer, score
+from specfuse_shared.comparing.run.run_file import RunFile, answer_key, sample_key
+from specfuse_shared.comparing.run.sampling import MOST_SAMPLES, TEMPERATURE
+from specfuse_shared.comparing.scores import agreement_of
 
 MORE = 16
 """Tokens that a dictated answer may take beyond its own in another member's encoding."""
@@ -71,37 +81,59 @@ def read(file: Path, rows: int, tokens: int | None) -> list[Question]:
 
 def told_of(engine: EnsembleEngine, asked: Question, only_agreement: bool) -> tuple[bool, Told]:
     """Whether the answer to a question is right, and what might have told so."""
-    result = engine.generate(asked.prompt, asked.params())
-    told, text = agreements(asked, result), result.text
+    answer = Answer.of(engine.generate(asked.prompt, asked.params()))
+    told, text = agreements(asked, answer), answer.text
     if not only_agreement:
         own = {name: mean_logprob(engine, asked, text, name) if text else None for name in engine.config.names}
         known = [value for value in own.values() if value is not None]
         told |= {f"mean log p of {name}": value for name, value in own.items()}
         told["mean of the members"] = statistics.mean(known) if known else None
-    return score(asked, text)[RIGHT[str(asked.kind)]] > 0, told
+    return is_right(asked, text), told
 
 
-def agreements(asked: Question, result: EnsembleResult) -> Told:
+def is_right(asked: Question, text: str) -> bool:
+    return score(asked, text)[RIGHT[str(asked.kind)]] > 0
+
+
+def kept(run: RunFile, config: EnsembleConfig, asked: Question) -> tuple[bool, Told] | None:
+    """The same of an answer that a comparison has kept; None where it has none."""
+    answer = run.answer(answer_key(config, asked, None))
+    if answer is None:
+        return None
+    told = agreements(asked, answer)
+    members = {name: config.only([name]) for name in config.names}
+    alone = {name: run.answer(answer_key(member, asked, None)) for name, member in members.items()}
+    same = agreement_of({name: {asked.id: own} for name, own in alone.items() if own is not None}, config.names)
+    told["members alone, words in common"] = same[asked.id] / 100
+    for name, member in members.items():
+        keys = (sample_key(member, asked, None, TEMPERATURE, seed) for seed in range(1, MOST_SAMPLES + 1))
+        said = [final_answer(asked, sample.text) for key in keys if (sample := run.answer(key)) is not None]
+        share = said.count(final_answer(asked, answer.text)) / len(said) if said else None
+        told[f"samples of {name} that say so"] = share
+    return is_right(asked, answer.text), told
+
+
+def agreements(asked: Question, answer: Answer) -> Told:
     """What the rounds say, each in [0, 1]."""
-    agreement = result.agreement
-    facts = [each.share for each in result.differences if each.kind != "word"]
+    share, lowest = answer.agreement or (None, None)
+    facts = [share for _, _, kind, share in answer.differences if kind != "word"]
     told: Told = {
-        "agreement": agreement.share if agreement else None,
-        "agreement, lowest place": min((place.share for place in agreement.places), default=1.0) if agreement else None,
-        "agreement, numbers and names": min(facts, default=1.0) if agreement else None,
+        "agreement": share,
+        "agreement, lowest place": lowest,
+        "agreement, numbers and names": None if share is None else min(facts, default=1.0),
     }
     if asked.kind == "number":
-        told["agreement, last number"] = last_number(result)
+        told["agreement, last number"] = last_number(answer)
     return told
 
 
-def last_number(result: EnsembleResult) -> float | None:
+def last_number(answer: Answer) -> float | None:
     """The share of the votes for the last number; None where there is none, or nothing is known."""
-    numbers = list(re.finditer(r"\d[\d.,]*", result.text))
-    if not numbers or result.agreement is None:
+    numbers = list(re.finditer(r"\d[\d.,]*", answer.text))
+    if not numbers or answer.agreement is None:
         return None
-    start, end = numbers[-1].span()
-    return min((each.share for each in result.differences if each.start < end and each.end > start), default=1.0)
+    first, last = numbers[-1].span()
+    return min((share for start, end, _, share in answer.differences if start < last and end > first), default=1.0)
 
 
 def mean_logprob(engine: EnsembleEngine, asked: Question, text: str, member: str) -> float | None:
@@ -150,18 +182,35 @@ def measured(
         yield f"{file.stem}: {len(found)} rows, {right} answered right, {each:.1f} s a row", table_of(found)
 
 
+def measured_before(run: RunFile, config: EnsembleConfig, files: Sequence[Path]) -> Iterator[tuple[str, list[Any]]]:
+    """The same of answers that a comparison has kept."""
+    for file in files:
+        picked = read_questions(file).questions
+        found = [each for asked in picked if asked.kind in RIGHT and (each := kept(run, config, asked)) is not None]
+        right = sum(right for right, _ in found)
+        lines = table_of(found) if found else []
+        yield f"{file.stem}: {len(found)} rows, {right} answered right", [each for each in lines if each["rows"]]
+
+
 def main(
     files: Annotated[list[Path], typer.Argument(help="rows")],
     rows: Annotated[int, typer.Option(help="the first so many of each file")] = 200,
     member: Annotated[list[str] | None, typer.Option(help="a model; the demo's members without any")] = None,
+    config: Annotated[str | None, typer.Option(help="TOML file of an ensemble")] = None,
+    run: Annotated[Path | None, typer.Option(help="file of a comparison; without, members are asked")] = None,
     only_agreement: Annotated[bool, typer.Option(help="no log p, which reads each answer again")] = False,
     tokens: Annotated[int | None, typer.Option(help="at most so many tokens an answer")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file")] = None,
     together: Annotated[int, typer.Option(help="rows at a time")] = 8,
 ) -> None:
-    told = {}
-    with EnsembleEngine(EnsembleConfig(member or demo_members())).load() as engine:
-        for title, lines in measured(engine, files, rows, tokens, together, only_agreement):
+    told, ensemble = {}, chosen_ensemble(member, config)
+    with ExitStack() as stack:
+        if run is not None:
+            found = measured_before(stack.enter_context(RunFile(run)), ensemble, files)
+        else:
+            engine = stack.enter_context(EnsembleEngine(ensemble)).load()
+            found = measured(engine, files, rows, tokens, together, only_agreement)
+        for title, lines in found:
             Console().print(shown(title, lines))
             told[title.partition(":")[0]] = lines
             if out is not None:

@@ -3,7 +3,8 @@
     python benchmarks/elections.py collect FILE --data DIR [--task rag] [--rows N] [--half choose] [--member PATH]…
     python benchmarks/elections.py table FILE [--metric f1]
     python benchmarks/elections.py drafts FILE [--metric f1]
-    python benchmarks/elections.py early FILE [--metric f1]
+    python benchmarks/elections.py early FILE [--metric f1] [--power 1.5]
+    python benchmarks/elections.py rules FILE [--metric f1] [--power 1.5]
 
 `collect` has the demo's two members and the given ones (hub ids, folders, GGUF files) draft a first segment of twenty
 tokens for each row, all drafts verified by all, and keeps every log p. `table` holds the election again for each pair,
@@ -12,7 +13,9 @@ candidate as an answer, its difference to the default with its 95 % interval, an
 
 With `--unsure N` a member drafts from its N next best first tokens, too; with `--sampled N` it samples N drafts; with
 `--instruction TEXT` it stands once more, told so. `drafts` says what that changes, and what votes on keys would.
-`early` says what it changes to decide after 5 or 10 of the 20 tokens, from which margin.
+`early` says what it changes to decide after 5 or 10 of the 20 tokens, from which margin. `rules` says what it changes
+to let one member lead and others override it, to skip the vote where the lead is sure, to take geometric means, or to
+draw the winner by weight; `--power 0` for members whose votes are equal, as the demo's.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +36,7 @@ from quality_rows import read_rows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rules import Override, mean_probability
 
 from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.comparing.intervals import difference
@@ -110,6 +115,7 @@ def collect(
 
 
 Metric = Annotated[str, typer.Option(help="a metric of the task: f1, contains, rougeL")]
+Power = Annotated[float, typer.Option(help="a vote counts its member's size to this power; 0: equal votes")]
 
 
 @app.command()
@@ -147,17 +153,66 @@ def drafts(file: Path, metric: Metric = "f1") -> None:
 
 
 @app.command()
-def early(file: Path, metric: Metric = "f1") -> None:
+def early(file: Path, metric: Metric = "f1", power: Power = 1.5) -> None:
     """Decide before the drafts' end."""
     ballots, console = _read(file), Console(width=150)
     alone = _alone(ballots, metric)
     for some in _ensembles(ballots[0].voters):
         shown = {}
         for rule in EARLY:
-            ends = [_decided(each, some, rule) for each in ballots]
+            ends = [_decided(each, some, rule, power) for each in ballots]
             scores = [0.0 if at is None else b.metrics[at][metric] for b, (at, _) in zip(ballots, ends, strict=True)]
             shown[f"{rule}: {_when([tokens for _, tokens in ends])}"] = scores
         console.print(_compared(some, shown, alone, "margin at 5, at 10, waits for ends: decided at", metric))
+
+
+@app.command()
+def rules(file: Path, metric: Metric = "f1", power: Power = 1.5) -> None:
+    """Let one member lead, skip the vote, take another mean, or draw lots."""
+    ballots, console = _read(file), Console(width=150)
+    alone = _alone(ballots, metric)
+    for some in _ensembles(ballots[0].voters):
+        shown = {name: [rule(each, some, power, metric) for each in ballots] for name, rule in rules_for(some).items()}
+        console.print(_compared(some, shown, alone, f"rule (votes by size^{power:g})", metric))
+
+
+Rule = Callable[[Ballot, Sequence[str], float, str], float]
+"""What a ballot among some voters gives, in points: sizes to which power, by which metric."""
+TIMES = (1.5, 2.0, 3.0, 4.0)
+"""How much more the lead's candidate counts."""
+SURE = 0.5
+"""Mean probability of a token of its own draft above which the lead is not voted on."""
+
+
+def rules_for(some: Sequence[str]) -> dict[str, Rule]:
+    """Name → rule; the default first. Each of the voters leads once."""
+    found: dict[str, Rule] = {"seconded mean: the default": _by(SecondedMean()), "geometric mean": _by(geometric_mean)}
+    for number, name in enumerate(some):
+        found |= {f"{name} leads, × {times:g}": _by(Override(number, times)) for times in TIMES}
+        found[f"{name} leads, no vote where it is sure"] = partial(_skipping, name)
+    return {**found, "lottery by weight: its mean": _drawn, "the better draft by references: a ceiling": _ceiling}
+
+
+def _by(aggregate: AggregatePolicy) -> Rule:
+    return lambda ballot, some, power, metric: ballot.chosen(some, aggregate, power, metric)
+
+
+def _skipping(lead: str, ballot: Ballot, some: Sequence[str], power: float, metric: str) -> float:
+    own = next((i for i, claims in enumerate(ballot.claims) if Claim(lead) in claims), None)
+    if own is not None and mean_probability(ballot.table[ballot.voters.index(lead)][own]) > SURE:
+        return ballot.metrics[own][metric]
+    return ballot.chosen(some, SecondedMean(), power, metric)
+
+
+def _drawn(ballot: Ballot, some: Sequence[str], power: float, metric: str) -> float:
+    weights = [ballot.sizes[ballot.voters.index(name)] ** power for name in some]
+    points = (ballot.alone(name, metric) for name in some)
+    total: float = sum(weight * each for weight, each in zip(weights, points, strict=True))
+    return total / sum(weights)
+
+
+def _ceiling(ballot: Ballot, some: Sequence[str], power: float, metric: str) -> float:
+    return max(ballot.alone(name, metric) for name in some)
 
 
 EARLY: Sequence[tuple[float, float, bool]] = [
@@ -168,10 +223,12 @@ EARLY: Sequence[tuple[float, float, bool]] = [
 """Margins after 5 and after 10 tokens, and whether a candidate that ended by then is waited for. First: at the end."""
 
 
-def _decided(ballot: Ballot, some: Sequence[str], rule: tuple[float, float, bool]) -> tuple[int | None, int]:
+def _decided(
+    ballot: Ballot, some: Sequence[str], rule: tuple[float, float, bool], power: float = 1.5
+) -> tuple[int | None, int]:
     """What is chosen, and after how many tokens. With the third of the rule, never early while a candidate that ended
     stands: an answer that short is compared as a whole."""
-    policy = next(iter(POLICIES.values()))
+    policy = (SecondedMean(), power)
     authors = [{c.author for c in claims if c.author in some and is_own(c)} for claims in ballot.claims]
     left = [i for i, names in enumerate(authors) if names]
     for tokens, margin in zip((5, 10), rule[:2], strict=True):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from bench_members import noisy, shallow
+from rules import Lottery, Override, StretchWithoutEnd
 
 from specfuse_shared import EnsembleConfig, MemberConfig, demo_members
 from specfuse_shared.loading.gguf import cache_folder
@@ -82,10 +83,22 @@ _add("ablation of a paper", preset="specem", specem_no_feedback={"feedback": "un
 _add(
     "one change from the default",
     default_whole={"score": "mean_logprob", "per": "text"},
+    default_early_0={"early_margin": 0},
     default_early_8={"early_margin": 8},
+    default_no_end={"score": StretchWithoutEnd()},
+    default_no_limit={"feedback_limit": None},
     default_exit={"exit": "entropy"},
     default_exit_two={"exit": "entropy", "min_active": 2},
     default_sqrt_decay={"feedback": "sqrt_decay"},
+)
+
+# whose candidate counts more, and the control without a vote
+_add(
+    "another rule of the election",
+    default_geometric={"aggregate": "geometric_mean"},
+    default_lottery={"aggregate": Lottery(), "early_margin": 0},
+    **{f"default_smol_leads_{times:g}": {"aggregate": Override(0, times)} for times in (1.5, 2, 4)},
+    **{f"default_gemma_leads_{times:g}": {"aggregate": Override(1, times)} for times in (1.5, 2, 4)},
 )
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from confidence import agreements, auroc, interval, table_of
+from dataclasses import asdict
+from pathlib import Path
 
-from specfuse_shared.comparing import Question
+import pytest
+from confidence import agreements, auroc, interval, kept, table_of
+
+from specfuse_shared import EnsembleConfig
+from specfuse_shared.comparing import Answer, Question
+from specfuse_shared.comparing.run.run_file import RunFile, answer_key, sample_key
+from specfuse_shared.comparing.run.sampling import TEMPERATURE
+from tests.comparing.comparisons import answer
 from tests.support.explained import differing
 
 
@@ -39,10 +46,36 @@ def test_without_right_or_without_wrong_answers_nothing_is_told() -> None:
 def test_agreement_on_numbers_and_names_and_on_the_last_number_comes_from_the_rounds() -> None:
     asked = Question("How many?", references=["7"])
     drafts = {"b": "So 3 of Ann and 5 leave 7", "c": "So 2 and then they leave 8"}
-    told = agreements(asked, differing([("So 2 of Ann and 5 leave 7.", drafts)], {"a": 0.5, "b": 0.3, "c": 0.2}))
+    result = differing([("So 2 of Ann and 5 leave 7.", drafts)], {"a": 0.5, "b": 0.3, "c": 0.2})
+    told = agreements(asked, Answer.of(result))
     assert told["agreement, numbers and names"] == pytest.approx(0.7)
     assert told["agreement, last number"] == pytest.approx(0.8)
     assert 0 < (told["agreement"] or 0) < 1
-    wrong = differing([("So 7.", {"b": "So 8."})], {"a": 0.75, "b": 0.25})
+    wrong = Answer.of(differing([("So 7.", {"b": "So 8."})], {"a": 0.75, "b": 0.25}))
     assert agreements(asked, wrong)["agreement, last number"] == pytest.approx(0.75)
-    assert agreements(asked, differing([("So 7.", {})], {"a": 1.0}))["agreement, last number"] is None
+    alone = Answer.of(differing([("So 7.", {})], {"a": 1.0}))
+    assert agreements(asked, alone)["agreement, last number"] is None
+
+
+def test_answers_of_a_comparison_tell_the_same_and_nobody_is_asked_again(tmp_path: Path) -> None:
+    """Agreement, the members' own words, and the samples of one of them."""
+    asked, file = Question("How many?", id="q", references=["7"]), tmp_path / "compare.jsonl"
+    config = EnsembleConfig(["a", "b"])
+    fused = Answer.of(differing([("So 7.", {"b": "So 8."})], {"a": 0.75, "b": 0.25}))
+    with RunFile(file) as run:
+        run.add_answer(answer_key(config, asked, None), fused, "the ensemble", "q")
+        for name, said in (("a", "So 7."), ("b", "So 8.")):
+            run.add_answer(answer_key(config.only([name]), asked, None), answer(said), name, "q")
+        for seed, said in enumerate(("7", "It is 7.", "8", "none"), 1):
+            run.add(sample_key(config.only(["a"]), asked, None, TEMPERATURE, seed), asdict(answer(said)))
+    with RunFile(file) as run:
+        found = kept(run, config, asked)
+        assert kept(run, config, Question("Who?", id="q2", references=["7"])) is None
+    assert found is not None
+    right, told = found
+    assert right
+    assert told["agreement, last number"] == pytest.approx(0.75)
+    assert 0 < (told["agreement"] or 0) < 1
+    assert told["members alone, words in common"] == pytest.approx(0.5)
+    assert told["samples of a that say so"] == 0.5
+    assert told["samples of b that say so"] is None

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 
 import pytest
 from ballots import SEGMENT, Ballot, Claim, Collector, collector, is_own
-from elections import POLICIES, _decided
+from elections import POLICIES, _decided, rules_for
+from rules import Lottery, Override, StretchWithoutEnd
 
 from specfuse_shared import EnsembleConfig, EnsembleEngine
 from specfuse_shared.comparing import Question
@@ -102,6 +103,13 @@ def test_what_is_clear_is_decided_early_and_what_ends_is_waited_for() -> None:
     assert _decided(short, ["a", "b"], (1, 1, True)) == (0, 20)
 
 
+def test_early_decisions_count_votes_as_they_are_told_to() -> None:
+    ours, theirs = _seen(*[0.9] * 20), _seen(*[0.5] * 20)
+    split = replace(_ballot([ours, theirs], [theirs, ours]), sizes=[1, 100])
+    assert _decided(split, ["a", "b"], (8, 8, False), 1.5) == (1, 5)
+    assert _decided(split, ["a", "b"], (8, 8, False), 0.0)[1] == 20
+
+
 def test_who_is_left_out_neither_stands_nor_votes() -> None:
     ballot = _ballot([_seen(0.9), _seen(0.1)], [_seen(0.01), _seen(0.95)])
     assert ballot.chosen(["a"], *SIZED, "f1") == 0
@@ -116,3 +124,38 @@ def test_keys_have_the_votes_of_all_their_drafts() -> None:
     assert [each.keyed(["a", "b"], 1.5, "f1", lambda claim: True) for each in (ballot, again)] == [0, 1]
     assert again.keyed(["a", "b"], 1.5, "f1", is_own) == 0
     assert again.keyed(["b"], 1.5, "f1", is_own) == 1
+
+
+def test_what_the_lead_drafted_counts_more_and_others_override_it_where_they_are_surer() -> None:
+    lead, other = _seen(0.5), _seen(0.7)
+    near = _ballot([lead, other], [lead, other])
+    policy = Override(0, 1.5)
+    assert policy([[0.5, 0.7], [0.5, 0.7]], [0.5, 0.5], [[0], [1]]) == pytest.approx([0.75, 0.7])
+    rules = rules_for(["a", "b"])
+    told = {name: rule(near, ["a", "b"], 0.0, "f1") for name, rule in rules.items()}
+    assert told["seconded mean: the default"] == 1
+    assert told["a leads, × 1.5"] == 0
+    assert told["b leads, × 1.5"] == 1
+    assert told["lottery by weight: its mean"] == pytest.approx(0.5)
+    assert told["the better draft by references: a ceiling"] == 1
+
+
+def test_a_sure_lead_is_not_voted_on() -> None:
+    sure, surer, doubted = _seen(0.6), _seen(0.9), _seen(0.4)
+    skipping = rules_for(["a", "b"])["a leads, no vote where it is sure"]
+    assert skipping(_ballot([sure, surer], [sure, surer]), ["a", "b"], 0.0, "f1") == 0
+    assert skipping(_ballot([doubted, surer], [doubted, surer]), ["a", "b"], 0.0, "f1") == 1
+
+
+def test_lots_fall_by_weight_and_the_same_way_again() -> None:
+    drafters, weights = [[0], [1]], [0.8, 0.2]
+    drawn = [Lottery()([[n / 500, 0.5], [0.5, 0.5]], weights, drafters) for n in range(500)]
+    assert drawn == [Lottery()([[n / 500, 0.5], [0.5, 0.5]], weights, drafters) for n in range(500)]
+    assert 350 < sum(votes[0] for votes in drawn) < 450
+    assert Lottery()([[0.1], [0.9]], weights, [[0, 1]]) == [1.0]
+
+
+def test_without_the_end_of_the_turn_only_the_text_counts() -> None:
+    over, open_ = _seen(0.9, 0.001, ends=True), _seen(0.8, 0.8)
+    assert StretchWithoutEnd()([over, open_]) == pytest.approx([0.9, 0.8])
+    assert Stretch()([over, open_]) == pytest.approx([0.9 * 0.001, 0.8 * 0.999])

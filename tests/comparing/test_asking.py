@@ -35,6 +35,9 @@ def test_every_system_answers_every_question_once() -> None:
     assert found.columns["all"].means["first"] == 100.0
     assert found.columns["all"].best == "first"
     assert fakes.opened == 4 * 30, "two alone, and two together"
+    shares = {answer.agreement for answer in found.answers[ENSEMBLE].values()}
+    assert {share for share in shares if share and share[0] < 1}, "of questions that they answer differently"
+    assert {answer.agreement for answer in found.answers["first"].values()} == {None}
     assert [config.names for config in fakes.engines] == [("first", "second")]
 
 

@@ -37,7 +37,9 @@ _WITHOUT_EFFECT = ("max_concurrent", "max_queue", "when_busy", "cache_bytes", "r
 class Answer:
     """An answer in a comparison. `pieces`: (author, text) of each segment. `forwards`: number of forward passes of all
     members. `alone`: no concurrent work, so its seconds are comparable. `work`: (member, tokens of its prompt,
-    tokens that went through it after the prompt). `logprob`: mean log p of a token, for samples only."""
+    tokens that went through it after the prompt). `logprob`: mean log p of a token, for samples only. `agreement`: the
+    share of the text on which members agree, and the lowest share of a word; None if unknown. `differences`: (start,
+    end, kind, share) of words that not all members would have written."""
 
     text: str
     finish: str
@@ -52,10 +54,13 @@ class Answer:
     first_seconds: float = 0.0
     work: tuple[tuple[str, int, int], ...] = ()
     logprob: float | None = None
+    agreement: tuple[float, float] | None = None
+    differences: tuple[tuple[int, int, str, float], ...] = ()
 
     @classmethod
     def of(cls, result: EnsembleResult) -> Self:
-        rounds = result.rounds
+        rounds, agreement = result.rounds, result.agreement
+        lowest = min((place.share for place in agreement.places), default=1.0) if agreement else 1.0
         return cls(
             text=result.text,
             finish=str(result.finish_reason),
@@ -69,6 +74,8 @@ class Answer:
             first_seconds=result.first_segment_seconds or result.total_seconds,
             work=tuple((name, usage.prompt, usage.fed) for name, usage in result.usage.members.items()),
             logprob=fmean(token.logprob for token in result.logprobs) if result.logprobs else None,
+            agreement=(agreement.share, lowest) if agreement else None,
+            differences=tuple((each.start, each.end, each.kind, each.share) for each in result.differences),
         )
 
     @classmethod
@@ -76,7 +83,17 @@ class Answer:
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         pieces = tuple((str(who), str(what)) for who, what in values.get("pieces", ()))
         work = tuple((str(who), int(prompt), int(fed)) for who, prompt, fed in values.get("work", ()))
-        return cls(**{**values, "pieces": pieces, "work": work, "faults": tuple(values.get("faults", ()))})
+        agreement, differences = values.get("agreement"), values.get("differences", ())
+        return cls(
+            **{
+                **values,
+                "pieces": pieces,
+                "work": work,
+                "faults": tuple(values.get("faults", ())),
+                "agreement": None if agreement is None else (float(agreement[0]), float(agreement[1])),
+                "differences": tuple((int(a), int(b), str(c), float(d)) for a, b, c, d in differences),
+            }
+        )
 
 
 def key_of(config: EnsembleConfig, question: Any) -> str:
