@@ -208,7 +208,8 @@ def _drawn(ballot: Ballot, some: Sequence[str], power: float, metric: str) -> fl
     weights = [ballot.sizes[ballot.voters.index(name)] ** power for name in some]
     points = (ballot.alone(name, metric) for name in some)
     total: float = sum(weight * each for weight, each in zip(weights, points, strict=True))
-    return total / sum(weights)
+    share: float = total / sum(weights)
+    return share
 
 
 def _ceiling(ballot: Ballot, some: Sequence[str], power: float, metric: str) -> float:
