@@ -54,7 +54,7 @@ def requests(data: Path, kind: str, rows: int) -> list[str]:
 
 
 def forwards(results: Sequence[EnsembleResult], member: str | None = None) -> float:
-    """The mean over one or all members, a token of their encoding of the answer."""
+    """Forward passes of one or all members for a token of their encoding of the answer."""
     used = [u for result in results for name, u in result.usage.members.items() if member in (None, name)]
     return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))
 
