@@ -204,5 +204,5 @@ def forwards_of(members: Sequence[LocalMember]) -> Counter[str]:
     return sum((Counter(member.report.forwards) for member in members), Counter())
 
 
-def told(forwards: Counter[str]) -> str:
+def reported(forwards: Counter[str]) -> str:
     return ", ".join(f"{forwards[way]} {way}" for way in ("replayed", "static", "dynamic"))

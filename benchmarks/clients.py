@@ -71,11 +71,11 @@ def served(
     `named`: clients with keys, each of which is the client's name.
     """
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    server = context.Process(target=_serve, args=(config, dict(named or {}), told))
+    reported = context.Queue()
+    server = context.Process(target=_serve, args=(config, dict(named or {}), reported))
     server.start()
     try:
-        address = told.get()
+        address = reported.get()
         while httpx.get(f"{address}/health", timeout=60).status_code != 200:
             time.sleep(0.5)
         yield address, psutil.Process(server.pid)
@@ -85,9 +85,9 @@ def served(
     print(json.dumps({"exit code": server.exitcode}))
 
 
-def _serve(config: EnsembleConfig, named: dict[str, ClientSettings], told: Any) -> None:
+def _serve(config: EnsembleConfig, named: dict[str, ClientSettings], reported: Any) -> None:
     os.environ |= {name: name for name in named}
-    serve(ServeConfig({"demo": config}, ServerSettings(port=0), clients=named), told.put)
+    serve(ServeConfig({"demo": config}, ServerSettings(port=0), clients=named), reported.put)
 
 
 async def ask(http: httpx.AsyncClient, client: Client, tokens: int) -> Outcome:
@@ -126,8 +126,10 @@ def idle(address: str, headers: Mapping[str, str] | None = None) -> None:
     """Wait until nothing runs, waits or is held."""
     quiet = ("running", "waiting", "cache_bytes")
     while True:
-        told = httpx.get(f"{address}/metrics", headers=headers, timeout=60).text.splitlines()
-        if all(float(next(v for v in told if v.startswith(f"specfuse_{name}{{")).split()[-1]) == 0 for name in quiet):
+        reported = httpx.get(f"{address}/metrics", headers=headers, timeout=60).text.splitlines()
+        if all(
+            float(next(v for v in reported if v.startswith(f"specfuse_{name}{{")).split()[-1]) == 0 for name in quiet
+        ):
             return
         time.sleep(0.1)
 

@@ -98,9 +98,9 @@ def main(
             if isinstance(engine, Mixed):
                 engine.slowness = slowness
             engine.config = EnsembleConfig.preset(preset, members, round_seconds=limit)  # the same members
-            told = figures([engine.generate(question, params) for question in questions])
-            table.add_row(slowness.title, preset, str(limit), *told.values())
-            console.print(slowness.title, preset, limit, dict(told))
+            reported = figures([engine.generate(question, params) for question in questions])
+            table.add_row(slowness.title, preset, str(limit), *reported.values())
+            console.print(slowness.title, preset, limit, dict(reported))
     console.print(table)
 
 

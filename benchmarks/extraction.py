@@ -127,8 +127,8 @@ def main() -> None:
             right = asked = 0
             for output_cls, text, expected in NOTES:
                 schema = output_cls.model_json_schema()
-                told = way(schema)
-                messages = [Message("user", text), *([told] if told else [])]
+                reported = way(schema)
+                messages = [Message("user", text), *([reported] if reported else [])]
                 params = SamplingParams(max_tokens=100, grammar=Grammar.json_schema(schema))
                 value = json.loads(engine.generate(messages, params).text)
                 right += sum(str(value[key]).lower() == str(wanted).lower() for key, wanted in expected.items())

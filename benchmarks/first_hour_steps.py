@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_members import engine_over, forwards_of, members, prompt, told
+from bench_members import engine_over, forwards_of, members, prompt, reported
 from figures import Sheet
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
@@ -224,7 +224,7 @@ def _compared(sheet: Sheet, device: torch.device, what: str, waves: int) -> bool
         count += len(asked)
         same += sum(a == b for a, b in zip(*found, strict=True))
     ways = "; ".join(sorted({member.report.graphs for member in static}))
-    sheet.add(f"equal answers {what}", f"{same} of {count}", f"{ways}; {told(forwards_of(static))}")
+    sheet.add(f"equal answers {what}", f"{same} of {count}", f"{ways}; {reported(forwards_of(static))}")
     if same < count:
         raise AssertionError(f"{count - same} of {count} answers {what} differ from those of dynamic execution")
     return True
@@ -243,7 +243,7 @@ def soak(sheet: Sheet, device: torch.device, seconds: float) -> None:
         held = one.metrics().cache_bytes
     sheet.add("answers", count, f"{wave} waves of 24 at once, 24 MiB of caches")
     sheet.add("that differ from dynamic execution", wrong)
-    sheet.add("forwards", told(forwards_of(static)), "; ".join(sorted({m.report.graphs for m in static})))
+    sheet.add("forwards", reported(forwards_of(static)), "; ".join(sorted({m.report.graphs for m in static})))
     sheet.add("bytes of caches left", held)
     if wrong:
         raise AssertionError(f"{wrong} of {count} answers differ from those of dynamic execution")

@@ -39,7 +39,7 @@ from typing import Any
 
 import gpu_contexts
 import torch
-from bench_members import SEGMENT, engine_over, forwards_of, members, prompt, told
+from bench_members import SEGMENT, engine_over, forwards_of, members, prompt, reported
 from figures import RESULTS, Figure, markdown, peak_bytes, report, write
 from speculation import forwards
 from vllm_peer import Peer
@@ -118,7 +118,7 @@ class Bench:
                     self.figures += part()
                 except Exception as error:  # a card of another size or make: the rest still says something
                     self.facts.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0][:300]))
-                self.facts.append((f"forward passes, {name}", told(forwards_of(self.members) - before)))
+                self.facts.append((f"forward passes, {name}", reported(forwards_of(self.members) - before)))
                 save()
         except KeyboardInterrupt:
             self.facts.append((name, "interrupted; earlier parts are complete"))

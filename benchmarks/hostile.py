@@ -84,8 +84,8 @@ async def phase(address: str, options: argparse.Namespace, bodies: list[bytes]) 
         spoiling = [bad(http, number, end, bodies, statuses) for number in range(options.bad if bodies else 0)]
         found = await asyncio.gather(*asking, *spoiling)
     seconds = [each for own in found[: options.good] for each in own or ()]
-    told = {"answers": len(seconds), "p50 s": percentile(seconds, 0.5), "p95 s": percentile(seconds, 0.95)}
-    return {**told, "bad ones were answered": dict(statuses)}
+    reported = {"answers": len(seconds), "p50 s": percentile(seconds, 0.5), "p95 s": percentile(seconds, 0.95)}
+    return {**reported, "bad ones were answered": dict(statuses)}
 
 
 def main() -> None:

@@ -35,13 +35,13 @@ def main(
     table = Table("work", "alone", "concurrent or again", "ratio")
     with EnsembleEngine(EnsembleConfig(members, max_concurrent=16)) as engine, ThreadPoolExecutor(16) as pool:
         engine.generate("Hello", _SHORT)
-        for rows in (_beside(engine, pool, words), _alike(engine, pool, words // 3), _stopped(engine, words // 3)):
+        for rows in (_concurrent(engine, pool, words), _alike(engine, pool, words // 3), _stopped(engine, words // 3)):
             for name, alone, other in rows:
                 table.add_row(name, f"{alone:.2f} s", f"{other:.2f} s", f"{other / alone:.2f}")
     Console(width=110).print(table)
 
 
-def _beside(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Sequence[tuple[str, float, float]]:
+def _concurrent(engine: EnsembleEngine, pool: ThreadPoolExecutor, words: int) -> Sequence[tuple[str, float, float]]:
     """Short answers, one after another, while a long prompt is read and answered."""
     alone = statistics.median(_seconds(engine, _question()) for _ in range(3))
     long_alone = _seconds(engine, _prompt(words))

@@ -54,7 +54,7 @@ def requests(data: Path, kind: str, rows: int) -> list[str]:
 
 
 def forwards(results: Sequence[EnsembleResult], member: str | None = None) -> float:
-    """The mean over one or all members, a token of their encoding of the answer."""
+    """Forward passes of one or all members for a token of their encoding of the answer."""
     used = [u for result in results for name, u in result.usage.members.items() if member in (None, name)]
     return sum(usage.forwards for usage in used) / max(1, sum(usage.answer for usage in used))
 
@@ -98,10 +98,10 @@ def measure(config: EnsembleConfig, data: Path, rows: int, tokens: int) -> list[
                 figures.append(Figure(f"forward passes a token, {how}", ratio, aim, False, detail))
                 print(f"{how}: {ratio:.2f} ({detail})", flush=True)
                 for what, spent in (("seconds", seconds), ("processor seconds", busy)):
-                    told = f"{spent['off']:.0f} s → {spent['auto']:.0f} s"
+                    reported = f"{spent['off']:.0f} s → {spent['auto']:.0f} s"
                     most = aim if together else 1.02
-                    figures.append(Figure(f"{what}, {how}", spent["auto"] / spent["off"], most, False, told))
-                    print(f"    {what}: {figures[-1].ratio:.2f} ({told})", flush=True)
+                    figures.append(Figure(f"{what}, {how}", spent["auto"] / spent["off"], most, False, reported))
+                    print(f"    {what}: {figures[-1].ratio:.2f} ({reported})", flush=True)
     return figures
 
 

@@ -208,9 +208,9 @@ def obeyed(chance: random.Random, prompt: str, answer: str) -> tuple[str, str]:
     steps = [one]
     if one in LAYOUTS and one not in (_upper, _as_json, with_keys, _few_words) and chance.random() < 0.3:
         steps.append(chance.choice((_no_commas, _quoted, _closing, _title)))
-    told = []
+    reported = []
     for step in steps:
         ways, answer = step(chance, prompt, answer)
-        told.append(chance.choice(ways))
+        reported.append(chance.choice(ways))
     joint = chance.choice((" ", " ", "\n\n", "\n"))
-    return prompt + joint + " ".join(told), answer
+    return prompt + joint + " ".join(reported), answer

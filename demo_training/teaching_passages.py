@@ -138,8 +138,8 @@ def _asked(rule: str) -> str:
         return f"is it that {rule}"
     subject, verb, rest = found.groups()
     helper = {"stands": ("does", "stand"), "stay": ("do", "stay"), "wear": ("do", "wear"), "leaves": ("does", "leave")}
-    front, behind = helper.get(verb, (verb, ""))
-    return " ".join(part for part in (front, subject, behind, rest) if part)
+    front, after = helper.get(verb, (verb, ""))
+    return " ".join(part for part in (front, subject, after, rest) if part)
 
 
 def _unlike(facts: Sequence[Fact]) -> list[Fact]:

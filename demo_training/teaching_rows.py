@@ -331,8 +331,8 @@ def read(chance: random.Random) -> Row:
 def obeyed(data: Path, out: Path, rows: int = 300, seed: int = 4) -> None:
     """Answers that follow an instruction on their form, or a plea to explain."""
     chance = random.Random(seed)
-    told = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(_able(data), rows))
-    write(out, (_row([_user(prompt)], [], answer) for prompt, answer in told))
+    reported = (teaching_forms.obeyed(chance, *pair) for pair in chance.sample(_able(data), rows))
+    write(out, (_row([_user(prompt)], [], answer) for prompt, answer in reported))
 
 
 @app.command()

@@ -31,8 +31,8 @@ WEIGHTS = {"alpha": 0.75, "beta": 0.25}
 def judged(text: str, drafts: dict[str, str], **changes: object) -> RoundRecord:
     """A round won by alpha with `text`, in which each member drafted its own."""
     candidates = tuple(Candidate(draft, (name,), False, 3) for name, draft in drafts.items())
-    told = {"candidates": candidates, "weights": WEIGHTS, **changes}
-    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **told)
+    reported = {"candidates": candidates, "weights": WEIGHTS, **changes}
+    return replace(round_of(1, 0, ("alpha", text), ("alpha", "beta")), **reported)
 
 
 def test_members_that_draft_the_same_agree() -> None:
@@ -74,9 +74,9 @@ def test_places_are_those_of_the_answer_and_end_with_it() -> None:
 
 def test_the_record_and_the_report_of_an_answer_have_its_agreement() -> None:
     answer = explained([("alpha", " one two"), ("beta", " three four")])
-    told = json.loads(json.dumps(answer.to_dict()))["agreement"]
-    assert told["share"] == pytest.approx(10.5 / 19)
-    assert told["places"][0] == {"start": 1, "end": 8, "share": 0.5}
+    reported = json.loads(json.dumps(answer.to_dict()))["agreement"]
+    assert reported["share"] == pytest.approx(10.5 / 19)
+    assert reported["places"][0] == {"start": 1, "end": 8, "share": 0.5}
     page = answer.to_html()
     assert "<dt>Agreement</dt><dd>0.553</dd>" in page
     assert "2 places apart" in page
@@ -98,7 +98,7 @@ def test_one_member_has_no_agreement_and_several_have_one(tiny_engine: EnsembleE
 THREE = {"alpha": 0.5, "beta": 0.3, "gamma": 0.2}
 
 
-def told(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
+def reported(answer: EnsembleResult) -> list[tuple[str, str, dict[str, str]]]:
     """Kind, words of the answer, and the others' words in their place; "…" where a draft ended within a word."""
     for each in answer.differences:
         assert answer.text[each.start : each.end] == each.text
@@ -114,7 +114,7 @@ def test_numbers_come_before_names_and_these_before_other_words_the_short_ones_l
         "gamma": "On the day in 1969 the sailor Neil ate there.…",
     }
     answer = differing([("On the day in 1969 the sailor Neil slept there.", drafts)], THREE, over=True)
-    assert told(answer) == [
+    assert reported(answer) == [
         ("number", "1969", {"beta": "1968"}),
         ("name", "Neil", {"beta": "Buzz"}),
         ("word", "slept", {"gamma": "ate"}),
@@ -146,7 +146,7 @@ def test_words_are_whole_although_rounds_and_drafts_end_within_them() -> None:
         ("69 that Arm", {"beta": "68 that Ald", "gamma": "69 that Arms"}),
         ("strong went", {}),
     ]
-    assert told(differing(rounds, THREE)) == [
+    assert reported(differing(rounds, THREE)) == [
         ("number", "1969", {"beta": "1968"}),
         ("name", "Armstrong", {"beta": "Ald…"}),
     ]
@@ -166,41 +166,43 @@ def test_words_are_whole_although_rounds_and_drafts_end_within_them() -> None:
 )
 def test_case_punctuation_spaces_and_what_is_not_known_are_no_difference(said: str, other: str) -> None:
     rounds = [(said, {"beta": other}), (" goes on", {})]
-    assert told(differing(rounds, THREE)) == []
+    assert reported(differing(rounds, THREE)) == []
 
 
 def test_where_a_member_would_have_ended_the_answer_or_gone_on() -> None:
-    assert told(differing([("It rests", {"beta": "It rests…"}), (" at sea", {})], THREE)) == [
+    assert reported(differing([("It rests", {"beta": "It rests…"}), (" at sea", {})], THREE)) == [
         ("word", "", {"beta": "."})
     ]
-    assert told(differing([("It rests at sea", {"beta": "It…"})], THREE)) == [("word", "rests at sea", {"beta": "."})]
-    goes_on = differing([("Paris.", {"beta": "Paris, since 987"})], THREE, over=True)
-    assert told(goes_on) == [("number", "", {"beta": "since 987…"})]
-    assert goes_on.differences[0].start == len("Paris")
+    assert reported(differing([("It rests at sea", {"beta": "It…"})], THREE)) == [
+        ("word", "rests at sea", {"beta": "."})
+    ]
+    continues = differing([("Paris.", {"beta": "Paris, since 987"})], THREE, over=True)
+    assert reported(continues) == [("number", "", {"beta": "since 987…"})]
+    assert continues.differences[0].start == len("Paris")
 
 
 def test_members_that_differ_in_one_place_stand_there_together() -> None:
     drafts = {"beta": "by Buzz Aldrin alone", "gamma": "by Neil Young alone"}
     answer = differing([("by Neil Armstrong alone", drafts)], THREE)
-    assert told(answer) == [("name", "Neil Armstrong", {"beta": "Buzz Aldrin", "gamma": "Neil Young"})]
+    assert reported(answer) == [("name", "Neil Armstrong", {"beta": "Buzz Aldrin", "gamma": "Neil Young"})]
     assert answer.differences[0].share == pytest.approx(0.5)
 
 
 def test_scripts_without_spaces_differ_by_character() -> None:
     answer = differing([("1969年", {}), ("几时有", {"beta": "何时有"})], THREE)
-    assert told(answer) == [("word", "几", {"beta": "何"})]
+    assert reported(answer) == [("word", "几", {"beta": "何"})]
 
 
 def test_cut_forced_or_closed_text_is_no_difference() -> None:
     rounds = [("It is 42 or", {"beta": "It is 41 or", "gamma": "It is 42 but"})]
     cut = differing(rounds, THREE)
-    assert told(replace(cut, text="It is 42")) == [("number", "42", {"beta": "41 or…"})]
-    assert told(replace(cut, text="It is 4")) == []
-    assert told(replace(cut, text="")) == []
+    assert reported(replace(cut, text="It is 42")) == [("number", "42", {"beta": "41 or…"})]
+    assert reported(replace(cut, text="It is 4")) == []
+    assert reported(replace(cut, text="")) == []
     dictated = tuple(replace(c, tokens=0) for c in cut.rounds[0].candidates)
-    assert told(replace(cut, rounds=(replace(cut.rounds[0], candidates=dictated),))) == []
+    assert reported(replace(cut, rounds=(replace(cut.rounds[0], candidates=dictated),))) == []
     closed = replace(cut.rounds[0], text='"}', end=2)
-    assert told(replace(cut, text='"}', rounds=(closed,), closing='"}')) == []
+    assert reported(replace(cut, text='"}', rounds=(closed,), closing='"}')) == []
 
 
 # ── fields of JSON ───────────────────────────────────────────────────────────────────────────────
@@ -316,7 +318,7 @@ def test_the_time_grows_with_the_length_and_not_with_its_square() -> None:
 # ── where it is reported ─────────────────────────────────────────────────────────────────────────
 
 
-def test_a_real_answer_tells_it_as_json_and_nothing_where_nothing_is_kept(tiny_engine: EnsembleEngine) -> None:
+def test_a_real_answer_has_its_differences_as_json_if_rounds_are_kept(tiny_engine: EnsembleEngine) -> None:
     result = tiny_engine.generate("Hello", SamplingParams(max_tokens=160))
     full, summary = (ledger(result, detail) for detail in ("full", "summary"))
     assert full["differences"] == json.loads(json.dumps(result.to_dict()))["differences"]
@@ -330,7 +332,7 @@ def test_a_real_answer_tells_it_as_json_and_nothing_where_nothing_is_kept(tiny_e
     assert tiny_engine.generate("Hello", SamplingParams(max_tokens=20), members=["chat"]).differences == ()
 
 
-def test_a_real_value_tells_it_by_field(tiny_engine: EnsembleEngine) -> None:
+def test_a_real_value_has_its_agreement_by_field(tiny_engine: EnsembleEngine) -> None:
     rows = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 10}, "minItems": 24, "maxItems": 24}
     schema = {"type": "object", "properties": {"rows": rows, "ok": {"type": "boolean"}}, "required": ["rows", "ok"]}
     result = tiny_engine.generate("Hello", SamplingParams(max_tokens=200, grammar=Grammar.json_schema(schema)))

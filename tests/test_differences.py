@@ -7,7 +7,7 @@ import pytest
 from specfuse_shared.agreement import differences_of
 
 
-def told(*texts: str) -> list[list[tuple[str, str]]]:
+def reported(*texts: str) -> list[list[tuple[str, str]]]:
     return [
         [(text[found.start : found.end], found.kind) for found in differences]
         for text, differences in zip(texts, differences_of(texts), strict=True)
@@ -15,7 +15,7 @@ def told(*texts: str) -> list[list[tuple[str, str]]]:
 
 
 def test_missing_numbers_and_names_are_distinguished_from_words() -> None:
-    first, second = told(
+    first, second = reported(
         "The moon landing was on July 20, 1969, by Neil Armstrong.", "The Moon landing was on July 21, 1969 with crew."
     )
     assert first == [("20", "number"), ("Neil", "name"), ("Armstrong", "name")]
@@ -23,7 +23,7 @@ def test_missing_numbers_and_names_are_distinguished_from_words() -> None:
 
 
 def test_a_difference_to_one_of_several_answers_counts() -> None:
-    assert told("Lisbon.", "lisbon!", "It is Porto") == [
+    assert reported("Lisbon.", "lisbon!", "It is Porto") == [
         [("Lisbon", "word")],
         [("lisbon", "word")],
         [("Porto", "name")],
@@ -42,31 +42,31 @@ def test_a_difference_to_one_of_several_answers_counts() -> None:
     ],
 )
 def test_other_letter_forms_are_no_difference(one: str, other: str) -> None:
-    assert told(one, other) == [[], []]
+    assert reported(one, other) == [[], []]
 
 
 def test_a_capital_at_the_beginning_of_a_sentence_makes_no_name() -> None:
-    [[*first], _] = told("Ships sail. Harbours wait: NASA and McDonald know; I'm sure I do.", "")
+    [[*first], _] = reported("Ships sail. Harbours wait: NASA and McDonald know; I'm sure I do.", "")
     assert [text for text, kind in first if kind == "name"] == ["NASA", "McDonald"]
-    [[*first], _] = told("- Ships\n2. Harbours\n“Boats", "")
+    [[*first], _] = reported("- Ships\n2. Harbours\n“Boats", "")
     assert [kind for _, kind in first] == ["word", "number", "word", "word"]
 
 
 def test_a_quoted_text_is_a_name_if_it_is_long_enough() -> None:
-    [[*first], _] = told('They read "the white whale" and “dune”, not «war of hosts» or "at', "")
+    [[*first], _] = reported('They read "the white whale" and “dune”, not «war of hosts» or "at', "")
     assert [text for text, kind in first if kind == "name"] == ["white", "whale", "dune", "hosts"]
     assert ("They", "word") in first
 
 
 def test_a_sign_is_part_of_its_number_and_marks_within_a_word_are_not() -> None:
-    assert told("It is -5 °C.", "It is 5 °C.") == [[("-5", "number")], [("5", "number")]]
-    assert told("−5, 1914-1918", "-5, 1914-1918") == [[], []]
-    assert told("U.S. e-mail, it's", "US email its") == [[], []]
+    assert reported("It is -5 °C.", "It is 5 °C.") == [[("-5", "number")], [("5", "number")]]
+    assert reported("−5, 1914-1918", "-5, 1914-1918") == [[], []]
+    assert reported("U.S. e-mail, it's", "US email its") == [[], []]
 
 
 def test_other_scripts_have_numbers_and_words_and_no_names() -> None:
-    assert told("東京タワー 333 m", "東京タワー 332 m") == [[("333", "number")], [("332", "number")]]
-    assert told("Москва стоит", "Город Киев стоит")[1][-1] == ("Киев", "name")
+    assert reported("東京タワー 333 m", "東京タワー 332 m") == [[("333", "number")], [("332", "number")]]
+    assert reported("Москва стоит", "Город Киев стоит")[1][-1] == ("Киев", "name")
 
 
 def test_one_text_differs_from_nothing() -> None:

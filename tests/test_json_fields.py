@@ -13,7 +13,7 @@ def found(text: str) -> dict[str, str]:
     return {field.path: text[field.start : field.end] for field in JsonText(text).fields}
 
 
-def behind(text: str, at: int, draft: str) -> list[tuple[str, str, bool]]:
+def after(text: str, at: int, draft: str) -> list[tuple[str, str, bool]]:
     return [(field.path, said, field.whole) for field, said in JsonText(text).fields_after(at, draft)]
 
 
@@ -52,22 +52,22 @@ def test_json_nested_too_deep_has_no_path_and_ends_the_reading() -> None:
 
 def test_another_text_may_continue_at_any_place() -> None:
     text = '{"city": "Oslo", "n": 12, "ok": true}'
-    assert behind(text, text.index("slo"), 'tta", "n": 3}') == [("$.city", '"Otta"', True), ("$.n", "3", True)]
-    assert behind(text, text.index("2,"), "5") == [("$.n", "15", False)]
-    assert behind(text, text.index(', "ok'), "7, ") == [("$.n", "127", True)]
-    assert behind(text, text.index("true"), "fal") == [("$.ok", "fal", False)]
-    assert behind(text, text.index('ok"'), 'new": [1') == [("$.new[0]", "1", False)]
-    assert behind(text, 0, '["x"]') == [("$[0]", '"x"', True)]
-    assert behind("", 0, '{"a": 1}') == [("$.a", "1", True)]
-    assert behind('{"a"]', 5, '"x"') == []
+    assert after(text, text.index("slo"), 'tta", "n": 3}') == [("$.city", '"Otta"', True), ("$.n", "3", True)]
+    assert after(text, text.index("2,"), "5") == [("$.n", "15", False)]
+    assert after(text, text.index(', "ok'), "7, ") == [("$.n", "127", True)]
+    assert after(text, text.index("true"), "fal") == [("$.ok", "fal", False)]
+    assert after(text, text.index('ok"'), 'new": [1') == [("$.new[0]", "1", False)]
+    assert after(text, 0, '["x"]') == [("$[0]", '"x"', True)]
+    assert after("", 0, '{"a": 1}') == [("$.a", "1", True)]
+    assert after('{"a"]', 5, '"x"') == []
 
 
 def test_only_the_new_part_of_a_long_string_is_read() -> None:
     text = '{"a": "' + "word " * 100 + 'end \\"of\\" it", "b": 1}'
     at = text.index("end")
-    assert behind(text, at, 'stop", "b": 2,') == [("$.a", 'stop"', True), ("$.b", "2", True)]
+    assert after(text, at, 'stop", "b": 2,') == [("$.a", 'stop"', True), ("$.b", "2", True)]
     escaped = text.index('"of') - 1
-    assert behind(
+    assert after(
         text,
         escaped + 1,
         '"so',

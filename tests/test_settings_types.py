@@ -11,7 +11,7 @@ from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig, SamplingP
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "reported"),
     [
         (lambda: SamplingParams(max_tokens="3"), r"SamplingParams\.max_tokens must be a whole number, not '3'"),
         (lambda: SamplingParams(max_tokens=0), r"max_tokens must be at least 1, not 0"),
@@ -30,6 +30,6 @@ from specfuse_shared import ConfigError, EnsembleConfig, MemberConfig, SamplingP
         (lambda: EnsembleConfig(["a/b", "demo"]), r"'demo' in a list of members is no model: members='demo' or demo_m"),
     ],
 )
-def test_a_wrong_type_is_named(made: Callable[[], Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_type_is_named(made: Callable[[], Any], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         made()

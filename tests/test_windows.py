@@ -205,10 +205,10 @@ def test_a_file_held_by_an_editor_leaves_no_temporary_file(tmp_path: Path, monke
     ],
 )
 def test_a_path_is_hidden_though_its_drive_is_gone(path: str, name: str) -> None:
-    told = hidden(path)
-    assert told.startswith(f"local:{name}#")
-    assert "secret" not in told
-    assert found(told) == path
+    reported = hidden(path)
+    assert reported.startswith(f"local:{name}#")
+    assert "secret" not in reported
+    assert found(reported) == path
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "ollama:llama3.2:3b", "gpt2", "demo"])

@@ -122,8 +122,8 @@ def test_while_members_load_health_says_how_far_they_are(tiny_members: list[Memb
             assert int(asked.headers["retry-after"]) > 0
             assert client.get("/v1/models").status_code == 200
 
-            def observe(ensemble: str, progress: object, told: object = models._observe) -> None:
-                told(ensemble, progress)  # type: ignore[operator]
+            def observe(ensemble: str, progress: object, reported: object = models._observe) -> None:
+                reported(ensemble, progress)  # type: ignore[operator]
                 answer = client.get("/health")
                 seen.append((answer.status_code, answer.json()))
                 on.set()
@@ -133,8 +133,8 @@ def test_while_members_load_health_says_how_far_they_are(tiny_members: list[Memb
             assert client.get("/health").json() == {"status": "ok", "stage": "ready"}
             assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
     assert on.is_set()
-    assert {(code, told["status"]) for code, told in seen} == {(503, "loading")}
-    assert any("chat" in told["stage"] and "weights" in told["stage"] for _, told in seen)
+    assert {(code, reported["status"]) for code, reported in seen} == {(503, "loading")}
+    assert any("chat" in reported["stage"] and "weights" in reported["stage"] for _, reported in seen)
 
 
 def test_members_that_cannot_be_loaded_are_reported(tmp_path: Path) -> None:

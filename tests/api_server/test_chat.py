@@ -29,17 +29,17 @@ def deltas(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_chat_is_the_engines_answer(client: httpx.Client, tiny: EnsembleEngine) -> None:
-    told, result = chat(client, max_tokens=20), tiny.generate(QUESTION, SamplingParams(max_tokens=20))
-    (choice,) = told["choices"]
+    reported, result = chat(client, max_tokens=20), tiny.generate(QUESTION, SamplingParams(max_tokens=20))
+    (choice,) = reported["choices"]
     assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None, "annotations": []}
     assert choice["finish_reason"] == "length"
     usage = result.usage
-    assert told["usage"] == {
+    assert reported["usage"] == {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
     }
-    assert (told["object"], told["model"]) == ("chat.completion", "tiny")
+    assert (reported["object"], reported["model"]) == ("chat.completion", "tiny")
 
 
 def test_a_stream_joined_is_the_whole_answer_with_the_author_of_each_segment(client: httpx.Client) -> None:
@@ -68,18 +68,18 @@ def test_a_single_member_is_a_model_that_answers_as_it_does_alone(
 ) -> None:
     alone = tiny.generate(QUESTION, SamplingParams(max_tokens=12), members=[member])
     assert alone.members == (member,)
-    told = chat(client, model=f"tiny/{member}", max_tokens=12)
-    assert told["choices"][0]["message"]["content"] == alone.text
-    assert {s["member"] for s in told["choices"][0]["specfuse"]["segments"]} == {member}
+    reported = chat(client, model=f"tiny/{member}", max_tokens=12)
+    assert reported["choices"][0]["message"]["content"] == alone.text
+    assert {s["member"] for s in reported["choices"][0]["specfuse"]["segments"]} == {member}
 
 
 def test_several_choices_are_answers_of_seeds_one_after_another(client: httpx.Client) -> None:
     several = chat(client, n=3, temperature=1.0, seed=7, max_tokens=10)
     one_by_one = [chat(client, temperature=1.0, seed=7 + i, max_tokens=10) for i in range(3)]
     texts = [choice["message"]["content"] for choice in several["choices"]]
-    assert texts == [told["choices"][0]["message"]["content"] for told in one_by_one]
+    assert texts == [reported["choices"][0]["message"]["content"] for reported in one_by_one]
     assert len(set(texts)) == 3
-    assert several["usage"]["total_tokens"] == sum(told["usage"]["total_tokens"] for told in one_by_one)
+    assert several["usage"]["total_tokens"] == sum(reported["usage"]["total_tokens"] for reported in one_by_one)
     streamed = chunks(client, n=3, temperature=1.0, seed=7, max_tokens=10)
     for i in range(3):
         pieces = [c["choices"][0]["delta"].get("content", "") for c in streamed if c["choices"][0]["index"] == i]
@@ -99,9 +99,9 @@ def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: httpx.Client) ->
 
 
 def test_logprobs_are_those_of_the_answers_tokens(client: httpx.Client) -> None:
-    told = chat(client, max_tokens=8, logprobs=True)["choices"][0]
-    entries = told["logprobs"]["content"]
-    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == told["message"]["content"]
+    reported = chat(client, max_tokens=8, logprobs=True)["choices"][0]
+    entries = reported["logprobs"]["content"]
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == reported["message"]["content"]
     assert all(e["logprob"] < 0 for e in entries)
 
 
@@ -111,9 +111,9 @@ def streamed(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for piece in pieces:
         choice = piece["choices"][0]
         new = choice["delta"].get("content") or ""
-        told = (choice["logprobs"] or {"content": []})["content"]
-        assert bool(told) <= bool(new)
-        text, found = text + new, found + told
+        reported = (choice["logprobs"] or {"content": []})["content"]
+        assert bool(reported) <= bool(new)
+        text, found = text + new, found + reported
         assert text.encode().startswith(b"".join(bytes(e["bytes"]) for e in found))
     assert b"".join(bytes(e["bytes"]) for e in found).decode() == text
     return found
@@ -155,9 +155,11 @@ def test_completions_report_them_by_text_with_the_answers_own(client: httpx.Clie
     def asked(**more: Any) -> Any:
         return client.post("/v1/completions", json={**body, **more}).json()["choices"][0]["logprobs"]
 
-    told = asked(logprobs=3)
-    assert len(told["top_logprobs"]) == len(told["tokens"])
-    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+    reported = asked(logprobs=3)
+    assert len(reported["top_logprobs"]) == len(reported["tokens"])
+    for token, logprob, top in zip(
+        reported["tokens"], reported["token_logprobs"], reported["top_logprobs"], strict=True
+    ):
         assert 1 <= len(top) <= 4
         assert top[token] >= logprob
     assert asked(logprobs=0)["top_logprobs"] is None
@@ -168,10 +170,10 @@ def test_completions_report_them_by_text_with_the_answers_own(client: httpx.Clie
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_forced_call_fits_its_schema_streamed_and_not(client: httpx.Client, choice: Any) -> None:
     tools = [ADD, NOTE] if isinstance(choice, dict) else [ADD]
-    told = chat(client, tools=tools, tool_choice=choice, max_tokens=80)["choices"][0]
-    (call,) = told["message"]["tool_calls"]
-    assert told["finish_reason"] == "tool_calls"
-    assert told["message"]["content"] is None
+    reported = chat(client, tools=tools, tool_choice=choice, max_tokens=80)["choices"][0]
+    (call,) = reported["message"]["tool_calls"]
+    assert reported["finish_reason"] == "tool_calls"
+    assert reported["message"]["content"] is None
     assert (call["type"], call["function"]["name"]) == ("function", "add")
     assert 0 <= json.loads(call["function"]["arguments"])["a"] <= 9
     pieces = [
@@ -204,8 +206,8 @@ def test_parallel_calls_come_one_after_another(client: httpx.Client) -> None:
         "max_tokens": 200,
         "temperature": 1.0,
     }
-    told = [chat(client, seed=seed, **body)["choices"][0] for seed in range(3)]
-    assert all(call["function"]["name"] == "note" for t in told for call in t["message"]["tool_calls"])
+    reported = [chat(client, seed=seed, **body)["choices"][0] for seed in range(3)]
+    assert all(call["function"]["name"] == "note" for t in reported for call in t["message"]["tool_calls"])
 
 
 def test_a_call_and_its_result_are_read_as_turns(client: httpx.Client, tiny: EnsembleEngine) -> None:
@@ -218,9 +220,9 @@ def test_a_call_and_its_result_are_read_as_turns(client: httpx.Client, tiny: Ens
 
 def test_a_response_format_holds(client: httpx.Client) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "digit", "schema": DIGIT, "strict": True}}
-    told = chat(client, response_format=schema, max_tokens=60)["choices"][0]
-    assert 0 <= json.loads(told["message"]["content"])["a"] <= 9
-    assert told["finish_reason"] == "stop"
+    reported = chat(client, response_format=schema, max_tokens=60)["choices"][0]
+    assert 0 <= json.loads(reported["message"]["content"])["a"] <= 9
+    assert reported["finish_reason"] == "stop"
     assert isinstance(
         json.loads(
             chat(client, response_format={"type": "json_object"}, max_tokens=60)["choices"][0]["message"]["content"]
@@ -238,16 +240,16 @@ def test_a_grammar_of_the_engine_holds(client: httpx.Client) -> None:
 
 def test_a_value_that_is_cut_ends_with_the_reason_length(client: httpx.Client) -> None:
     body = {"grammar": {"kind": "lark", "source": "start: /(ab|cd){2000}/"}, "max_tokens": 20}
-    told = chat(client, **body)
-    assert told["choices"][0]["finish_reason"] == "length"
-    text = told["choices"][0]["message"]["content"]
+    reported = chat(client, **body)
+    assert reported["choices"][0]["finish_reason"] == "length"
+    text = reported["choices"][0]["message"]["content"]
     assert text[0] in "ac"
     count = client.post("/tokenize", json={"model": "tiny", "prompt": text}).json()["count"]
-    assert told["usage"]["completion_tokens"] == count
+    assert reported["usage"]["completion_tokens"] == count
     found = chunks(client, **body, stream_options={"include_usage": True})
     assert "".join(d.get("content", "") for d in deltas(found)) == text
     assert found[-2]["choices"][0]["finish_reason"] == "length"
-    assert found[-1]["usage"] == told["usage"]
+    assert found[-1]["usage"] == reported["usage"]
 
 
 LETTER = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -258,13 +260,13 @@ def test_a_value_and_a_call_that_were_closed_in_time_say_length(client: httpx.Cl
     value = chat(client, response_format=schema, max_tokens=20)["choices"][0]
     assert value["finish_reason"] == "length"
     body = {"tools": [{"type": "function", "function": {"name": "note", "parameters": LETTER}}], "max_tokens": 80}
-    told = chat(client, **body, tool_choice="required")["choices"][0]
+    reported = chat(client, **body, tool_choice="required")["choices"][0]
     found = chunks(client, **body, tool_choice="required")
-    assert told["finish_reason"] == found[-1]["choices"][0]["finish_reason"] == "length"
-    [call] = told["message"]["tool_calls"]
+    assert reported["finish_reason"] == found[-1]["choices"][0]["finish_reason"] == "length"
+    [call] = reported["message"]["tool_calls"]
     with pytest.raises(json.JSONDecodeError):
         json.loads(call["function"]["arguments"])
-    turns = [*QUESTION, told["message"], {"role": "tool", "tool_call_id": call["id"], "content": "truncated"}]
+    turns = [*QUESTION, reported["message"], {"role": "tool", "tool_call_id": call["id"], "content": "truncated"}]
     assert chat(client, messages=turns)["choices"][0]["finish_reason"]
 
 
@@ -273,14 +275,14 @@ def test_reasoning_is_separate_from_the_answer(client: httpx.Client) -> None:
 
 
 def test_fields_of_an_answer_may_come_back_with_it(client: httpx.Client) -> None:
-    def told(call: dict[str, Any], message: dict[str, Any]) -> Any:
+    def reported(call: dict[str, Any], message: dict[str, Any]) -> Any:
         function = {"name": "add", "arguments": "{}", **call}
         turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}], **message}
         result = {"role": "tool", "tool_call_id": "1", "content": "7"}
         return chat(client, messages=[*QUESTION, turn, result])["choices"][0]["message"]
 
-    read = told({"parsed_arguments": {}}, {"parsed": {"a": 1}, "reasoning": "hm"})
-    assert read == told({}, {})
+    read = reported({"parsed_arguments": {}}, {"parsed": {"a": 1}, "reasoning": "hm"})
+    assert read == reported({}, {})
 
 
 def test_fields_without_meaning_here_are_accepted(client: httpx.Client) -> None:
@@ -299,10 +301,10 @@ def test_fields_without_meaning_here_are_accepted(client: httpx.Client) -> None:
 def test_completions_answer_each_prompt(client: httpx.Client, tiny: EnsembleEngine) -> None:
     prompts = ["Why is the sea salty?", "The tides follow"]
     response = client.post("/v1/completions", json={"model": "tiny", "prompt": prompts, "max_tokens": 8, "logprobs": 0})
-    told = response.json()
+    reported = response.json()
     results = tiny.generate_batch(prompts, SamplingParams(max_tokens=8))
-    assert [choice["text"] for choice in told["choices"]] == [result.text for result in results]
-    for choice in told["choices"]:
+    assert [choice["text"] for choice in reported["choices"]] == [result.text for result in results]
+    for choice in reported["choices"]:
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) > 0
     found = chunks(client, "/v1/completions", prompt=prompts, max_tokens=8)
     for i, result in enumerate(results):
@@ -310,10 +312,10 @@ def test_completions_answer_each_prompt(client: httpx.Client, tiny: EnsembleEngi
 
 
 def test_tokens_are_those_of_the_reference_member(client: httpx.Client, tiny: EnsembleEngine) -> None:
-    told = client.post("/tokenize", json={"model": "tiny", "prompt": "The sea"}).json()
-    assert told["tokens"] == tiny.tokenize("The sea")
+    reported = client.post("/tokenize", json={"model": "tiny", "prompt": "The sea"}).json()
+    assert reported["tokens"] == tiny.tokenize("The sea")
     base = client.post("/tokenize", json={"model": "tiny/base", "prompt": "The sea"}).json()
-    assert base["tokens"] == tiny.tokenize("The sea", members=["base"]) != told["tokens"]
+    assert base["tokens"] == tiny.tokenize("The sea", members=["base"]) != reported["tokens"]
     counted = client.post("/tokenize", json={"model": "tiny", "messages": QUESTION, "tools": [ADD]}).json()
     assert counted["count"] == tiny.count_tokens(QUESTION, [ADD])
 
@@ -334,8 +336,8 @@ def test_the_record_comes_as_asked_for(client: httpx.Client) -> None:
 
 
 def test_models_are_ensembles_and_their_members(client: httpx.Client) -> None:
-    told = client.get("/v1/models").json()
-    assert [model["id"] for model in told["data"]] == ["tiny", "tiny/chat", "tiny/base"]
-    assert client.get("/v1/models/tiny/base").json() == told["data"][2]
-    assert told["data"][0]["specfuse"]["members"] == ["chat", "base"]
+    reported = client.get("/v1/models").json()
+    assert [model["id"] for model in reported["data"]] == ["tiny", "tiny/chat", "tiny/base"]
+    assert client.get("/v1/models/tiny/base").json() == reported["data"][2]
+    assert reported["data"][0]["specfuse"]["members"] == ["chat", "base"]
     assert client.get("/v1/models/none").status_code == 404

@@ -122,8 +122,8 @@ def test_a_stream_that_is_not_read_stops_its_answer_and_draws_no_report(
 
     def spied(self: GrowingAnswer) -> dict[str, str]:
         drawn.append(1)
-        told = plainly(self)
-        return {**told, "padding": "x" * 200_000}  # so that what the system buffers is soon full
+        reported = plainly(self)
+        return {**reported, "padding": "x" * 200_000}  # so that what the system buffers is soon full
 
     monkeypatch.setattr(GrowingAnswer, "report", spied)
     asked = {**CHAT, "max_tokens": 3000, "ignore_eos": True, "stream": True, "specfuse": {"report": True}}
@@ -147,12 +147,12 @@ def _answers(work: Callable[[], httpx.Response]) -> bool:
 
 
 def test_line_ends_of_other_alphabets_are_text_to_the_client() -> None:
-    told = {"text": "one\u2028two\u2029three\x85four"}
-    sent = line(told)
+    reported = {"text": "one\u2028two\u2029three\x85four"}
+    sent = line(reported)
     assert sent.decode().splitlines() == [*sent.decode().rstrip("\n").split("\n"), ""]
-    raw = b"data: " + json.dumps(told, ensure_ascii=False).encode() + b"\r\n\n"
+    raw = b"data: " + json.dumps(reported, ensure_ascii=False).encode() + b"\r\n\n"
     for whole in (sent, raw):
         lines = _Lines()
         found = [each for n in range(len(whole)) for each in lines.take(whole[n : n + 1])]
         assert len(found) == 2
-        assert json.loads(found[0].removeprefix("data: ")) == told
+        assert json.loads(found[0].removeprefix("data: ")) == reported

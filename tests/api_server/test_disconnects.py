@@ -165,8 +165,8 @@ def test_answers_that_do_not_finish_in_time_end_with_an_error(tmp_path: Path, ti
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-        assert told[-1]["error"]["code"] == "stopping"
+            reported = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert reported[-1]["error"]["code"] == "stopping"
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "stopping")
         assert process.wait(20) == 0
         assert "Traceback" not in (process.stderr.read() if process.stderr else "")

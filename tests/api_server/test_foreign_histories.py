@@ -169,8 +169,10 @@ def test_a_malformed_call_does_not_end_a_conversation(client: httpx.Client, argu
         [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "clock"}}]}, RESULT],
     )
     called = {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": arguments}
-    told = {"type": "function_call_output", "call_id": "call_1", "output": "no JSON"}
-    reply = client.post("/v1/responses", json={"model": "tiny", "input": [USER, called, told], "max_output_tokens": 4})
+    reported = {"type": "function_call_output", "call_id": "call_1", "output": "no JSON"}
+    reply = client.post(
+        "/v1/responses", json={"model": "tiny", "input": [USER, called, reported], "max_output_tokens": 4}
+    )
     assert reply.status_code == 200, reply.text
 
 

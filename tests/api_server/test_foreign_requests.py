@@ -35,9 +35,9 @@ def test_only_allowed_tools_are_called(client: httpx.Client, name: str) -> None:
     [call] = reply.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == name
     asked = {"model": "tiny", "input": QUESTION, "tools": FLAT, "max_output_tokens": 60}
-    told = client.post("/v1/responses", json={**asked, "tool_choice": flat("required", name)}).json()
-    assert [item["name"] for item in told["output"]] == [name]
-    assert told["tool_choice"] == flat("required", name)
+    reported = client.post("/v1/responses", json={**asked, "tool_choice": flat("required", name)}).json()
+    assert [item["name"] for item in reported["output"]] == [name]
+    assert reported["tool_choice"] == flat("required", name)
 
 
 def test_allowed_tools_may_be_left_alone_and_must_be_offered(client: httpx.Client) -> None:
@@ -81,10 +81,10 @@ def test_tokens_are_counted_before_they_are_asked(
     sdk: openai.OpenAI, client: httpx.Client, more: dict[str, Any]
 ) -> None:
     """Pydantic AI does so, to stay under a limit."""
-    told = sdk.responses.input_tokens.count(model="tiny", input=QUESTION, **more)
-    assert told.object == "response.input_tokens"
+    reported = sdk.responses.input_tokens.count(model="tiny", input=QUESTION, **more)
+    assert reported.object == "response.input_tokens"
     asked = {"model": "tiny", "input": QUESTION, "max_output_tokens": 40, **more}
-    assert told.input_tokens == client.post("/v1/responses", json=asked).json()["usage"]["input_tokens"]
+    assert reported.input_tokens == client.post("/v1/responses", json=asked).json()["usage"]["input_tokens"]
 
 
 def test_a_count_of_an_impossible_request_is_refused(client: httpx.Client) -> None:

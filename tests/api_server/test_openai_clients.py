@@ -44,18 +44,18 @@ TOOL: Any = {
 
 
 def test_the_sdk_chats_streams_and_counts(sdk: openai.OpenAI) -> None:
-    told = sdk.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=20)
-    assert told.choices[0].message.content
-    assert told.usage.total_tokens == told.usage.prompt_tokens + told.usage.completion_tokens
-    assert told._request_id.startswith("req-")
+    reported = sdk.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=20)
+    assert reported.choices[0].message.content
+    assert reported.usage.total_tokens == reported.usage.prompt_tokens + reported.usage.completion_tokens
+    assert reported._request_id.startswith("req-")
     stream = sdk.chat.completions.create(
         model="tiny", messages=QUESTION, max_tokens=20, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-    assert text == told.choices[0].message.content
-    assert chunks[-1].usage == told.usage
-    assert told.choices[0].model_dump()["specfuse"]["segments"][0]["member"] in ("chat", "base"), (
+    assert text == reported.choices[0].message.content
+    assert chunks[-1].usage == reported.usage
+    assert reported.choices[0].model_dump()["specfuse"]["segments"][0]["member"] in ("chat", "base"), (
         "what others ignore is there"
     )
     done = sdk.completions.create(model="tiny", prompt="The sea", max_tokens=5, n=2, temperature=1, seed=4)
@@ -68,7 +68,7 @@ def test_the_sdk_answers_on_an_event_loop_and_a_closed_stream_stops(address: str
     async def ask() -> tuple[str | None, int]:
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as sdk:
             create = sdk.chat.completions.create
-            told = await create(model="tiny", messages=QUESTION, max_tokens=8)
+            reported = await create(model="tiny", messages=QUESTION, max_tokens=8)
             long = await create(
                 model="tiny", messages=QUESTION, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
             )
@@ -77,7 +77,7 @@ def test_the_sdk_answers_on_an_event_loop_and_a_closed_stream_stops(address: str
             await long.close()
             while tiny.metrics().running:
                 await asyncio.sleep(0.01)
-            return told.choices[0].message.content, running
+            return reported.choices[0].message.content, running
 
     text, running = asyncio.run(ask())
     assert text
@@ -154,7 +154,7 @@ class TestChatOpenAI(ByTheDemo, ChatModelIntegrationTests):
 
 
 def like(address: str, model: str, **settings: Any) -> OpenAILike:
-    told = {
+    reported = {
         "is_chat_model": True,
         "is_function_calling_model": True,
         "context_window": 4096,
@@ -162,7 +162,7 @@ def like(address: str, model: str, **settings: Any) -> OpenAILike:
         "temperature": 0,
     }
     at = {"model": model, "api_base": address, "api_key": "none", "async_http_client": unkept()}
-    return OpenAILike(**{**at, **told, **settings})
+    return OpenAILike(**{**at, **reported, **settings})
 
 
 def test_openailike_completes_chats_and_streams(address: str) -> None:

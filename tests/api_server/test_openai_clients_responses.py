@@ -119,8 +119,8 @@ def test_the_sdk_raises_its_own_errors(sdk: openai.OpenAI) -> None:
 
 
 def chat(address: str, **settings: Any) -> ChatOpenAI:
-    told = {"model": "tiny", "base_url": address, "api_key": "none", "use_responses_api": True, "max_tokens": 60}
-    return ChatOpenAI(**{**told, "http_async_client": unkept(), **settings})
+    reported = {"model": "tiny", "base_url": address, "api_key": "none", "use_responses_api": True, "max_tokens": 60}
+    return ChatOpenAI(**{**reported, "http_async_client": unkept(), **settings})
 
 
 def test_chatopenai_answers_calls_and_keeps_to_schemas(address: str) -> None:
@@ -168,9 +168,9 @@ class TestChatOpenAI(ByTheDemo, ChatModelIntegrationTests):
 
 
 def like(address: str, model: str, **settings: Any) -> OpenAIResponses:
-    told = {"context_window": 4096, "max_output_tokens": 32, "temperature": 0}
+    reported = {"context_window": 4096, "max_output_tokens": 32, "temperature": 0}
     at = {"model": model, "api_base": address, "api_key": "none", "async_http_client": unkept()}
-    return OpenAIResponses(**{**at, **told, **settings})
+    return OpenAIResponses(**{**at, **reported, **settings})
 
 
 def weigh(heavy: bool) -> str:

@@ -55,7 +55,7 @@ def remote(client: httpx.Client) -> RemoteEngine:
     return RemoteEngine(str(client.base_url))
 
 
-def told(events: list[Event]) -> Any:
+def reported(events: list[Event]) -> Any:
     from dataclasses import asdict
 
     return [(type(event).__name__, untimed(asdict(event))) for event in events]
@@ -76,14 +76,14 @@ def test_the_events_are_those_of_the_engine(
 ) -> None:
     params = SamplingParams(**settings)
     here, there = list(tiny.stream(TURNS, params)), list(remote.stream(TURNS, params))
-    assert told(here) == told(there)
+    assert reported(here) == reported(there)
     assert isinstance(there[-1], FinishEvent)
     assert there[-1].result.to_html()
 
     async def all_of_them() -> list[Event]:
         return [event async for event in remote.astream(TURNS, params)]
 
-    assert told(asyncio.run(all_of_them())) == told(here)
+    assert reported(asyncio.run(all_of_them())) == reported(here)
     assert remote.generate(TURNS, params).text == tiny.generate(TURNS, params).text
 
 

@@ -324,9 +324,9 @@ def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., 
     ask_each(page)
     expect(page.locator("#status")).to_have_text("Finished")
     assert page.locator("#beside h3").all_text_contents() == ["together", "chat", "base"]
-    told = columns(page)
-    assert told[0] == page.locator("#spoken").text_content()
-    for name, text in zip(("chat", "base"), told[1:], strict=True):
+    reported = columns(page)
+    assert reported[0] == page.locator("#spoken").text_content()
+    for name, text in zip(("chat", "base"), reported[1:], strict=True):
         asked = {"model": f"tiny/{name}", "messages": [{"role": "user", "content": "Why is the sea salty?"}]}
         answer = client.post("/v1/chat/completions", json={**asked, "max_tokens": 24}).json()
         assert text == answer["choices"][0]["message"]["content"]
@@ -339,7 +339,7 @@ def test_each_members_own_answer_is_next_to_the_joint_one(opened: Callable[..., 
     expect(page.locator("#status")).to_have_text("Finished")
     expect(page.locator("#beside")).to_be_hidden()
     page.get_by_role("button", name="Why is the sea salty?").click()
-    assert columns(page) == told, "the history has them, too"
+    assert columns(page) == reported, "the history has them, too"
 
 
 def test_differences_are_marked_as_in_python(opened: Callable[..., Page], client: httpx.Client) -> None:

@@ -255,8 +255,10 @@ def test_internal_errors_are_not_sent_to_clients(
         return plainly(self, op)
 
     monkeypatch.setattr(LocalSession, "stage", failing)
-    told = {"events": True, "ledger": "full"}
-    response = client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 4, "stream": stream, "specfuse": told})
+    reported = {"events": True, "ledger": "full"}
+    response = client.post(
+        "/v1/chat/completions", json={**CHAT, "max_tokens": 4, "stream": stream, "specfuse": reported}
+    )
     assert ("failed in draft (RuntimeError" in response.text) is True
     for secret in ("/srv/private", "10.0.0.7", "Traceback", "local_session.py"):
         assert secret not in response.text
@@ -298,9 +300,9 @@ def test_control_strings_are_text_wherever_they_stand(client: httpx.Client, tiny
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200 or (response.status_code == 400 and response.json()["error"]["message"])
     plain = {"model": "tiny", "messages": turns, "max_tokens": 4}
-    told = client.post("/v1/chat/completions", json=plain)
-    assert told.status_code == 200
-    assert told.json()["usage"]["prompt_tokens"] == tiny.count_tokens(turns)
+    reported = client.post("/v1/chat/completions", json=plain)
+    assert reported.status_code == 200
+    assert reported.json()["usage"]["prompt_tokens"] == tiny.count_tokens(turns)
     assert client.post("/v1/chat/completions", json={**plain, "model": text}).status_code == 404
 
 

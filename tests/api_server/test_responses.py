@@ -27,8 +27,8 @@ ENDLESS = {"kind": "lark", "source": "start: /(ab|cd){2000}/"}
 def respond(client: httpx.Client, **body: Any) -> dict[str, Any]:
     response = client.post("/v1/responses", json={"model": "tiny", "input": ASKED, **body})
     assert response.status_code == 200, response.text
-    told: dict[str, Any] = response.json()
-    return told
+    reported: dict[str, Any] = response.json()
+    return reported
 
 
 def events(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
@@ -81,8 +81,8 @@ def places(specfuse: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 def test_a_response_is_the_answer_of_the_chat(client: httpx.Client) -> None:
-    told, same = respond(client, max_output_tokens=12), chat(client, max_tokens=12)
-    (item,) = told["output"]
+    reported, same = respond(client, max_output_tokens=12), chat(client, max_tokens=12)
+    (item,) = reported["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
     (part,) = item["content"]
     assert part == {
@@ -91,17 +91,22 @@ def test_a_response_is_the_answer_of_the_chat(client: httpx.Client) -> None:
         "logprobs": [],
         "text": same["choices"][0]["message"]["content"],
     }
-    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (reported["status"], reported["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     usage = same["usage"]
-    assert told["usage"] | {"input_tokens_details": 0, "output_tokens_details": 0} == {
+    assert reported["usage"] | {"input_tokens_details": 0, "output_tokens_details": 0} == {
         "input_tokens": usage["prompt_tokens"],
         "output_tokens": usage["completion_tokens"],
         "total_tokens": usage["total_tokens"],
         "input_tokens_details": 0,
         "output_tokens_details": 0,
     }
-    assert places(told["specfuse"]) == places(same["choices"][0]["specfuse"])
-    assert (told["object"], told["model"], told["store"], told["error"]) == ("response", "tiny", False, None)
+    assert places(reported["specfuse"]) == places(same["choices"][0]["specfuse"])
+    assert (reported["object"], reported["model"], reported["store"], reported["error"]) == (
+        "response",
+        "tiny",
+        False,
+        None,
+    )
 
 
 def test_instructions_and_every_way_to_write_turns_are_read_as_a_chat_reads_them(client: httpx.Client) -> None:
@@ -121,8 +126,8 @@ def test_sampling_stops_and_members_are_those_of_a_chat(client: httpx.Client) ->
     sampled = {"temperature": 1.0, "seed": 3, "top_p": 0.9}
     assert text_of(respond(client, **sampled)) == chat(client, **sampled)["choices"][0]["message"]["content"]
     assert (respond(client, **sampled)["temperature"], respond(client)["temperature"]) == (1.0, 0.0)
-    told = respond(client, model="tiny/base", ignore_eos=True)
-    assert {segment["member"] for segment in told["specfuse"]["segments"]} == {"base"}
+    reported = respond(client, model="tiny/base", ignore_eos=True)
+    assert {segment["member"] for segment in reported["specfuse"]["segments"]} == {"base"}
     ended = respond(client, stop=text_of(respond(client))[-2:])
     assert (ended["status"], ended["incomplete_details"]) == ("completed", None)
     assert ended["output"][0]["status"] == "completed"
@@ -188,15 +193,15 @@ def test_a_call_that_is_cut_is_incomplete_and_its_arguments_are_never_done() -> 
     """Clients call a tool with arguments that are done."""
     output = Output(THOUGHTS)
     begun = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a"'}}
-    told = [
+    reported = [
         kind for piece in (ChoicePiece(text="I add."), ChoicePiece(calls=[begun])) for kind, _ in output.write(piece)
     ]
-    told += [kind for kind, _ in output.write(ChoicePiece(finish_reason="length"))]
-    assert told[-3:] == ["output_item.added", "function_call_arguments.delta", "output_item.done"]
+    reported += [kind for kind, _ in output.write(ChoicePiece(finish_reason="length"))]
+    assert reported[-3:] == ["output_item.added", "function_call_arguments.delta", "output_item.done"]
     assert [item["status"] for item in output.items] == ["completed", "incomplete"]
     assert output.items[1]["arguments"] == '{"a"'
-    assert "function_call_arguments.done" not in told
-    assert told.count("output_item.done") == 2
+    assert "function_call_arguments.done" not in reported
+    assert reported.count("output_item.done") == 2
 
 
 @pytest.mark.parametrize("summary", [None, "auto"])
@@ -239,9 +244,9 @@ def test_calls_and_their_results_are_one_turn_each(client: httpx.Client, tiny: E
 
 
 def test_a_format_holds(client: httpx.Client) -> None:
-    told = respond(client, text=FORMAT, max_output_tokens=60)
-    assert 0 <= json.loads(text_of(told))["a"] <= 9
-    assert (told["status"], told["text"]["format"]["name"]) == ("completed", "digit")
+    reported = respond(client, text=FORMAT, max_output_tokens=60)
+    assert 0 <= json.loads(text_of(reported))["a"] <= 9
+    assert (reported["status"], reported["text"]["format"]["name"]) == ("completed", "digit")
     assert isinstance(
         json.loads(text_of(respond(client, text={"format": {"type": "json_object"}}, max_output_tokens=60))), dict
     )
@@ -267,9 +272,9 @@ def test_fields_without_effect_are_accepted(client: httpx.Client) -> None:
         "stream_options": {"include_obfuscation": False},
         "max_tool_calls": 3,
     }
-    told = respond(client, **extra)
-    assert text_of(told) == text_of(respond(client))
-    assert told["metadata"] == {"run": "7"}
+    reported = respond(client, **extra)
+    assert text_of(reported) == text_of(respond(client))
+    assert reported["metadata"] == {"run": "7"}
 
 
 @pytest.mark.parametrize(
@@ -348,8 +353,8 @@ def test_an_error_in_the_middle_is_an_event_with_a_number(
 
 
 def test_nothing_is_kept_to_be_fetched(client: httpx.Client) -> None:
-    told = client.get(f"/v1/responses/{respond(client)['id']}")
-    assert (told.status_code, "no response is kept" in told.text) == (404, True)
+    reported = client.get(f"/v1/responses/{respond(client)['id']}")
+    assert (reported.status_code, "no response is kept" in reported.text) == (404, True)
 
 
 @pytest.mark.parametrize("number", ["1e400", "NaN", "Infinity", "9" * 5000])

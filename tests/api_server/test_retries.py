@@ -206,8 +206,8 @@ def test_headers_are_checked_before_they_are_sent_and_kept_to_oneself(gate: Gate
     assert gate.seen == []
     for kind in (ChatSpecFuse, SpecFuseLLM):
         model = kind(base_url=gate.address, model="tiny", default_headers={"X-Token": "very-secret"})
-        told = repr(model) + str(model) + str(model.model_dump()) + repr(model._resolve_engine())
-        assert "very-secret" not in told
+        reported = repr(model) + str(model) + str(model.model_dump()) + repr(model._resolve_engine())
+        assert "very-secret" not in reported
         assert b"very-secret" not in pickle.dumps(model)
 
 

@@ -124,12 +124,12 @@ def test_a_run_that_was_cut_short_is_compared_on_what_all_have_answered(
             first.id, Answer("red", "stop", tokens=1, rounds=1, active=2.0, forwards=2), "default", first.id
         )
     asked = ["table", "--data", str(data), "--tasks", "rag", "--half", "all", "--variants", "default"]
-    told = {
+    reported = {
         "default: not all rows are answered, left out": ["--against", BARS[1]],
         f"1 rows, difference to {BARS[1]}": ["--against", BARS[1], "--answered"],
         "nothing to compare": ["--against", BARS[0]],
     }
-    for line, more in told.items():
+    for line, more in reported.items():
         assert line in CliRunner().invoke(quality.app, [*asked, *more]).output
 
 

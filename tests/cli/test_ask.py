@@ -171,7 +171,7 @@ def test_doctor_shows_a_column_for_each_member(members: list[str], capsys: pytes
         assert f"\n{row} " in out
 
 
-def test_doctor_tells_the_good_members_from_the_bad(
+def test_doctor_separates_good_members_from_bad_ones(
     members: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"

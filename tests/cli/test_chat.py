@@ -203,7 +203,7 @@ def test_each_has_columns_on_a_terminal_and_marks_in_them(width: int) -> None:
         column.text = text
     columns.show_differences(out, Console(file=io.StringIO()))
     lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    beside = any("together" in line and "right" in line for line in lines)
-    assert beside is (width == 100)
+    compared = any("together" in line and "right" in line for line in lines)
+    assert compared is (width == 100)
     assert any("le\\x1bft" in line for line in lines)
     assert columns.joint.shown.spans[0].style == "bold reverse"

@@ -44,10 +44,10 @@ def test_the_verdict_is_printed_and_everything_is_kept(folder: Path, capsys: pyt
     size = (folder / "compare.jsonl").stat().st_size
     assert main([*command, "--json", "--votes", "vote.html"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["questions"] == 22
-    assert told["columns"]["text: rougeL"]["means"]["first"] == pytest.approx(100)
-    assert told["votes"]["ours"] == 0
+    reported = json.loads(out)
+    assert reported["questions"] == 22
+    assert reported["columns"]["text: rougeL"]["means"]["first"] == pytest.approx(100)
+    assert reported["votes"]["ours"] == 0
     assert "loading" not in err
     assert (folder / "compare.jsonl").stat().st_size == size
 
@@ -55,9 +55,9 @@ def test_the_verdict_is_printed_and_everything_is_kept(folder: Path, capsys: pyt
 def test_options_reach_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", "--config", "pair.toml#pair", "--questions", "q.jsonl", "--json", "--run", "other.jsonl"]
     assert main([*command, "--max-tokens", "3", "--timed", "0"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["costs"]["first"]["timed"] == 0
-    assert told["habits"]["first"]["words"] < 4
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["costs"]["first"]["timed"] == 0
+    assert reported["habits"]["first"]["words"] < 4
     assert (folder / "other.jsonl").exists()
     assert not (folder / "compare.jsonl").exists()
 
@@ -124,10 +124,10 @@ def test_the_best_member_is_asked_as_often_as_the_ensemble_costs(
     size = (folder / "compare.jsonl").stat().st_size
     assert main([*command, "--timed", "2", "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert told["equal"]["samples"]["compute"] == {"text": 3, "choice": 3}
-    assert told["equal"]["differences"]["compute"]["all"]["rows"] == 22
-    assert told["costs"]["the ensemble"]["flop"] > told["costs"]["first"]["flop"] > 0
+    reported = json.loads(out)
+    assert reported["equal"]["samples"]["compute"] == {"text": 3, "choice": 3}
+    assert reported["equal"]["differences"]["compute"]["all"]["rows"] == 22
+    assert reported["costs"]["the ensemble"]["flop"] > reported["costs"]["first"]["flop"] > 0
     assert "loading" not in err
     assert (folder / "compare.jsonl").stat().st_size == size
 

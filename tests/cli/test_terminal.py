@@ -174,8 +174,8 @@ def test_the_summary_names_members_speed_and_finish_reason() -> None:
 def test_explain_says_which_candidate_repeats() -> None:
     out, result = console(), finished("One ", "two")
     winner, loser = result.rounds[0].candidates
-    told = replace(result.rounds[0], candidates=(winner, replace(loser, score=0.0, repeats=True)))
-    terminal.show_rounds(replace(result, rounds=(told, *result.rounds[1:])), out)
+    reported = replace(result.rounds[0], candidates=(winner, replace(loser, score=0.0, repeats=True)))
+    terminal.show_rounds(replace(result, rounds=(reported, *result.rounds[1:])), out)
     text = shown(out)
     assert r'"loser\n\u001b[2J" (ends) (repeats)' in text
     assert text.count("(repeats)") == 1
@@ -202,8 +202,8 @@ def test_differences_come_with_other_members_words_as_plain_text() -> None:
     terminal.show_differences(differing([("It is 42 [bold]or so", drafts), (" and on", {})], weights), out)
     header, first, second = shown(out).strip().splitlines()
     assert header.split() == ["where", "members", "differ", "instead", "agree"]
-    told = [r"b “41 \x1b[2Jof”", "weight 0.250, score 0.250", "0.750"]
-    assert re.split(r"  +", first) == ["It is 42 [bold]or so and on", *told]
+    reported = [r"b “41 \x1b[2Jof”", "weight 0.250, score 0.250", "0.750"]
+    assert re.split(r"  +", first) == ["It is 42 [bold]or so and on", *reported]
     assert re.split(r"  +", second)[:2] == ["It is 42 [bold]or so and on", "b “them…”"]
     assert "\x1b" not in shown(out)
 
@@ -234,8 +234,8 @@ def test_explain_names_the_leader_and_the_savings_of_guesses() -> None:
         MEMBERS[0]: MemberUsage(7, 30, 40, 20, forwards=13, guessed=9, accepted=5),
         "b": MemberUsage(7, 30, 40, 20),
     }
-    told = replace(result, rounds=(led, plain), usage=replace(result.usage, members=members))
-    terminal.show_rounds(told, out)
+    reported = replace(result, rounds=(led, plain), usage=replace(result.usage, members=members))
+    terminal.show_rounds(reported, out)
     lines = shown(out).splitlines()
     first, second = (line for line in lines if line.startswith("round "))
     assert first.endswith("· b drafted first")
@@ -262,11 +262,11 @@ def test_reasoning_is_a_note_before_the_answer() -> None:
 def test_members_that_were_late_are_named_with_their_rounds() -> None:
     out, notes, result = console(), console(), finished("One ", "two")
     late = MemberAbsence("\x1b[31mb", "verify", 5)
-    told = replace(result, rounds=(result.rounds[0], replace(result.rounds[1], absent=(late,))))
-    terminal.show_rounds(told, out)
+    reported = replace(result, rounds=(result.rounds[0], replace(result.rounds[1], absent=(late,))))
+    terminal.show_rounds(reported, out)
     assert "\\x1b[31mb sat this round out: late with its verdicts" in shown(out)
     terminal.show_summary(result, notes)
     assert "late rounds" not in shown(notes)
-    told = replace(told, rounds=(*result.rounds[:1], replace(result.rounds[1], absent=(MemberAbsence("b"),))))
-    terminal.show_summary(told, notes)
+    reported = replace(reported, rounds=(*result.rounds[:1], replace(result.rounds[1], absent=(MemberAbsence("b"),))))
+    terminal.show_summary(reported, notes)
     assert "late rounds" in shown(notes)

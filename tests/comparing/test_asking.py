@@ -89,12 +89,12 @@ def test_only_what_changed_is_asked_again(tmp_path: Path) -> None:
 
 
 def test_progress_begins_with_kept_answers_and_ends_with_all(tmp_path: Path) -> None:
-    run, told = tmp_path / "run.jsonl", list[Progress]()
+    run, reported = tmp_path / "run.jsonl", list[Progress]()
     compare(["first", "second"], ROWS[:10], run=run, make_engine=Fakes(SEA), timed=0)
-    compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA), timed=1, on_progress=told.append)
-    assert (told[0].done, told[0].total) == (30, 90)
-    assert told[-1].done == told[-1].total == 90
-    assert [p.done for p in told] == sorted(p.done for p in told)
+    compare(["first", "second"], ROWS, run=run, make_engine=Fakes(SEA), timed=1, on_progress=reported.append)
+    assert (reported[0].done, reported[0].total) == (30, 90)
+    assert reported[-1].done == reported[-1].total == 90
+    assert [p.done for p in reported] == sorted(p.done for p in reported)
 
 
 def test_a_long_list_is_taken_as_far_as_answers_come() -> None:

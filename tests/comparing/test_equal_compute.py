@@ -34,7 +34,7 @@ def compared(made: Fakes, rows: list[dict[str, object]] = ROWS, timed: int = 0, 
     return compare(["first", "second"], rows, make_engine=made, timed=timed, **{"equal_compute": True, **how})
 
 
-def told(found: Comparison, title: str) -> str:
+def reported(found: Comparison, title: str) -> str:
     return next((point.text for point in found.verdict.points if point.title == title), "")
 
 
@@ -70,18 +70,18 @@ def test_a_single_sample_is_the_greedy_answer() -> None:
     name = "first, 1 sample (equal compute and seconds)"
     assert {q: a.text for q, a in found.answers[name].items()} == {q: a.text for q, a in found.answers["first"].items()}
     assert "ceiling" not in found.equal.columns
-    assert "pays for: 3.0 (at most 1 are asked)" in told(found, "Equal compute")
+    assert "pays for: 3.0 (at most 1 are asked)" in reported(found, "Equal compute")
 
 
 def test_the_verdict_has_all_three_sentences_with_intervals() -> None:
     found = compared(fakes(), timed=2)
     assert "points more than the best member, first, asked once, on 30 questions" in found.verdict.headline
-    compute, seconds = told(found, "Equal compute"), told(found, "Equal seconds")
+    compute, seconds = reported(found, "Equal compute"), reported(found, "Equal seconds")
     assert compute.startswith("worse: the ensemble has -"), compute
     assert "points more than first, 3 samples; samples that its compute pays for: 3.0;" in compute
     assert "the ensemble has " in seconds
     assert "(medians of 2)" in seconds
-    assert "chosen by references" in told(found, "Ceiling")
+    assert "chosen by references" in reported(found, "Ceiling")
     assert any("0.7 is the only temperature" in limit for limit in found.verdict.limits)
     plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert plain["equal"]["differences"]["compute"]["all"]["rows"] == 30
@@ -97,7 +97,7 @@ def test_without_the_option_nothing_is_sampled_or_reported() -> None:
     assert found.equal is None
     assert made.sampled == 0
     assert "asked once" not in found.verdict.headline
-    assert not told(found, "Equal compute")
+    assert not reported(found, "Equal compute")
     assert found.to_dict()["equal"] is None
 
 
@@ -145,7 +145,7 @@ def test_answers_that_were_kept_without_their_work_are_not_guessed_at(tmp_path: 
     old = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
     run.write_text("".join(json.dumps({k: v for k, v in each.items() if k != "work"}) + "\n" for each in old))
     found = compared(fakes(), run=run)
-    assert "before their work was counted" in told(found, "Equal compute")
+    assert "before their work was counted" in reported(found, "Equal compute")
 
 
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────
@@ -155,8 +155,8 @@ def test_without_references_nothing_is_asked_and_the_reason_is_reported() -> Non
     made = fakes()
     found = compared(made, [{"text": f"question {n}"} for n in range(3)])
     assert made.sampled == 0
-    assert told(found, "Equal compute").startswith("unknown: no question has references")
-    assert told(found, "Equal seconds").startswith("unknown: no question has references")
+    assert reported(found, "Equal compute").startswith("unknown: no question has references")
+    assert reported(found, "Equal seconds").startswith("unknown: no question has references")
 
 
 def test_questions_without_references_are_not_sampled() -> None:
@@ -171,12 +171,12 @@ def test_questions_without_references_are_not_sampled() -> None:
 
 def test_unknown_sizes_are_named_and_seconds_are_still_reported() -> None:
     found = compared(fakes(sizes={"first": 1000}), timed=2)
-    assert told(found, "Equal compute") == "unknown: how many parameters second has is not known."
-    assert "the ensemble has" in told(found, "Equal seconds")
+    assert reported(found, "Equal compute") == "unknown: how many parameters second has is not known."
+    assert "the ensemble has" in reported(found, "Equal seconds")
 
 
 def test_without_timed_answers_equal_seconds_are_not_reported() -> None:
-    assert "--timed" in told(compared(fakes()), "Equal seconds")
+    assert "--timed" in reported(compared(fakes()), "Equal seconds")
 
 
 def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_else(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_member_that_fails_while_it_is_sampled_loses_its_columns_and_nothing_e
 
     found = compared(fakes(disturb=disturb), run=run)
     assert len(found.questions) == 30
-    reason = told(found, "Equal compute")
+    reason = reported(found, "Equal compute")
     assert reason.startswith("unknown: ")
     assert "of 90 samples failed (first: " in reason
     assert "out of order" in reason
@@ -224,8 +224,8 @@ def test_each_kind_samples_its_own_best_member_where_its_questions_are_many_enou
     assert found.equal is not None
     assert found.equal.members == {"short": "first", "number": "second", "few": "first"}
     assert found.equal.columns["compute"].startswith("best of each kind, ")
-    assert "; short (30, F1) " in told(found, "Equal compute")
-    assert "few (3" not in told(found, "Equal compute")
+    assert "; short (30, F1) " in reported(found, "Equal compute")
+    assert "few (3" not in reported(found, "Equal compute")
 
 
 def test_a_cold_sample_and_none_at_all_are_refused_before_any_model_is_loaded() -> None:
@@ -244,8 +244,8 @@ def test_samples_are_no_member() -> None:
     found = compared(fakes())
     assert found.members == ("first", "second")
     assert found.columns["all"].best == "first"
-    assert COLUMN not in told(found, "Which to drop")
-    assert COLUMN not in told(found, "Repetition")
+    assert COLUMN not in reported(found, "Which to drop")
+    assert COLUMN not in reported(found, "Repetition")
 
 
 def test_the_work_of_samples_counts_the_prompt_once() -> None:

@@ -76,9 +76,7 @@ def short(*references: str) -> Question:
 
 
 @pytest.mark.parametrize(("name", "settings", "answer"), YES, ids=[name for name, _, _ in YES])
-def test_every_check_tells_an_answer_that_follows_from_one_that_does_not(
-    name: str, settings: dict[str, Any], answer: str
-) -> None:
+def test_every_check_separates_following_answers_from_others(name: str, settings: dict[str, Any], answer: str) -> None:
     instruction = {"name": name, **settings}
     check_instruction(instruction)
     assert followed(answer, [instruction])

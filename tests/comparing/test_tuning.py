@@ -152,12 +152,12 @@ def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> N
 
 def test_the_point_of_a_verdict_says_on_which_rows() -> None:
     gain = Interval(2.0, -1.0, 5.0, 30)
-    told = Tuned(CONFIG, "weight 2 for a", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
-    assert told == (
+    reported = Tuned(CONFIG, "weight 2 for a", 5, Interval(9.0, 4.0, 14.0, 30), gain, "a", gain).point.text
+    assert reported == (
         "weight 2 for a gives +2.0 [-1.0, +5.0] points on the 30 questions that did not choose it (+9.0 on the 30 that "
         "did, of 5 settings tried): no gain is shown; to a alone +2.0 [-1.0, +5.0]."
     )
-    assert ENSEMBLE not in told
+    assert ENSEMBLE not in reported
 
 
 @pytest.mark.parametrize("preset", ["default", "fast", "specfuse", "specem"])

@@ -54,8 +54,8 @@ def test_nothing_is_claimed_of_few_rows_however_clear_they_are() -> None:
 def test_one_row_has_no_interval_and_is_plain_json() -> None:
     found = made({"one": [BAD], "two": [BAD], ENSEMBLE: [GOOD]})
     assert found.verdict.outcome == "too few rows"
-    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert told["columns"]["all"]["differences"][ENSEMBLE]["low"] is None
+    reported = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert reported["columns"]["all"]["differences"][ENSEMBLE]["low"] is None
     assert "<svg" in found.to_html()
 
 

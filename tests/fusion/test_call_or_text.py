@@ -88,7 +88,7 @@ def test_text_that_a_verifier_cannot_see_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "behind", "size"),
+    ("text", "after", "size"),
     [
         (CALL_OPEN, "", TAG),
         (CALL_OPEN + '{"name"', "Let me see. ", TAG),
@@ -100,9 +100,9 @@ def test_text_that_a_verifier_cannot_see_decides_nothing() -> None:
         ("<", CALL_OPEN + '{"name": "html", "arguments": {"text": "', 0),
     ],
 )
-def test_the_tag_opens_the_first_call_and_only_where_tools_are_offered(text: str, behind: str, size: int) -> None:
-    assert ToolUse(TOOLS).opened_by(text, behind) == size
-    assert ToolUse(TOOLS, "none").opened_by(text, behind) == ToolUse().opened_by(text, behind) == 0
+def test_the_tag_opens_the_first_call_and_only_where_tools_are_offered(text: str, after: str, size: int) -> None:
+    assert ToolUse(TOOLS).opened_by(text, after) == size
+    assert ToolUse(TOOLS, "none").opened_by(text, after) == ToolUse().opened_by(text, after) == 0
 
 
 def first_round(

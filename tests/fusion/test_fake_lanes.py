@@ -48,11 +48,11 @@ def test_while_one_member_leads_the_others_commit() -> None:
     lane = FakeLane({"a": scripted(TALE), "b": scripted(OTHER)}, may_guess=True)
     with fake(lane) as engine:
         assert engine.generate("tell me", SamplingParams(max_tokens=50)).text == " " + TALE.removesuffix(" .")
-    [led, behind, follower] = [request for request in lane.asked if not isinstance(request.op, (Open, Verify))][2:5]
+    [led, commit, follower] = [request for request in lane.asked if not isinstance(request.op, (Open, Verify))][2:5]
     assert isinstance(led.op, Draft)
     assert isinstance(follower.op, Draft)
-    assert (led.op.commit, behind.op, follower.op.commit) == (" the sea follows", Commit(" the sea follows"), "")
-    assert led.member != behind.member == follower.member
+    assert (led.op.commit, commit.op, follower.op.commit) == (" the sea follows", Commit(" the sea follows"), "")
+    assert led.member != commit.member == follower.member
 
 
 def test_text_is_committed_by_itself_where_a_context_may_be_full_with_it() -> None:

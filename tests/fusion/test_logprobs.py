@@ -48,10 +48,10 @@ def check(engine: EnsembleEngine, result: EnsembleResult, top: int = 0, referenc
     rows, ids = plain_rows(member, result.text), member.codec.encode(result.text)
     expected = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
     assert [t.logprob for t in result.logprobs] == pytest.approx(expected, abs=1e-3)
-    for told, row in zip(result.logprobs, rows, strict=True):
+    for reported, row in zip(result.logprobs, rows, strict=True):
         best = row.topk(top)
-        assert [each.logprob for each in told.top] == pytest.approx(best.values.tolist(), abs=1e-3)
-        for each, token in zip(told.top, best.indices.tolist(), strict=True):
+        assert [each.logprob for each in reported.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        for each, token in zip(reported.top, best.indices.tolist(), strict=True):
             spelled = member.codec.alternatives("", [[token]])[0][0]
             is_close = best.values.diff().abs().min() < 1e-3 if top > 1 else False
             assert bytes(each.bytes) in (spelled, spelled.removeprefix(b" ")) or is_close
@@ -67,7 +67,7 @@ def test_the_most_probable_tokens_in_each_place_are_the_reference_members_own(
         asked = SamplingParams(max_tokens=25, temperature=1.0, seed=3, logprobs=True, top_logprobs=top)
         result = engine.generate(QUESTION, asked)
         check(engine, result, top)
-        assert all(len(told.top) == top for told in result.logprobs or ())
+        assert all(len(reported.top) == top for reported in result.logprobs or ())
         assert result.text == engine.generate(QUESTION, replace(asked, top_logprobs=0)).text
 
 
@@ -78,10 +78,10 @@ def test_the_answers_own_token_among_the_most_probable_is_spelled_as_itself(tiny
             asked = SamplingParams(max_tokens=12, logprobs=True, top_logprobs=20)
             alone = engine.generate(QUESTION, asked, members=[reference])
             assert alone.logprobs is not None
-            for told in alone.logprobs:
-                if told.logprob >= told.top[-1].logprob + 1e-3:
-                    assert told.bytes in {each.bytes for each in told.top}
-            assert any(told.bytes == told.top[0].bytes for told in alone.logprobs)
+            for reported in alone.logprobs:
+                if reported.logprob >= reported.top[-1].logprob + 1e-3:
+                    assert reported.bytes in {each.bytes for each in reported.top}
+            assert any(reported.bytes == reported.top[0].bytes for reported in alone.logprobs)
 
 
 def test_they_are_the_same_in_static_execution_and_in_a_batch(tiny_engine: EnsembleEngine) -> None:

@@ -381,8 +381,8 @@ def test_a_member_that_leaves_after_the_last_round_is_in_the_result(tmp_path_fac
         result = engine.generate("Hi.", SamplingParams(max_tokens=500))
     assert result.finish_reason is FinishReason.LENGTH
     assert [row.exit_reason for row in result.summary()] == ["context"]
-    told = [gone for record in result.rounds for gone in record.exits]
-    assert len(told) == 1
+    reported = [gone for record in result.rounds for gone in record.exits]
+    assert len(reported) == 1
 
 
 def test_nothing_is_scored_beyond_a_context(tmp_path_factory: pytest.TempPathFactory) -> None:

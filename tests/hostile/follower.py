@@ -74,8 +74,8 @@ def main() -> None:
     say("ready")
     for line in sys.stdin:
         given, seed = json.loads(line)
-        told = follower.follow(given, seed)
-        say([told, follower.slowest])
+        reported = follower.follow(given, seed)
+        say([reported, follower.slowest])
 
 
 def say(what: Any) -> None:

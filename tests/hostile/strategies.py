@@ -149,7 +149,7 @@ ITEMS = st.one_of(
     st.fixed_dictionaries({"type": st.sampled_from(["reasoning", "item_reference", "wat"])}, optional={"id": TEXTS}),
 )
 FLAT_TOOLS = TOOLS.map(lambda tool: {"type": tool["type"], **tool["function"]})
-FLAT_FORMATS = FORMATS.map(lambda told: {"format": {"type": told["type"], **told.get("json_schema", {})}})
+FLAT_FORMATS = FORMATS.map(lambda reported: {"format": {"type": reported["type"], **reported.get("json_schema", {})}})
 
 
 def _sampling() -> dict[str, st.SearchStrategy[Any]]:

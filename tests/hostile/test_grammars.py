@@ -37,9 +37,9 @@ class Watched:
         assert process.stdin is not None
         process.stdin.write(json.dumps([given, seed]) + "\n")
         process.stdin.flush()
-        told, seconds = self._read(process)
-        self.outcomes[told] += 1
-        return told, seconds
+        reported, seconds = self._read(process)
+        self.outcomes[reported] += 1
+        return reported, seconds
 
     def close(self) -> None:
         if self._process is not None:
@@ -85,8 +85,8 @@ def watched() -> Iterator[Watched]:
 
 
 def check(watched: Watched, grammar: dict[str, Any], seed: int = 0) -> None:
-    told, seconds = watched.follow(grammar, seed)
-    assert told in EXPECTED
+    reported, seconds = watched.follow(grammar, seed)
+    assert reported in EXPECTED
     assert seconds < LONGEST_SECONDS, f"a round took {seconds:.2f} s"
 
 

@@ -74,10 +74,12 @@ def test_an_agent_streams_its_calls_and_stops_at_a_limit(llm: ChatSpecFuse) -> N
         wrap_model_call(lambda request, handler: handler(request.override(tool_choice="any"))),
     ]
     agent = create_agent(hurried, [multiply], middleware=middlewares)
-    told: list[Any] = list(agent.stream({"messages": [QUESTION]}, stream_mode=["messages", "values"]))
-    calls = [chunk for mode, (chunk, _) in (t for t in told if t[0] == "messages") if isinstance(chunk, AIMessageChunk)]
+    reported: list[Any] = list(agent.stream({"messages": [QUESTION]}, stream_mode=["messages", "values"]))
+    calls = [
+        chunk for mode, (chunk, _) in (t for t in reported if t[0] == "messages") if isinstance(chunk, AIMessageChunk)
+    ]
     assert sum(bool(chunk.tool_call_chunks) for chunk in calls) > 2
-    messages = told[-1][1]["messages"]
+    messages = reported[-1][1]["messages"]
     assert next(m.text for m in messages if isinstance(m, ToolMessage)) == "17 times 25 is 425"
     assert isinstance(messages[-1], AIMessage)
     assert "limit" in messages[-1].text.lower()

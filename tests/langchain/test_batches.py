@@ -114,8 +114,8 @@ async def test_an_asynchronous_batch_is_bounded_too(chat: ChatSpecFuse) -> None:
     assert [a.text for a in answers] == [a.text for a in chat.batch(QUESTIONS, max_tokens=4)]
     assert len(set(runs.started)) == len(QUESTIONS)
     assert 1 < runs.most <= chat._ensemble().max_concurrent
-    told = [pair async for pair in chat.abatch_as_completed(QUESTIONS[:5], max_tokens=4)]
-    assert {index: answer.text for index, answer in told} == {i: answers[i].text for i in range(5)}
+    reported = [pair async for pair in chat.abatch_as_completed(QUESTIONS[:5], max_tokens=4)]
+    assert {index: answer.text for index, answer in reported} == {i: answers[i].text for i in range(5)}
 
 
 async def test_asynchronous_exceptions_stay_with_their_input(chat: ChatSpecFuse) -> None:
@@ -174,9 +174,9 @@ def test_an_interrupt_stops_the_answers_of_a_batch(tmp_path: Path, way: str) -> 
         assert process.stdout.readline() == "go\n"
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, reported = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert told.rstrip().endswith("KeyboardInterrupt")
+    assert reported.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_closing_a_batch_stops_its_answers(tiny: EnsembleEngine) -> None:

@@ -74,8 +74,8 @@ def graph_of(model: ChatSpecFuse) -> Any:
 
 
 def messages_of_a_graph(model: ChatSpecFuse, config: Any) -> str:
-    told = graph_of(model).stream({"messages": [("user", QUESTION)]}, config, stream_mode="messages")
-    return "".join(chunk.text for chunk, _ in told if isinstance(chunk, AIMessageChunk))
+    reported = graph_of(model).stream({"messages": [("user", QUESTION)]}, config, stream_mode="messages")
+    return "".join(chunk.text for chunk, _ in reported if isinstance(chunk, AIMessageChunk))
 
 
 WAYS = [invoke, stream, stream_v3, messages_of_a_graph]
@@ -107,10 +107,10 @@ async def test_segment_events_come_in_every_asynchronous_way(telling: ChatSpecFu
     assert "".join([chunk.text async for chunk in telling.astream(QUESTION, config)]) == whole
     assert len(heard.events) == 2 * first == len(handler.events)
     events = [event async for event in telling.astream_events(QUESTION, version="v2")]
-    told = [event["data"] for event in events if event["event"] == "on_custom_event"]
-    assert told == [data for _, data in heard.events[:first]]
+    reported = [event["data"] for event in events if event["event"] == "on_custom_event"]
+    assert reported == [data for _, data in heard.events[:first]]
     in_graph = graph_of(telling).astream_events({"messages": [("user", QUESTION)]}, version="v2")
-    assert [e["data"] async for e in in_graph if e["event"] == "on_custom_event"] == told
+    assert [e["data"] async for e in in_graph if e["event"] == "on_custom_event"] == reported
 
 
 def test_a_model_s_own_callbacks_hear_of_segments(tiny: EnsembleEngine) -> None:
@@ -163,8 +163,8 @@ OFF: list[dict[str, Any]] = [{"streaming": False}, {"disable_streaming": True}]
 @pytest.mark.parametrize("off", OFF)
 def test_a_graph_does_not_stream_when_streaming_is_off(tiny: EnsembleEngine, off: dict[str, Any]) -> None:
     graph = graph_of(ChatSpecFuse(engine=tiny, max_tokens=12, **off))
-    told = list(graph.stream({"messages": [("user", QUESTION)]}, stream_mode="messages"))
-    assert [type(message) for message, _ in told] == [AIMessage]
+    reported = list(graph.stream({"messages": [("user", QUESTION)]}, stream_mode="messages"))
+    assert [type(message) for message, _ in reported] == [AIMessage]
 
 
 def test_streams_are_switched_off_for_a_call_or_for_those_with_tools(tiny: EnsembleEngine) -> None:

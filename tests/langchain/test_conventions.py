@@ -160,9 +160,9 @@ def test_ensembles_are_no_presets(tiny: EnsembleEngine) -> None:
 def test_a_finish_reason_is_a_common_one(tiny: EnsembleEngine, reason: str, said: str) -> None:
     ended = replace(tiny.generate(QUESTION, SamplingParams(max_tokens=4)), finish_reason=FinishReason(reason))
     [last] = ChunkBuilder(lambda: "tiny", "summary", reader=None).chunks(FinishEvent(ended))
-    told = last.message.response_metadata
-    assert told["finish_reason"] == said
-    assert told["specfuse"]["finish_reason"] == reason
+    reported = last.message.response_metadata
+    assert reported["finish_reason"] == said
+    assert reported["specfuse"]["finish_reason"] == reason
 
 
 def test_each_generation_says_how_it_ended(chat: ChatSpecFuse) -> None:
@@ -182,18 +182,18 @@ def test_each_generation_says_how_it_ended(chat: ChatSpecFuse) -> None:
 
 
 def test_a_message_carries_a_summary_by_default(tiny: EnsembleEngine) -> None:
-    told = {
+    reported = {
         detail: ChatSpecFuse(engine=tiny, max_tokens=60, ledger=detail).invoke(QUESTION).response_metadata
         for detail in ("summary", "full", "none")
     }
     assert ChatSpecFuse(engine=tiny).ledger == "summary"
-    assert len(json.dumps(told["summary"]["specfuse"])) < 4000
-    assert told["summary"]["specfuse"]["rounds"] == len(told["full"]["specfuse"]["rounds"])
-    assert "specfuse" not in told["none"]
-    differences, few = (told[detail]["specfuse"]["differences"] for detail in ("full", "summary"))
+    assert len(json.dumps(reported["summary"]["specfuse"])) < 4000
+    assert reported["summary"]["specfuse"]["rounds"] == len(reported["full"]["specfuse"]["rounds"])
+    assert "specfuse" not in reported["none"]
+    differences, few = (reported[detail]["specfuse"]["differences"] for detail in ("full", "summary"))
     assert [each["text"] for each in few] == [each["text"] for each in differences[: len(few)]]
     assert differences[0]["others"][0]["member"] in ("chat", "base")
-    assert told["none"]["model_name"] == "chat+base"
+    assert reported["none"]["model_name"] == "chat+base"
 
 
 def test_a_call_and_a_value_have_the_agreement_of_each_field(tiny: EnsembleEngine) -> None:
@@ -201,13 +201,13 @@ def test_a_call_and_a_value_have_the_agreement_of_each_field(tiny: EnsembleEngin
     boat = {"title": "Boat", "type": "object", "properties": {"crew": crew}, "required": ["crew"]}
     model = ChatSpecFuse(engine=tiny, max_tokens=120)
     called = model.bind_tools([boat], tool_choice="any").invoke(QUESTION)
-    told = {field["path"]: field for field in called.response_metadata["specfuse"]["fields"]}
-    assert told.keys() == {"$.name", "$.arguments.crew"}
-    assert int(told["$.arguments.crew"]["text"]) == called.tool_calls[0]["args"]["crew"]
+    reported = {field["path"]: field for field in called.response_metadata["specfuse"]["fields"]}
+    assert reported.keys() == {"$.name", "$.arguments.crew"}
+    assert int(reported["$.arguments.crew"]["text"]) == called.tool_calls[0]["args"]["crew"]
     found = model.with_structured_output(boat, include_raw=True).invoke(QUESTION)
     [*_, field] = found["raw"].response_metadata["specfuse"]["fields"]
     assert field["path"].endswith("crew")
-    assert all(0 <= field["share"] <= 1 for field in told.values() if field["share"] is not None)
+    assert all(0 <= field["share"] <= 1 for field in reported.values() if field["share"] is not None)
     quiet = model.model_copy(update={"ledger": "none"}).bind_tools([boat], tool_choice="any").invoke(QUESTION)
     assert "specfuse" not in quiet.response_metadata
 
@@ -220,8 +220,8 @@ async def test_a_member_that_fails_is_seen(tiny: EnsembleEngine, stage: str) -> 
             answer = model.invoke(QUESTION)
         with pytest.warns(MemberFailedWarning, match="base"):
             assert [chunk async for chunk in model.astream(QUESTION)]
-    [told] = answer.response_metadata["specfuse"]["warnings"]
-    assert (told["member"], told["stage"]) == ("base", stage)
+    [reported] = answer.response_metadata["specfuse"]["warnings"]
+    assert (reported["member"], reported["stage"]) == ("base", stage)
     with warnings.catch_warnings(record=True) as heard:
         model.invoke(QUESTION)
     assert heard == []

@@ -72,13 +72,13 @@ def test_every_error_of_the_engine_has_a_class_here() -> None:
 
 @pytest.mark.parametrize("error", MADE, ids=lambda error: type(error).__name__)
 def test_a_translated_error_is_both_and_loses_nothing(error: errors.SpecFuseError) -> None:
-    told = translated(error)
-    assert isinstance(told, type(error))
-    assert isinstance(told, exceptions.ModelError)
-    assert (str(told), vars(told)) == (str(error), vars(error))
-    assert translated(told) is told
-    again = pickle.loads(pickle.dumps(told))
-    assert (type(again), str(again), vars(again)) == (type(told), str(told), vars(told))
+    reported = translated(error)
+    assert isinstance(reported, type(error))
+    assert isinstance(reported, exceptions.ModelError)
+    assert (str(reported), vars(reported)) == (str(error), vars(error))
+    assert translated(reported) is reported
+    again = pickle.loads(pickle.dumps(reported))
+    assert (type(again), str(again), vars(again)) == (type(reported), str(reported), vars(reported))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_an_answer_cut_inside_its_grammar_is_an_error_of_the_parser(chat: ChatSp
 
 
 def test_a_cut_value_is_a_parsing_error_next_to_its_beginning(chat: ChatSpecFuse) -> None:
-    told = with_raw(chat.bind(max_tokens=20, grammar=ENDLESS), JsonOutputParser()).invoke("Hi")
-    assert isinstance(told["parsing_error"], errors.UnfinishedValueError)
-    assert told["parsed"] is None
-    assert told["raw"].text == told["parsing_error"].text != ""
-    assert told["raw"].response_metadata["finish_reason"] == "length"
-    usage = told["raw"].usage_metadata
+    reported = with_raw(chat.bind(max_tokens=20, grammar=ENDLESS), JsonOutputParser()).invoke("Hi")
+    assert isinstance(reported["parsing_error"], errors.UnfinishedValueError)
+    assert reported["parsed"] is None
+    assert reported["raw"].text == reported["parsing_error"].text != ""
+    assert reported["raw"].response_metadata["finish_reason"] == "length"
+    usage = reported["raw"].usage_metadata
     assert usage["output_tokens"] == 20
     assert usage["total_tokens"] == usage["input_tokens"] + 20
 

@@ -118,7 +118,7 @@ def test_folders_of_one_name_have_separate_keys(tmp_path: Path) -> None:
     assert len(keys) == 2
 
 
-def test_a_cache_answers_and_tells_models_apart(tiny: EnsembleEngine) -> None:
+def test_a_cache_answers_and_distinguishes_models(tiny: EnsembleEngine) -> None:
     cache = InMemoryCache()
     model = ChatSpecFuse(engine=tiny, max_tokens=6, cache=cache)
     before = tiny.metrics().forwards
@@ -130,7 +130,7 @@ def test_a_cache_answers_and_tells_models_apart(tiny: EnsembleEngine) -> None:
     assert isinstance(blocks.content, list)
 
 
-def test_a_cache_tells_classes_of_one_name_apart(tiny: EnsembleEngine) -> None:
+def test_a_cache_distinguishes_classes_of_one_name(tiny: EnsembleEngine) -> None:
     model = ChatSpecFuse(engine=tiny, max_tokens=60, cache=InMemoryCache())
     first, second = (create_model("Same", **{name: (bool, ...)}) for name in "pq")
     for wanted, key in ((first, "p"), (second, "q"), (first, "p")):
@@ -230,7 +230,7 @@ def test_tokens_are_counted_as_one_wishes(tiny: EnsembleEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "reported"),
     [
         ({"num_predict": 5}, "max_tokens"),
         ({"max_completion_tokens": 5}, "max_tokens"),
@@ -241,11 +241,11 @@ def test_tokens_are_counted_as_one_wishes(tiny: EnsembleEngine) -> None:
     ],
 )
 def test_an_option_of_another_model_gets_an_answer_that_helps(
-    tiny: EnsembleEngine, option: dict[str, Any], told: str
+    tiny: EnsembleEngine, option: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(errors.ConfigError, match=told):
+    with pytest.raises(errors.ConfigError, match=reported):
         ChatSpecFuse(engine=tiny, **option)
-    with pytest.raises(errors.ConfigError, match=told):
+    with pytest.raises(errors.ConfigError, match=reported):
         ChatSpecFuse(engine=tiny).invoke(QUESTION, **option)
 
 
@@ -272,7 +272,7 @@ def test_a_model_is_a_member_as_users_of_other_classes_write_it(model: Any, name
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         (lambda: ChatSpecFuse("demo"), r"by name: write members='demo'"),
         (lambda: ChatSpecFuse("a/b"), r"by name: write members=\['a/b'\]"),
@@ -281,8 +281,8 @@ def test_a_model_is_a_member_as_users_of_other_classes_write_it(model: Any, name
         (lambda: ChatSpecFuse(engine="demo"), r"engine must be an EnsembleEngine, not str"),
     ],
 )
-def test_a_newcomers_mistake_is_answered_with_the_right_call(settings: Any, told: str) -> None:
-    with pytest.raises(errors.ConfigError, match=told):
+def test_a_newcomers_mistake_is_answered_with_the_right_call(settings: Any, reported: str) -> None:
+    with pytest.raises(errors.ConfigError, match=reported):
         settings()
 
 

@@ -69,9 +69,9 @@ def test_retrieval_as_a_graph_streams_its_answer(llm: ChatSpecFuse) -> None:
 
     graph = StateGraph(Retrieval).add_sequence([retrieve, generate]).add_edge(START, "retrieve").compile()
     question = {"question": "When does the observatory open?"}
-    told = list(graph.stream(question, stream_mode=["messages", "values"]))
-    pieces = [part[0].text for mode, part in told if mode == "messages"]
-    state = told[-1][1]
+    reported = list(graph.stream(question, stream_mode=["messages", "values"]))
+    pieces = [part[0].text for mode, part in reported if mode == "messages"]
+    state = reported[-1][1]
     assert [document.page_content for document in state["context"]] == facts[:1]
     assert "".join(pieces) == state["answer"]
     assert len(pieces) > 2

@@ -134,11 +134,11 @@ def test_an_agent_hands_over_with_a_tool(llm: ChatSpecFuse) -> None:
         graph.add_node(name, agent).add_edge(name, END)
     state = graph.add_edge(START, "desk").compile().invoke({"messages": [("user", "Ask the cook: how is bread made?")]})
     assert kinds(state) == ["human", "ai", "tool", "ai"]
-    _, called, told, answer = state["messages"]
+    _, called, reported, answer = state["messages"]
     [call] = called.tool_calls
-    assert told.tool_call_id == call["id"]
+    assert reported.tool_call_id == call["id"]
     assert answer.name == call["name"].removeprefix("transfer_to_")
-    assert told.text == f"The {answer.name} answers now."
+    assert reported.text == f"The {answer.name} answers now."
     assert answer.text
 
 
@@ -171,8 +171,8 @@ def test_an_agent_without_tools_gives_the_value(llm: ChatSpecFuse, strategy: Cal
     agent = create_agent(llm, [], response_format=strategy(Verdict))
     state = agent.invoke({"messages": [("user", "The observatory is open now. Is it open?")]})
     answer = next(message for message in state["messages"] if isinstance(message, AIMessage))
-    told = answer.tool_calls[0]["args"] if strategy is ToolStrategy else Verdict.model_validate_json(answer.text)
-    assert Verdict.model_validate(told) == state["structured_response"]
+    reported = answer.tool_calls[0]["args"] if strategy is ToolStrategy else Verdict.model_validate_json(answer.text)
+    assert Verdict.model_validate(reported) == state["structured_response"]
     assert [call["name"] for call in answer.tool_calls] == (["Verdict"] if strategy is ToolStrategy else [])
 
 
@@ -220,9 +220,9 @@ def test_fields_that_are_configured_fall_back_retry_and_are_cached(
     hurry: Any = {"configurable": {"seconds": 1e-4}}
     with pytest.raises(errors.RequestTimeoutError):
         chosen.invoke("What is the sea?", hurry)
-    told = chosen.with_fallbacks([model], exceptions_to_handle=(TimeoutError,)).invoke("What is the sea?", hurry)
+    reported = chosen.with_fallbacks([model], exceptions_to_handle=(TimeoutError,)).invoke("What is the sea?", hurry)
     before = demo_engine.metrics().forwards
-    assert model.invoke("What is the sea?").text == told.text
+    assert model.invoke("What is the sea?").text == reported.text
     assert demo_engine.metrics().forwards == before, "the cache answered"
 
 

@@ -40,8 +40,8 @@ async def test_events_of_version_two_carry_the_segments(model: ChatSpecFuse) -> 
     assert all(isinstance(piece, AIMessageChunk) for piece in pieces)
     whole = events[-1]["data"]["output"]
     assert "".join(piece.content for piece in pieces) == whole.content == (await model.ainvoke(QUESTION)).content
-    told = [s for piece in pieces for s in piece.additional_kwargs.get("specfuse_segments", ())]
-    assert told == whole.additional_kwargs["specfuse_segments"] != []
+    reported = [s for piece in pieces for s in piece.additional_kwargs.get("specfuse_segments", ())]
+    assert reported == whole.additional_kwargs["specfuse_segments"] != []
 
 
 def test_configurable_fields_and_retries_keep_the_engine(model: ChatSpecFuse, demo_engine: EnsembleEngine) -> None:

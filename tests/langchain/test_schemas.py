@@ -225,11 +225,11 @@ def test_a_value_that_quotes_a_call_stays_a_value_with_tools(chat: ChatSpecFuse)
     add = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
     quoted = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     grammar = Grammar.json_schema({"const": quoted})
-    told = [
+    reported = [
         chat.invoke("Quote it.", tools=[add], grammar=grammar, temperature=1.0, seed=seed, max_tokens=90)
         for seed in range(6)
     ]
-    values = [answer for answer in told if not answer.tool_calls]
+    values = [answer for answer in reported if not answer.tool_calls]
     assert values
     assert {json.loads(answer.text) for answer in values} == {quoted}
     assert {answer.response_metadata["finish_reason"] for answer in values} == {"stop"}

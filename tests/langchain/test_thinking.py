@@ -51,9 +51,9 @@ def test_reasoning_is_a_block_and_no_text(thinker: ChatSpecFuse) -> None:
 
 def test_reasoning_streams_before_the_text(thinker: ChatSpecFuse) -> None:
     chunks = list(thinker.stream(QUESTION))
-    told = ["think" if "reasoning_content" in c.additional_kwargs else "text" for c in chunks]
-    assert told == ["think"] * told.count("think") + ["text"] * told.count("text")
-    assert "think" in told
+    reported = ["think" if "reasoning_content" in c.additional_kwargs else "text" for c in chunks]
+    assert reported == ["think"] * reported.count("think") + ["text"] * reported.count("text")
+    assert "think" in reported
     whole = sum(chunks[1:], chunks[0])
     assert isinstance(whole, AIMessageChunk)
     answer = thinker.invoke(QUESTION)
@@ -83,8 +83,8 @@ def test_values_and_calls_begin_after_the_reasoning(thinker: ChatSpecFuse) -> No
 
 def test_an_answer_with_reasoning_is_a_history(thinker: ChatSpecFuse) -> None:
     answer = thinker.invoke(QUESTION)
-    [told] = to_messages([answer])
-    assert told.content == answer.text
+    [reported] = to_messages([answer])
+    assert reported.content == answer.text
     assert thinker.invoke([("user", QUESTION), answer, ("user", QUESTION)]).text
 
 
@@ -98,8 +98,8 @@ def test_members_that_do_not_think_have_no_reasoning(chat: ChatSpecFuse, thinker
 def test_reasoning_of_several_members_follows_one_another() -> None:
     thoughts = Thoughts()
     events = [("a", "One "), ("b", "Zwei "), ("a", "two."), ("b", "drei.")]
-    told = [thoughts.feed(ThinkingEvent(member, text)) for member, text in events]
-    assert told == ["One ", "", "two.", ""]
+    reported = [thoughts.feed(ThinkingEvent(member, text)) for member, text in events]
+    assert reported == ["One ", "", "two.", ""]
     assert (thoughts.rest(), thoughts.rest()) == ("\n\nZwei drei.", "")
 
 

@@ -75,13 +75,13 @@ def test_trimming_keeps_what_fits(folder: Path, template: str, include_system: b
     with model(folder, template) as llm:
         for system in SYSTEMS.values():
             for name, turns in CONVERSATIONS.items():
-                told = [*system, *turns]
-                whole = llm.get_num_tokens_from_messages(told)
+                reported = [*system, *turns]
+                whole = llm.get_num_tokens_from_messages(reported)
                 for room in (whole, whole + 8, whole + 20, whole + 200):
                     kept = trim_messages(
-                        told, max_tokens=room, strategy="last", token_counter=llm, include_system=include_system
+                        reported, max_tokens=room, strategy="last", token_counter=llm, include_system=include_system
                     )
-                    assert kept == told, (name, room - whole)
+                    assert kept == reported, (name, room - whole)
 
 
 @pytest.mark.parametrize("template", ["own", "default system"])
@@ -89,10 +89,10 @@ def test_kept_messages_fit(folder: Path, template: str) -> None:
     with model(folder, template) as llm:
         for system in SYSTEMS.values():
             for name, turns in CONVERSATIONS.items():
-                told, whole = [*system, *turns], llm.get_num_tokens_from_messages([*system, *turns])
+                reported, whole = [*system, *turns], llm.get_num_tokens_from_messages([*system, *turns])
                 for room in range(10, whole, 7):
                     kept = trim_messages(
-                        told, max_tokens=room, token_counter=llm, include_system=True, start_on="human"
+                        reported, max_tokens=room, token_counter=llm, include_system=True, start_on="human"
                     )
                     count = llm.get_num_tokens_from_messages(kept)
                     if any(not isinstance(message, SystemMessage) for message in kept):

@@ -121,8 +121,8 @@ def test_an_agent_carries_out_no_cut_call_and_continues_with_the_next_turn(chat:
     assert is_cut(state["messages"][-1])
     again = agent.invoke({"messages": [*state["messages"], ("user", "Shorter.")]})
     assert WRITTEN == []
-    [told] = [message for message in again["messages"] if isinstance(message, ToolMessage)]
-    assert "truncated" in told.text
+    [reported] = [message for message in again["messages"] if isinstance(message, ToolMessage)]
+    assert "truncated" in reported.text
 
 
 def test_members_read_a_failed_call_where_its_answer_says_so() -> None:
@@ -152,11 +152,11 @@ async def test_a_value_that_was_cut_is_an_error_of_the_parser(chat: ChatSpecFuse
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_next_to_its_message_it_is_the_parsing_error(chat: ChatSpecFuse, method: Any) -> None:
     structured = chat.with_structured_output(Note, method=method, strict=True, include_raw=True, max_tokens=100)
-    told = structured.invoke("Note it.")
-    assert isinstance(told, dict)
-    assert isinstance(told["parsing_error"], errors.UnfinishedValueError)
-    assert told["parsed"] is None
-    assert told["raw"].response_metadata["finish_reason"] == "length"
+    reported = structured.invoke("Note it.")
+    assert isinstance(reported, dict)
+    assert isinstance(reported["parsing_error"], errors.UnfinishedValueError)
+    assert reported["parsed"] is None
+    assert reported["raw"].response_metadata["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -164,13 +164,13 @@ def test_a_value_that_quotes_and_brackets_close_is_one_with_a_warning(chat: Chat
     """Members with random weights end no string: nothing is left out but its end."""
     structured = chat.with_structured_output(Line, method=method, include_raw=True, max_tokens=90)
     with pytest.warns(errors.ClosedValueWarning, match="reached max_tokens after 90 tokens"):
-        told = structured.invoke("Write.")
-    assert isinstance(told, dict)
-    assert isinstance(told["parsed"], Line)
-    assert told["parsed"].text
-    assert told["parsing_error"] is None
-    assert told["raw"].response_metadata["specfuse"]["finish_reason"] == "length"
-    assert told["raw"].response_metadata["finish_reason"] == "length"
+        reported = structured.invoke("Write.")
+    assert isinstance(reported, dict)
+    assert isinstance(reported["parsed"], Line)
+    assert reported["parsed"].text
+    assert reported["parsing_error"] is None
+    assert reported["raw"].response_metadata["specfuse"]["finish_reason"] == "length"
+    assert reported["raw"].response_metadata["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -188,10 +188,10 @@ def test_a_repetitive_value_is_closed_with_a_warning(tmp_path: Path, method: Any
         model = ChatSpecFuse(engine=engine, max_tokens=400)
         structured = model.with_structured_output(Line, method=method, include_raw=True)
         with pytest.warns(errors.ClosedValueWarning, match=r"went in a loop .*people sleep"):
-            told = structured.invoke("Speak.")
-        assert isinstance(told, dict)
-        assert 1 <= told["parsed"].text.count("people sleep") < 3
-        record = told["raw"].response_metadata["specfuse"]
+            reported = structured.invoke("Speak.")
+        assert isinstance(reported, dict)
+        assert 1 <= reported["parsed"].text.count("people sleep") < 3
+        record = reported["raw"].response_metadata["specfuse"]
         assert record["finish_reason"] == "repetition"
         assert len(record["loops"]) == 1
         strict = model.with_structured_output(Line, method=method, strict=True)
@@ -209,9 +209,9 @@ def test_a_cut_value_is_no_response_of_an_agent(chat: ChatSpecFuse) -> None:
 
 def test_a_grammar_of_a_call_is_closed_in_time_and_says_length(chat: ChatSpecFuse) -> None:
     wanted = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    told = chat.invoke("Say a.", grammar=Grammar.json_schema(wanted))
-    assert json.loads(told.text)["a"] is not None
-    assert told.response_metadata["finish_reason"] == "length"
+    reported = chat.invoke("Say a.", grammar=Grammar.json_schema(wanted))
+    assert json.loads(reported.text)["a"] is not None
+    assert reported.response_metadata["finish_reason"] == "length"
     assert chat.invoke("Say a.").response_metadata["finish_reason"] == "length"
 
 

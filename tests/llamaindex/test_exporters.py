@@ -43,11 +43,11 @@ async def test_openinference_finds_name_sampling_and_tokens(sampled: SpecFuseLLM
     counted = await usage(sampled, ENDPOINTS)
     spans = openinference.of_models("llm.model_name")
     assert len(spans) == len(ENDPOINTS)
-    for span, told in zip(spans, counted, strict=True):
+    for span, reported in zip(spans, counted, strict=True):
         assert span["llm.model_name"] == "chat+base"
         assert (parameters(span)["max_tokens"], parameters(span)["temperature"]) == (9, 0.5)
-        assert span["llm.token_count.prompt"] == told["prompt_tokens"]
-        assert span["llm.token_count.completion"] == told["completion_tokens"]
+        assert span["llm.token_count.prompt"] == reported["prompt_tokens"]
+        assert span["llm.token_count.completion"] == reported["completion_tokens"]
 
 
 async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: SpecFuseLLM, openllmetry: Spans) -> None:
@@ -56,11 +56,11 @@ async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: S
     counted = await usage(sampled, chats)
     spans = openllmetry.of_models("gen_ai.request.model")
     assert len(spans) == len(chats)
-    for span, told in zip(spans, counted, strict=True):
+    for span, reported in zip(spans, counted, strict=True):
         assert span["gen_ai.request.model"] == span["gen_ai.response.model"] == "chat+base"
         assert span["gen_ai.request.temperature"] == 0.5
-        assert span["gen_ai.usage.input_tokens"] == told["prompt_tokens"]
-        assert span["gen_ai.usage.output_tokens"] == told["completion_tokens"]
+        assert span["gen_ai.usage.input_tokens"] == reported["prompt_tokens"]
+        assert span["gen_ai.usage.output_tokens"] == reported["completion_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ async def test_openllmetry_finds_name_temperature_and_tokens_of_chats(sampled: S
 )
 def test_the_content_of_a_trace_is_plain_json(grammar: Grammar | None) -> None:
     llm = SpecFuseLLM(members=["no/one"], grammar=grammar, stop=["x"], seed=3)
-    told = json.loads(json.dumps(llm.to_payload()))
-    assert told["model"] == "one"
-    assert told.get("grammar") == (None if grammar is None else asdict(grammar))
+    reported = json.loads(json.dumps(llm.to_payload()))
+    assert reported["model"] == "one"
+    assert reported.get("grammar") == (None if grammar is None else asdict(grammar))
     assert json.loads(json.dumps(llm.metadata.model_dump()))["model_name"] == "one"

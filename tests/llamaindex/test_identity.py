@@ -27,14 +27,14 @@ def test_a_trace_has_the_attributes_that_exporters_read_and_no_local_path(
     llm = tiny_llm.model_copy(update={"temperature": 0.5, "seed": 1, "max_tokens": 6})
     last = llm.chat([ChatMessage("Hello")])
     [started] = listener.of("LLMChatStartEvent")
-    told = started.model_dict
-    assert (told["model"], told["temperature"], told["max_tokens"]) == ("chat+base", 0.5, 6)
+    reported = started.model_dict
+    assert (reported["model"], reported["temperature"], reported["max_tokens"]) == ("chat+base", 0.5, 6)
     assert last.raw["model"] == "chat+base"
     written = llm.metadata.model_dump(exclude_unset=True)  # what OpenInference calls invocation parameters
     assert (written["model_name"], written["temperature"], written["max_tokens"]) == ("chat+base", 0.5, 6)
     assert set(last.raw["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
     assert llm.engine is not None
-    assert str(Path(llm.engine.config.member_configs[0].model).parent) not in json.dumps(told, default=str)
+    assert str(Path(llm.engine.config.member_configs[0].model).parent) not in json.dumps(reported, default=str)
 
 
 def test_a_dictionary_of_it_makes_it_again(tiny_llm: SpecFuseLLM) -> None:
@@ -88,17 +88,17 @@ def test_thinking_tokens_are_counted_as_reasoning(tiny_members: list[MemberConfi
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "reported"),
     [({"num_predict": 5}, "max_tokens"), ({"num_ctx": 5}, "max_context"), ({"format": "json"}, "structured_predict"),
      ({"keep_alive": 1}, r"close\(\)"), ({"n": 2}, "several times"), ({"max_completion_tokens": 5}, "max_tokens"),
      ({"request_timeout": 5}, "timeout"), ({"json_mode": True}, "structured_predict"),
      ({"thinking": True}, "MemberConfig"), ({"frequency_penalty": 0.5}, "repetition_penalty")],
 )  # fmt: skip
 def test_an_option_of_another_model_gets_an_answer_that_helps(
-    tiny_llm: SpecFuseLLM, option: dict[str, Any], told: str
+    tiny_llm: SpecFuseLLM, option: dict[str, Any], reported: str
 ) -> None:
     for make in (lambda: SpecFuseLLM(engine=tiny_llm.engine, **option), lambda: tiny_llm.complete("Hi", **option)):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             make()
     assert tiny_llm.complete("Hi", n=1, presence_penalty=0.0, thinking=False, max_tokens=3).text
 
@@ -108,8 +108,8 @@ def test_an_option_of_another_model_gets_an_answer_that_helps(
 async def test_an_agent_gets_as_many_calls_as_it_asks_for(tiny_llm: SpecFuseLLM, several: bool) -> None:
     """Random members, which were never taught that one call is enough; agents ask for several by default."""
     tools = [FunctionTool.from_defaults(lambda: "now", name="now", return_direct=True)]
-    told = {} if several else {"allow_parallel_tool_calls": False}
+    reported = {} if several else {"allow_parallel_tool_calls": False}
     llm = tiny_llm.model_copy(update={"temperature": 1.0, "seed": 2})
-    agent = FunctionAgent(tools=tools, llm=llm, initial_tool_choice="now", **told)
+    agent = FunctionAgent(tools=tools, llm=llm, initial_tool_choice="now", **reported)
     output: Any = await agent.run("When?")
     assert (len(output.tool_calls) > 1) is several

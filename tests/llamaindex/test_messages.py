@@ -124,8 +124,8 @@ def test_an_image_inside_a_citable_block_and_a_scanned_document_are_refused() ->
 def test_tool_results_are_named_and_calls_without_a_name_are_left_out() -> None:
     image, scan = ImageBlock(image=b""), DocumentBlock(data=b"%PDF", document_mimetype="application/pdf", title="Plan")
     blocks = [TextBlock(text="Here:"), image, scan]
-    [told] = to_messages([ChatMessage(role="tool", blocks=blocks, additional_kwargs={"tool_call_id": "c"})])
-    assert told.content == "Here:\n[image]\n[document: Plan]"
+    [reported] = to_messages([ChatMessage(role="tool", blocks=blocks, additional_kwargs={"tool_call_id": "c"})])
+    assert reported.content == "Here:\n[image]\n[document: Plan]"
     broken = {"tool_calls": [None, {"id": "c", "function": {"name": None, "arguments": None}}]}
     [turn] = to_messages([ChatMessage(role="assistant", content="Hm.", additional_kwargs=broken)])
     assert (turn.content, turn.tool_calls) == ("Hm.", ())

@@ -73,9 +73,9 @@ async def test_memory_blocks_keep_earlier_turns(llm: SpecFuseLLM) -> None:
     memory = Memory.from_defaults("s", token_limit=120, token_flush_size=40, memory_blocks=[static, facts])
     for turn in range(6):
         await memory.aput(ChatMessage(f"I am Ada, and this is my question number {turn} about the opening hours."))
-    told = str((await memory.aget())[0].content)
+    reported = str((await memory.aget())[0].content)
     assert facts.facts
-    assert all(fact in told for fact in ("The guest asks at the observatory.", *facts.facts))
+    assert all(fact in reported for fact in ("The guest asks at the observatory.", *facts.facts))
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────
@@ -179,10 +179,10 @@ def test_a_question_is_a_query_of_a_database(llm: SpecFuseLLM) -> None:
     query = NLSQLTableQueryEngine(
         database, tables=["guests"], llm=writer, embed_model=MockEmbedding(4), synthesize_response=False
     )
-    told = query.query("How many nights does Ada stay?").metadata
-    assert told is not None
+    reported = query.query("How many nights does Ada stay?").metadata
+    assert reported is not None
     with engine.begin() as connection:
-        assert told["result"] == [tuple(row) for row in connection.execute(text(told["sql_query"]))]
+        assert reported["result"] == [tuple(row) for row in connection.execute(text(reported["sql_query"]))]
     engine.dispose()
 
 

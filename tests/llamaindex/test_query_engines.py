@@ -71,8 +71,8 @@ def test_a_query_engine_streams_the_segments(
     response = query(index, llm, mode, streaming=True)
     assert isinstance(response, StreamingResponse)
     joined = "".join(response.response_gen)
-    told = listener.of("SpecFuseSegmentEvent")
-    assert joined.endswith("".join(event.text for event in told if event.span_id == told[-1].span_id))
+    reported = listener.of("SpecFuseSegmentEvent")
+    assert joined.endswith("".join(event.text for event in reported if event.span_id == reported[-1].span_id))
     assert joined == listener.of("LLMChatEndEvent")[-1].response.message.content
 
 

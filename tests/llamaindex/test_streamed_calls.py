@@ -60,10 +60,10 @@ async def test_filtered_answers_are_streamed(tiny_llm: SpecFuseLLM) -> None:
     asked = ("When does it open?", "Is it open now?", "How many visitors come?", "Who opens the door?", "At what time?")
     answers = {question: synthesizer.synthesize(question, nodes) for question in asked}
     # a model with random weights finds some of them unanswered: those have the text "Empty Response"
-    question, told = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
+    question, reported = next((q, t) for q, t in answers.items() if isinstance(t, StreamingResponse))
     pieces: list[str] = []
     with pytest.warns(ClosedValueWarning, match="max_tokens"):  # such a model ends no string
-        pieces += told.response_gen
+        pieces += reported.response_gen
     assert "".join(pieces)
     atold = await synthesizer.asynthesize(question, nodes)
     assert isinstance(atold, AsyncStreamingResponse)
@@ -114,15 +114,15 @@ def test_half_a_tag_of_an_answer_that_ended_is_its_text(result: EnsembleResult) 
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "reported"),
     [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length"), (FinishReason.REPETITION, "stop")],
 )
 def test_a_response_says_how_it_ended_as_every_provider_does(
-    reason: FinishReason, told: str, result: EnsembleResult
+    reason: FinishReason, reported: str, result: EnsembleResult
 ) -> None:
     *_, last = pieces_of("It is sunny.", result, reason)
     assert last is not None
-    assert last.completion().raw["finish_reason"] == last.chat().additional_kwargs["finish_reason"] == told
+    assert last.completion().raw["finish_reason"] == last.chat().additional_kwargs["finish_reason"] == reported
     assert last.chat().raw["specfuse"]["finish_reason"] == str(reason)
 
 

@@ -40,14 +40,14 @@ def llm(tiny_members: list[MemberConfig]) -> Iterator[SpecFuseLLM]:
         yield SpecFuseLLM(engine=engine.load(), max_tokens=12, max_thinking_tokens=20)
 
 
-def thoughts_in(message: ChatMessage) -> list[tuple[str | None, str]]:
+def reasoning_in(message: ChatMessage) -> list[tuple[str | None, str]]:
     blocks = [block for block in message.blocks if isinstance(block, ThinkingBlock)]
     return [(block.content, block.additional_information["member"]) for block in blocks]
 
 
 def test_reasoning_is_a_block_before_the_text_and_no_part_of_it(llm: SpecFuseLLM) -> None:
     message = llm.chat([ChatMessage(QUESTION)]).message
-    [(thought, member)] = thoughts_in(message)
+    [(thought, member)] = reasoning_in(message)
     assert member == "thinks"
     assert thought
     assert isinstance(message.blocks[0], ThinkingBlock)
@@ -59,8 +59,8 @@ def test_reasoning_is_a_block_before_the_text_and_no_part_of_it(llm: SpecFuseLLM
 async def test_reasoning_is_streamed_before_the_answer(endpoint: str, llm: SpecFuseLLM) -> None:
     responses = await ask(llm, endpoint, QUESTION)
     thinking = list(takewhile(lambda response: "thinking_delta" in response.additional_kwargs, responses))
-    told = "".join(response.additional_kwargs["thinking_delta"] for response in thinking)
-    assert [(told, "thinks")] == thoughts_in(responses[-1].message)
+    reported = "".join(response.additional_kwargs["thinking_delta"] for response in thinking)
+    assert [(reported, "thinks")] == reasoning_in(responses[-1].message)
     assert {response.delta for response in thinking} == {""}
     assert not [r for r in responses[len(thinking) :] if "thinking_delta" in r.additional_kwargs]
     assert responses[-1].message.content == "".join(response.delta for response in responses)
@@ -69,10 +69,10 @@ async def test_reasoning_is_streamed_before_the_answer(endpoint: str, llm: SpecF
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # LlamaIndex's agents use old pydantic
 async def test_an_agent_passes_reasoning_on(llm: SpecFuseLLM) -> None:
     handler = FunctionAgent(tools=[], llm=llm).run(user_msg=QUESTION)
-    told = [event.thinking_delta async for event in handler.stream_events() if isinstance(event, AgentStream)]
-    assert "".join(filter(None, told))
+    reported = [event.thinking_delta async for event in handler.stream_events() if isinstance(event, AgentStream)]
+    assert "".join(filter(None, reported))
     response = await handler
-    assert "".join(filter(None, told)) not in str(response)
+    assert "".join(filter(None, reported)) not in str(response)
 
 
 def test_a_value_and_a_call_begin_after_the_reasoning(llm: SpecFuseLLM) -> None:
@@ -81,14 +81,14 @@ def test_a_value_and_a_call_begin_after_the_reasoning(llm: SpecFuseLLM) -> None:
 
     tool = FunctionTool.from_defaults(weather)
     response = llm.chat_with_tools([tool], QUESTION, tool_required=True, max_tokens=80)
-    assert thoughts_in(response.message)
+    assert reasoning_in(response.message)
     assert [call.tool_name for call in llm.get_tool_calls_from_response(response)] == ["weather"]
 
 
 def test_reasoning_of_earlier_turns_is_not_sent_again(llm: SpecFuseLLM, listener: Listener) -> None:
     engine = SimpleChatEngine.from_defaults(llm=llm)
     engine.chat(QUESTION)
-    [(thought, _)] = thoughts_in(engine.chat_history[-1])
+    [(thought, _)] = reasoning_in(engine.chat_history[-1])
     engine.chat("And why?")
     assert thought
     assert thought not in listener.prompts()[-1]
@@ -110,8 +110,8 @@ async def test_every_endpoint_gives_the_log_probability_of_each_token_once(
     *partial, last = await ask(tiny_llm, endpoint, QUESTION, max_tokens=8, logprobs=True)
     assert [response.logprobs for response in partial] == [None] * len(partial)
     assert len(last.logprobs) == last.raw["usage"]["completion_tokens"]
-    told = b"".join(bytes(token.bytes) for [token] in last.logprobs)
-    assert told.decode(errors="ignore").startswith(str(last).removeprefix("assistant: ")[:8])
+    reported = b"".join(bytes(token.bytes) for [token] in last.logprobs)
+    assert reported.decode(errors="ignore").startswith(str(last).removeprefix("assistant: ")[:8])
     assert all(token.logprob <= 0 and math.isfinite(token.logprob) for [token] in last.logprobs)
     *_, last = await ask(tiny_llm, endpoint, QUESTION, max_tokens=8, logprobs=True, top_logprobs=2)
     for token, *top in last.logprobs:

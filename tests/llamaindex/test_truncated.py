@@ -46,8 +46,8 @@ def short(tiny_llm: SpecFuseLLM) -> SpecFuseLLM:
 
 def is_cut(llm: SpecFuseLLM, response: ChatResponse) -> bool:
     [written] = response.message.additional_kwargs["tool_calls"]
-    [told] = llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
-    assert told.tool_name.startswith("write_file (cut short")
+    [reported] = llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
+    assert reported.tool_name.startswith("write_file (cut short")
     assert not [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     with pytest.raises(RequestError, match="max_tokens cut"):
         llm.get_tool_calls_from_response(response)

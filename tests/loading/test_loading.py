@@ -43,9 +43,9 @@ def test_a_gguf_file_is_converted_once(exact_engine: EnsembleEngine) -> None:
 
 def without_merges(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The same words, with nothing that puts letters together: as some releases of transformers convert a file."""
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    told["model"]["merges"] = []
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told)), eos_token="<|end|>")
+    reported = json.loads(tokenizer.backend_tokenizer.to_str())
+    reported["model"]["merges"] = []
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(reported)), eos_token="<|end|>")
 
 
 def test_a_tokenizer_that_was_converted_into_letters_is_refused(
@@ -178,11 +178,11 @@ def test_an_adapter_of_the_hub_is_pinned_by_its_revision(folder: Path, tmp_path:
         "with torch.inference_mode():\n"
         "    print('sum', float(LocalMember(config).runner.plain([5, 6, 7, 8]).abs().sum()))\n"
     )
-    told = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    reported = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     sums = set()
     for revision in ("one", "two"):
         asked = [sys.executable, "-c", work, str(folder), revision]
-        done = subprocess.run(asked, capture_output=True, text=True, env=told, timeout=120, check=False)
+        done = subprocess.run(asked, capture_output=True, text=True, env=reported, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         sums.add(done.stdout.split("sum ")[1])
     assert len(sums) == 2
@@ -217,7 +217,7 @@ def test_capped_attention_is_the_models_own_for_any_declared_class(
     assert prepared(model, MemberConfig(str(folder))).config._attn_implementation == EAGER
 
 
-def test_the_probe_tells_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
+def test_the_probe_separates_a_wrong_mask_from_a_right_one(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_model("gemma3_text", byte_level_tokenizer(), tmp_path))
     model.set_attn_implementation(GROUPED)
     chosen = probe(model, "tiny")

@@ -24,7 +24,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "reported"),
     [
         ("empty", r"empty has no config\.json: expected a hub id"),
         ("parent", r"parent has no config\.json \(its folder 'model' has one\)"),
@@ -35,8 +35,8 @@ def place(tmp_path: Path) -> Path:
         ("gone/model", r"there is no file or folder .*model, nor a folder .*gone"),
     ],
 )
-def test_a_source_that_cannot_be_a_model_is_reported(place: Path, model: str, told: str) -> None:
-    with pytest.raises(MemberLoadError, match=told):
+def test_a_source_that_cannot_be_a_model_is_reported(place: Path, model: str, reported: str) -> None:
+    with pytest.raises(MemberLoadError, match=reported):
         check_sources(EnsembleConfig(["org/name", str(place / model)]))
 
 
@@ -68,6 +68,6 @@ except MemberLoadError as error:
 print(sorted({{"torch", "transformers"}} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    told, imported = done.stdout.splitlines()
-    assert "no file or folder /nowhere/at/all" in told
+    reported, imported = done.stdout.splitlines()
+    assert "no file or folder /nowhere/at/all" in reported
     assert imported == "[]"

@@ -126,7 +126,7 @@ def test_cancelling_stops_within_a_step_and_frees_the_caches_of_all_devices(engi
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_device_whose_thread_dies_ends_the_engine_and_tells_every_caller(
+def test_a_device_whose_thread_dies_ends_the_engine_and_every_call(
     engine: EnsembleEngine, lanes: Lanes, dying: int
 ) -> None:
     def die(segments: Any) -> Any:

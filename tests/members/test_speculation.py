@@ -94,7 +94,7 @@ def requests(count: int, seed: int) -> Asked:
     return found
 
 
-def told(result: EnsembleResult) -> tuple[object, ...]:
+def reported(result: EnsembleResult) -> tuple[object, ...]:
     return result.text, result.finish_reason, result.stop_sequence, [(r.winner, r.text) for r in result.rounds]
 
 
@@ -115,7 +115,7 @@ def assert_same_with_and_without(
             found[speculation] = answers(engine, asked, **options)
             counted[speculation] = engine.metrics()
     for (text, params), off, auto in zip(asked, found["off"], found["auto"], strict=True):
-        assert told(auto) == told(off), (text, params)
+        assert reported(auto) == reported(off), (text, params)
     saved = [sum(u.forwards for r in results for u in r.usage.members.values()) for results in found.values()]
     assert saved[1] < saved[0] or (options and saved[1] == saved[0]), "a call that is forced may leave nothing to guess"
     return counted

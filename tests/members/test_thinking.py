@@ -64,8 +64,8 @@ def test_reasoning_comes_first_and_is_no_part_of_the_answer(engine: EnsembleEngi
     assert len(thoughts) > 1
     assert max(thoughts) < min(segments)
     assert {event.member for event in events if isinstance(event, ThinkingEvent)} == {"thinks"}
-    told = "".join(event.text for event in events if isinstance(event, ThinkingEvent))
-    assert result.thinking == {"thinks": told}
+    reported = "".join(event.text for event in events if isinstance(event, ThinkingEvent))
+    assert result.thinking == {"thinks": reported}
     assert result.text == "".join(event.text for event in events if isinstance(event, SegmentEvent))
     assert result.usage.members["thinks"].thinking >= 40
     assert result.usage.members["answers"].thinking == 0
@@ -132,9 +132,9 @@ def test_several_members_think_apart_and_answer_together(folders: tuple[str, str
         first = result.rounds[0]
         for member in local_members(engine):
             prompt = member.encode_prompt([Message("user", QUESTION)])
-            behind = [*prompt, *greedy(member, prompt, 30), *member.prompts.thoughts_closing()]
+            after = [*prompt, *greedy(member, prompt, 30), *member.prompts.thoughts_closing()]
             [draft] = [c for c in first.candidates if member.name in c.drafters]
-            own = member.codec.decode(greedy(member, behind, draft.tokens))
+            own = member.codec.decode(greedy(member, after, draft.tokens))
             assert own.startswith(draft.text), "a draft follows its member's own reasoning"
     assert any(record.verified and {*record.candidates[0].scores} == {"one", "two"} for record in result.rounds)
     assert len({result.text, *(each.text for each in alone.values())}) > 1
@@ -148,7 +148,7 @@ def test_a_grammar_begins_after_the_reasoning(engine: EnsembleEngine) -> None:
     assert result.thinking["thinks"]
 
 
-def logprob_behind(member: LocalMember, before: list[int], text: str) -> list[float]:
+def logprob_after(member: LocalMember, before: list[int], text: str) -> list[float]:
     """Of each token of the text, by one plain forward."""
     ids = member.codec.encode(text)
     with torch.inference_mode():
@@ -161,13 +161,13 @@ def test_log_probabilities_are_an_answers_and_not_further_reasonings(engine: Ens
     prompt = member.encode_prompt([Message("user", QUESTION)])
     found = engine.log_probabilities(QUESTION, ["Yes.", "No, it is not."])
     closed = [*prompt, *member.codec.encode("\n"), *member.prompts.thoughts_closing()]
-    plain = [sum(logprob_behind(member, closed, text)) for text in ("Yes.", "No, it is not.")]
+    plain = [sum(logprob_after(member, closed, text)) for text in ("Yes.", "No, it is not.")]
     assert found["thinks"] == pytest.approx(plain)
     result = engine.generate(QUESTION, SamplingParams(max_tokens=12, max_thinking_tokens=20, logprobs=True))
     thought = member.codec.encode(result.thinking["thinks"] + "\n")
-    behind = [*prompt, *thought, *member.prompts.thoughts_closing()]
+    after = [*prompt, *thought, *member.prompts.thoughts_closing()]
     assert [t.logprob for t in result.logprobs or ()] == pytest.approx(
-        logprob_behind(member, behind, result.text), abs=1e-4
+        logprob_after(member, after, result.text), abs=1e-4
     )
 
 

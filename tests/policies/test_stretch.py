@@ -82,9 +82,9 @@ def test_an_encoding_that_reaches_back_into_the_answer_is_aligned_at_its_end() -
 def test_ending_and_continuing_are_outcomes_of_one_event_for_any_text_after() -> None:
     ends = candidate((" Paris", 0.5), end=0.4)
     for what_follows in ([(",", 0.9)], [(",", 1e-9), (" the", 1e-9), (" capital", 1e-9)]):
-        goes_on = candidate((" Paris", 0.5), *what_follows)
-        assert Stretch()([ends, goes_on]) == pytest.approx([0.5 * 0.4, 0.5 * 0.6])
-        assert elect([ends, goes_on]).winner == 1
+        continues = candidate((" Paris", 0.5), *what_follows)
+        assert Stretch()([ends, continues]) == pytest.approx([0.5 * 0.4, 0.5 * 0.6])
+        assert elect([ends, continues]).winner == 1
     surer = candidate((" Paris", 0.5), end=0.6)
     assert elect([surer, candidate((" Paris", 0.5), (",", 0.99))]).winner == 0
 
@@ -122,10 +122,10 @@ def test_a_rival_that_continues_does_not_hide_how_answers_end() -> None:
 
 def test_a_whole_answer_that_continues_another_one_does_not_lose_by_its_length() -> None:
     tart = candidate((" The", 0.5), (" tart", 0.5), end=0.3)
-    told = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
-    assert Stretch()([tart, told]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
+    reported = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sweet", 0.1), end=0.9)
+    assert Stretch()([tart, reported]) == pytest.approx([0.25 * 0.3, 0.25 * 0.7])
     longer = candidate((" The", 0.5), (" tart", 0.5), (" is", 0.2), (" sour", 0.3), end=0.9)
-    row = [tart, told, longer]
+    row = [tart, reported, longer]
     assert Stretch()(row) == pytest.approx([0.075, 0.175, 0.175])
     assert row[elect(row).winner] is longer, "the ones that continue are then compared, whole"
 
@@ -273,7 +273,7 @@ def test_a_verifier_to_which_a_candidate_is_invisible_has_no_opinion_on_it() -> 
     assert election.scores == [[0.0, pytest.approx(0.1)], pytest.approx([0.5, 0.2])]
 
 
-def test_the_first_of_equals_wins_where_nothing_tells_them_apart() -> None:
+def test_the_first_of_equals_wins() -> None:
     row = [candidate((" a", 0.2)), candidate((" b", 0.2))]
     assert elect(row).winner == 0
     assert elect(row, barred=[0, 1]).winner == 0

@@ -183,8 +183,8 @@ def test_a_card_lists_the_winner_first_and_its_rivals_by_score() -> None:
 def test_a_card_says_which_candidate_repeats() -> None:
     result = explained(TIDES, ("alpha", "beta", "gamma"))
     winner, rival, other = result.rounds[1].candidates
-    told = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), other))
-    before, card, after = cards(replace(result, rounds=(result.rounds[0], told, *result.rounds[2:])))
+    reported = replace(result.rounds[1], candidates=(winner, replace(rival, score=0.0, repeats=True), other))
+    before, card, after = cards(replace(result, rounds=(result.rounds[0], reported, *result.rounds[2:])))
     assert card.count("7 tokens, repeats what was said 0.000") == 1
     assert "repeats" not in before + after
 

@@ -264,22 +264,22 @@ def test_the_seconds_of_a_forward_pass_are_measured_on_the_device(
 ) -> None:
     """The host does not wait for it: a clock that stops when all is queued would measure nothing."""
     driver.a_replay = 5.0
-    told: list[float] = []
+    reported: list[float] = []
     settings = replace(tiny_engine.config, execution="static", speculation="off")
     answer = open_session(settings, lane_members, [Message("user", "the tides")], SamplingParams(max_tokens=60))
-    answer.lane._on_forward = lambda member, answers, seconds, steps=1: told.append(seconds)
-    before, driver.behind = driver.seconds, True
+    answer.lane._on_forward = lambda member, answers, seconds, steps=1: reported.append(seconds)
+    before, driver.lags = driver.seconds, True
     events = answer.events()
     for _ in range(4):
         next(events)
-    assert not told, "the device is not through yet"
-    driver.behind = False
+    assert not reported, "the device is not through yet"
+    driver.lags = False
     for _ in events:
         pass
     answer.release()
     spent = driver.seconds - before
     assert spent > 10
-    assert sum(told) == pytest.approx(spent)
+    assert sum(reported) == pytest.approx(spent)
 
 
 def test_existing_blocks_count_as_capacity_for_answers(

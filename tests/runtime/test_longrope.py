@@ -57,17 +57,17 @@ def test_texts_on_both_sides_of_the_limit_share_no_frequencies(member: LocalMemb
 
 @torch.inference_mode()
 def test_an_answer_that_outgrows_the_limit_is_read_again(member: LocalMember) -> None:
-    sequence, beside = new_sequence(member.runner), new_sequence(member.runner)
+    sequence, compared = new_sequence(member.runner), new_sequence(member.runner)
     sequence.prefill(ids(LIMIT - 90, 3))
-    beside.prefill(ids(30, 4))
+    compared.prefill(ids(30, 4))
     for number in range(12):
-        branch, other = Branch(len(sequence.answer), tuple(ids(10, number))), Branch(len(beside.answer), (11, 12))
-        feed_together([ForwardRequest(sequence, (branch,)), ForwardRequest(beside, (other,))])
-        assert beside.logprobs(other) == pytest.approx(expected(member, beside, other), abs=2e-3)
+        branch, other = Branch(len(sequence.answer), tuple(ids(10, number))), Branch(len(compared.answer), (11, 12))
+        feed_together([ForwardRequest(sequence, (branch,)), ForwardRequest(compared, (other,))])
+        assert compared.logprobs(other) == pytest.approx(expected(member, compared, other), abs=2e-3)
         if not LIMIT - 64 < sequence.length + 10 <= LIMIT:  # there the long set is used ahead of time
             assert sequence.logprobs(branch) == pytest.approx(expected(member, sequence, branch), abs=2e-3), number
         sequence.commit(branch)
-        beside.commit(other)
+        compared.commit(other)
     assert sequence.length > LIMIT + 10
     sequence.release()
-    beside.release()
+    compared.release()

@@ -184,13 +184,13 @@ class ModelServer:
 
     def _choice(self, index: int, prompt: list[int], body: dict[str, Any], named: list[int] | None) -> dict[str, Any]:
         self.check(len(prompt) + body["max_tokens"] <= self.ways.context, "this model's maximum context length")
-        ids, told = list(prompt), []
+        ids, reported = list(prompt), []
         choice = {"index": index, "text": "", "finish_reason": "length", "prompt_logprobs": None}
         for _ in range(body["max_tokens"]):
             logits = self.next_logits(tuple(ids))
             processed = self.processed(logits, ids, body)
             token = self.pick(processed, body, len(ids))
-            told.append(self._told(logits, processed, named if named is not None else [], token))
+            reported.append(self._reported(logits, processed, named if named is not None else [], token))
             ids.append(token)
             if token in body.get("stop_token_ids", ()):
                 choice["finish_reason"] = "stop"
@@ -198,7 +198,7 @@ class ModelServer:
         if body.get("return_token_ids"):
             choice["token_ids"] = ids[len(prompt) :]
         if body.get("logprobs") is not None:
-            choice["logprobs"] = {"tokens": [f"token_id:{t}" for t in ids[len(prompt) :]], "top_logprobs": told}
+            choice["logprobs"] = {"tokens": [f"token_id:{t}" for t in ids[len(prompt) :]], "top_logprobs": reported}
         if body.get("prompt_logprobs") is not None:
             rows = self.logits(prompt)
             scores = rows if self.ways.mode == "raw_logits" else rows.log_softmax(-1)
@@ -212,7 +212,9 @@ class ModelServer:
         ranks = {token: int((scores > scores[token]).sum()) + 1 for token in asked}
         return {str(token): {"logprob": float(scores[token]), "rank": rank} for token, rank in ranks.items()}
 
-    def _told(self, logits: torch.Tensor, processed: torch.Tensor, named: list[int], token: int) -> dict[str, float]:
+    def _reported(
+        self, logits: torch.Tensor, processed: torch.Tensor, named: list[int], token: int
+    ) -> dict[str, float]:
         """Log p as the server is set to report it."""
         raw = {"raw_logits": logits, "processed_logprobs": processed.log_softmax(-1)}
         scores = raw.get(self.ways.mode, logits.log_softmax(-1)) + self.ways.off_by

@@ -147,8 +147,8 @@ def test_the_command_takes_a_member_with_the_address_of_its_server(
     assert (report["device"], report["verification"]) == (member.server, "prefixes")
     assert main(["doctor", "--member", f"{member.model}@{member.server}"]) == 0
     shown = capsys.readouterr().out
-    assert "backend vLLM 0.0-tests" in (told := " ".join(shown.split()))
-    assert "the server's, prefix cache on in blocks of 16" in told
+    assert "backend vLLM 0.0-tests" in (reported := " ".join(shown.split()))
+    assert "the server's, prefix cache on in blocks of 16" in reported
     assert KEY not in shown
 
 

@@ -291,13 +291,13 @@ def test_doctor_names_the_verification_and_the_savings_of_the_flag(
 def scores(value: Any) -> Lie:
     """Every log-probability is this one."""
 
-    def lie(told: dict[str, Any]) -> dict[str, Any]:
-        entries = [entry for row in told["prompt_logprobs"] or [] for entry in (row or {}).values()]
-        for content in told["choices"][0]["logprobs"]["content"]:
+    def lie(reported: dict[str, Any]) -> dict[str, Any]:
+        entries = [entry for row in reported["prompt_logprobs"] or [] for entry in (row or {}).values()]
+        for content in reported["choices"][0]["logprobs"]["content"]:
             entries += [content, *content["top_logprobs"]]
         for entry in entries:
             entry["logprob"] = value
-        return told
+        return reported
 
     return lie
 
@@ -305,23 +305,23 @@ def scores(value: Any) -> Lie:
 def saying(*ids: Any) -> Lie:
     """Every continuation is these tokens."""
 
-    def lie(told: dict[str, Any]) -> dict[str, Any]:
-        [choice] = told["choices"]
+    def lie(reported: dict[str, Any]) -> dict[str, Any]:
+        [choice] = reported["choices"]
         entry = choice["logprobs"]["content"][0]
         content = [{**entry, "token_id": token, "rank": 1} for token in ids]
-        return {**told, "choices": [{**choice, "token_ids": list(ids), "logprobs": {"content": content}}]}
+        return {**reported, "choices": [{**choice, "token_ids": list(ids), "logprobs": {"content": content}}]}
 
     return lie
 
 
 def without(name: str) -> Lie:
-    return lambda told: {key: value for key, value in told.items() if key != name}
+    return lambda reported: {key: value for key, value in reported.items() if key != name}
 
 
-def other_tokens_scored(told: dict[str, Any]) -> dict[str, Any]:
-    for content in told["choices"][0]["logprobs"]["content"]:
+def other_tokens_scored(reported: dict[str, Any]) -> dict[str, Any]:
+    for content in reported["choices"][0]["logprobs"]["content"]:
         content["token_id"] += 1
-    return told
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def other_tokens_scored(told: dict[str, Any]) -> dict[str, Any]:
     [
         *map(scores, (math.nan, math.inf, 800.0, 5.0, "high", None)),
         *(saying(*range(2000)), saying(-1), saying(10**9), saying("a"), saying(True), saying([1]), saying()),
-        *(without("choices"), lambda told: [], lambda told: "nonsense", lambda told: {"choices": [{}]}),
+        *(without("choices"), lambda reported: [], lambda reported: "nonsense", lambda reported: {"choices": [{}]}),
         other_tokens_scored,
     ],
     ids=[
@@ -352,13 +352,15 @@ def test_a_server_that_lies_costs_its_member_the_answer(chat: tuple[EnsembleEngi
     assert engine.describe()[0].verification == "tokens"
 
 
-def wrong_rows(told: dict[str, Any]) -> dict[str, Any]:
-    rows = [None if row is None else {"3": {"logprob": -0.1, "rank": 1}} for row in told["prompt_logprobs"] or []]
-    return {**told, "prompt_logprobs": rows or None}
+def wrong_rows(reported: dict[str, Any]) -> dict[str, Any]:
+    rows = [None if row is None else {"3": {"logprob": -0.1, "rank": 1}} for row in reported["prompt_logprobs"] or []]
+    return {**reported, "prompt_logprobs": rows or None}
 
 
 @pytest.mark.parametrize(
-    "lie", [wrong_rows, without("prompt_logprobs"), lambda told: {**told, "prompt_logprobs": [None]}], ids=range(3)
+    "lie",
+    [wrong_rows, without("prompt_logprobs"), lambda reported: {**reported, "prompt_logprobs": [None]}],
+    ids=range(3),
 )
 def test_rows_of_other_tokens_are_not_believed(
     tiny_engine: EnsembleEngine, chat: tuple[EnsembleEngine, Ways], lie: Lie

@@ -214,8 +214,8 @@ def test_a_stream_of_another_form_is_an_error_by_name(line: bytes) -> None:
 
 def test_a_description_of_another_form_is_an_error_by_name() -> None:
     wrong: tuple[Any, ...] = ({"data": []}, {"data": [{"id": "m"}]}, 5)
-    for told in wrong:
-        with answering(json.dumps(told).encode(), {}) as address:
+    for reported in wrong:
+        with answering(json.dumps(reported).encode(), {}) as address:
             engine = RemoteEngine(address)
             with pytest.raises(SpecFuseError, match="does not answer as a server of SpecFuse"):
                 engine.describe()

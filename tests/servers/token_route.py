@@ -46,10 +46,10 @@ class TokenRoute:
         for asked in (named, params.get("allowed_token_ids"), map(int, params.get("logit_bias") or {})):
             self._server.check(all(0 <= t < self._server.size for t in asked or ()), "out-of-vocab token ids")
         rows = self._rows(ids, params) if params.get("prompt_logprobs") is not None else None
-        told = {"prompt_logprobs": rows, "choices": [self._choice(ids, params, named)]}
+        reported = {"prompt_logprobs": rows, "choices": [self._choice(ids, params, named)]}
         if self._ways.lie_of_tokens is not None:
-            told = self._ways.lie_of_tokens(told)
-        return Response(json.dumps(told), media_type="application/json")
+            reported = self._ways.lie_of_tokens(reported)
+        return Response(json.dumps(reported), media_type="application/json")
 
     def _rows(self, ids: list[int], params: dict[str, Any]) -> list[Row]:
         scores = self._server.logits(ids).log_softmax(-1) + self._ways.off_by_tokens
@@ -110,11 +110,11 @@ class TokenRoute:
         return matcher
 
     def _entry(self, scores: torch.Tensor, token: int, named: list[int]) -> dict[str, Any]:
-        def told(t: int) -> dict[str, Any]:
+        def reported(t: int) -> dict[str, Any]:
             rank = int((scores > scores[t]).sum()) + 1
             return {"token_id": t, "logprob": max(float(scores[t]), -9999.0), "rank": rank}
 
-        return {**told(token), "top_logprobs": [told(t) for t in dict.fromkeys([token, *named])][: len(named)]}
+        return {**reported(token), "top_logprobs": [reported(t) for t in dict.fromkeys([token, *named])][: len(named)]}
 
 
 def _masked(scores: torch.Tensor, bits: bytes) -> torch.Tensor:

@@ -252,9 +252,9 @@ def test_a_piece_waits_until_it_is_worth_its_forward_pass() -> None:
     reading.learn(pace, 0.0, answers=0.2, prompts=0.0)
     assert reading.pieces(pace, False, 1000) == (96, 0.2)
     assert reading.pieces(pace, True, 1000)[0] == 288
-    behind = ReadingTime(saved=-0.08)
-    assert behind.pieces(pace, True, 1000) == (0, 0.0)
-    assert behind.pieces(pace, True, 12)[0] == 16, "a short prompt needs no more"
+    late = ReadingTime(saved=-0.08)
+    assert late.pieces(pace, True, 1000) == (0, 0.0)
+    assert late.pieces(pace, True, 12)[0] == 16, "a short prompt needs no more"
     dear = Pace(step=0.1, token=0.1, last=16)
     assert reading.pieces(dear, True, 1000) == (0, 0.0)
     reading.learn(dear, 0.0, answers=1.0, prompts=0.0)

@@ -197,7 +197,7 @@ def test_a_policy_that_raises_fails_its_own_answer_only(tiny_engine: EnsembleEng
         assert outcome_of(engine.stream(NEIGHBOUR, PARAMS)).result is not None
 
 
-def test_a_dying_worker_tells_every_waiting_caller(tiny_engine: EnsembleEngine) -> None:
+def test_a_dying_worker_ends_every_waiting_call(tiny_engine: EnsembleEngine) -> None:
     with EnsembleEngine(replace(tiny_engine.config, max_concurrent=1)) as engine:
         runner = local_members(engine)[0].runner
         plain, steps = runner.step, iter(range(5))

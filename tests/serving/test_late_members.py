@@ -45,7 +45,7 @@ def of_round(request: StageRequest) -> int:
     return request.op.round_index if isinstance(request.op, Draft | DraftAlone) else 0
 
 
-def told(op: object) -> str:
+def reported(op: object) -> str:
     """The text that an op commits."""
     return op.text if isinstance(op, Commit) else op.commit if isinstance(op, Draft) else ""
 
@@ -159,7 +159,7 @@ def test_a_member_that_is_slow_every_third_round_returns_and_commits_missed_text
     assert missed.count(True) > 5, "and is late again"
     stages = {absence.stage for record in result.rounds for absence in record.absent}
     assert stages == {"draft", None}, "who is at work still misses the next round, too"
-    committed = "".join(told(op) for op in second.ops("b", Commit, Draft))
+    committed = "".join(reported(op) for op in second.ops("b", Commit, Draft))
     assert result.text.startswith(committed)
     assert len(committed.split()) > 60
 

@@ -73,7 +73,7 @@ def test_prometheus_sees_the_same_numbers(engine: EnsembleEngine, results: list[
     assert b"# HELP specfuse_running Answers in progress" in generate_latest(registry)
 
 
-def test_a_span_tells_of_an_answer_but_not_its_text(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_describes_an_answer_without_its_text(engine: EnsembleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)

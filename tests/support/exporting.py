@@ -45,5 +45,5 @@ def instrumented(module: str, name: str) -> Iterator[Spans]:
 
 def parameters(span: Attributes) -> dict[str, Any]:
     """OpenInference's invocation parameters."""
-    told: dict[str, Any] = json.loads(span["llm.invocation_parameters"])
-    return told
+    reported: dict[str, Any] = json.loads(span["llm.invocation_parameters"])
+    return reported

@@ -69,7 +69,7 @@ class Driver:
     seconds: float = 0.0
     """The seconds of work on the device; each replay takes `a_replay`, and the host does not wait for it."""
     a_replay: float = 0.01
-    behind: bool = False
+    lags: bool = False
     """Whether the device still computes what was queued."""
     capturing: set[Graph] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -254,7 +254,7 @@ class Event:
         self.at = self.driver.seconds
 
     def query(self) -> bool:
-        return not self.driver.behind
+        return not self.driver.lags
 
     def elapsed_time(self, end: Event) -> float:
         assert self.at is not None

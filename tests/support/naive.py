@@ -96,8 +96,8 @@ def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
     border = (max if all(ends for _, ends in judged) else min)(size.values())
     found = {}
     for draft, tokens in judged.items():
-        behind = [e for e in judged if e[1] and e != draft and draft[0].startswith(e[0])]
-        reach = min([border, *(size[e] for e in behind)])
+        after = [e for e in judged if e[1] and e != draft and draft[0].startswith(e[0])]
+        reach = min([border, *(size[e] for e in after)])
         at = min(0, size[draft] - sum(b for _, b in tokens[: len(tokens) - draft[1]]))
         score = 1.0
         for logp, count in tokens[: len(tokens) - draft[1]]:
@@ -106,7 +106,7 @@ def _stretch(judged: Judged, whole: bool) -> dict[Draft, float]:
                 at += count
         if draft[1] and size[draft] <= reach:
             score *= math.exp(tokens[-1][0])
-        elif at == reach and (over := [e for e in behind if size[e] == reach]):
+        elif at == reach and (over := [e for e in after if size[e] == reach]):
             score *= 1 - math.exp(judged[over[0]][-1][0])
         found[draft] = score
     return found
@@ -254,11 +254,11 @@ def _last(
     mass = sum(weight[j] for j in judged)
     for d in tails:
         for name, row in judged.items():
-            behind, left = [], len(d[0].encode()) - len(least[0].encode()) + d[1]
+            after, left = [], len(d[0].encode()) - len(least[0].encode()) + d[1]
             for logp, size in reversed(row[d]):
-                behind += [logp] if size <= left else []
+                after += [logp] if size <= left else []
                 left -= size
-            tails[d] += weight[name] / mass * math.exp(sum(behind) / max(1, len(behind)))
+            tails[d] += weight[name] / mass * math.exp(sum(after) / max(1, len(after)))
     return (least if max(tails.values()) >= 0.5 else min(tails, key=lambda d: tails[d])) if tails else lowest
 
 

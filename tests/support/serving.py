@@ -97,9 +97,13 @@ def until(condition: Any, seconds: float = 20.0) -> None:
 def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`specfuse-llm serve` in another process, and the address that it prints."""
     asked = [sys.executable, "-m", "specfuse_shared", "serve", "--port", "0", *arguments]
-    told = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    reported = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     process = subprocess.Popen(
-        asked, stderr=subprocess.PIPE, text=True, env=told, preexec_fn=hear_interrupts if os.name == "posix" else None
+        asked,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=reported,
+        preexec_fn=hear_interrupts if os.name == "posix" else None,
     )
     assert process.stderr is not None
     try:
@@ -136,8 +140,8 @@ DIGIT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0,
 def chat(client: httpx.Client, **body: Any) -> dict[str, Any]:
     response = client.post("/v1/chat/completions", json={"model": "tiny", "messages": QUESTION, **body})
     assert response.status_code == 200, response.text
-    told: dict[str, Any] = response.json()
-    return told
+    reported: dict[str, Any] = response.json()
+    return reported
 
 
 TIMES = ("timing", "prefill_seconds", "first_segment_seconds", "total_seconds", "leader")

@@ -160,7 +160,7 @@ def turns(*texts: str) -> list[Message]:
     return [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
 
 
-def goes_on(made: PromptEncoder, answer: str) -> bool:
+def continues(made: PromptEncoder, answer: str) -> bool:
     """Whether the prompt and the answer are the beginning of the next prompt, but for a last token that may grow."""
     ids = made.encode(turns("Hi", answer, "Bye"))
     begun = made.encode(turns("Hi")) + made.answer_codec.encode(answer)
@@ -183,7 +183,7 @@ FOREIGN: dict[str, set[str]] = {
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_prompt_and_its_answer_are_the_beginning_of_the_next_prompt(kind: str) -> None:
     made = {name: encoder(template, kind) for name, template in TEMPLATES.items()}
-    broken = {name for name in made if not all(goes_on(made[name], answer) for answer in ANSWERS)}
+    broken = {name for name in made if not all(continues(made[name], answer) for answer in ANSWERS)}
     assert broken == FOREIGN[kind], f"{len(TEMPLATES) - len(broken)} of {len(TEMPLATES)} hold"
 
 
