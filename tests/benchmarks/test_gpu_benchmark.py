@@ -135,7 +135,7 @@ def test_without_a_gpu_real_sizes_are_refused() -> None:
 @pytest.mark.slow
 def test_the_shapes_are_those_of_the_real_models() -> None:
     code = (
-        f"import sys, torch; sys.path.insert(0, {str(BENCHMARKS)!r}); from shapes import SHAPES, weight_bytes\n"
+        f"import sys, torch; sys.path.insert(0, {str(BENCHMARKS)!r}); from bench_members import SHAPES, weight_bytes\n"
         "for s in SHAPES: print(s.name, weight_bytes(s.config(tiny=False), torch.bfloat16) // 2)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def recite(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     folder = tmp_path_factory.mktemp("members")
 
     def make(name: str, speech: str, certainty: float = 9.0, endless: bool = False) -> str:
-        path: Path = folder / name
+        path: Path = folder / f"{zlib.crc32(repr((speech, certainty, endless)).encode()):x}" / name
         if not path.exists():
             tokenizer = reciting_tokenizer(speech)
             reciting_model(tokenizer, speech, certainty, endless).save_pretrained(path)
