@@ -51,13 +51,15 @@ def test_rounds_without_a_late_server_are_those_of_the_naive_method_without_its_
 ) -> None:
     engine, _ = unsteady
     late = back = 0
-    for question in QUESTIONS[:3]:
+    for question in itertools.islice(itertools.cycle(QUESTIONS), 20):  # on a fast machine, few answers wait for it
         result = engine.generate(question, PARAMS)
         names = [[absence.member for absence in record.absent] for record in result.rounds]
         assert all(each in ([], ["chat"]) for each in names), "members of this machine are never late to it"
         late += sum(each == ["chat"] for each in names)
         back += sum(one == ["chat"] and other == [] for one, other in itertools.pairwise(names))
         assert_equals_naive_with_absences(engine.config, local_members(tiny_engine), question, PARAMS, result)
+        if late > 1 and back:
+            break
     assert late > 1
     assert back, "it came back"
 
