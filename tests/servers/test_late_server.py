@@ -16,7 +16,7 @@ from tests.support.against_naive import assert_equals_naive_with_absences, local
 from tests.support.served import QUESTIONS, served
 from tests.support.serving import until
 
-PARAMS = SamplingParams(max_tokens=150)
+PARAMS = SamplingParams(max_tokens=300)
 
 
 @dataclass
