@@ -1,9 +1,4 @@
-"""LangChain messages as the engine's messages.
-
-The engine's events of one answer as LangChain's chunks.
-
-LangChain's tools, tool choices and response formats as the engine's tools and grammars.
-"""
+"""LangChain's messages, tools, tool choices and response formats for the engine, and its events as LangChain's chunks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""LlamaIndex messages as the engine's messages.
+"""LlamaIndex's messages and tools for the engine, and its events as LlamaIndex's responses.
 
-From the engine's events to LlamaIndex's responses: one fold for every endpoint.
-
-Function calling: LlamaIndex's tools as the engine's, and the calls of an answer as LlamaIndex's.
-
-The instrumentation event of a verified segment.
-
-The events of an answer as its pieces, streamed and at once, in this thread and on an event loop.
+One fold serves every endpoint, streamed or complete, synchronous or asynchronous. Each verified segment is also sent as
+an instrumentation event.
 """
 
 from __future__ import annotations

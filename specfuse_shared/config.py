@@ -1,9 +1,4 @@
-"""The settings of one answer. Frozen, validated once.
-
-The settings of an ensemble. Frozen, validated once.
-
-The settings of one member. Frozen, validated once.
-"""
+"""The settings of a member, of an ensemble and of one answer. They are frozen, and validated once."""
 
 from __future__ import annotations
 

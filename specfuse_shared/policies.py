@@ -1,22 +1,15 @@
 """The decisions of a round as pure functions over numbers: score, aggregate, elect, feedback, exit.
 
-They use no tokenizer, tensor or framework. A user can replace each policy by an object with the same signature
-(`protocols`). Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
+They use no tokenizer, tensor or framework. Protocols define the signatures, and users can pass their own functions.
 
-Sources: SpecFuse (arXiv 2412.07380 v1/v2) for exit, SpecEM (v3, NeurIPS 2025) for feedback. The exit formulas are
-a reconstruction: the papers' exact ones could not be read.
+- A score turns one verifier's log-probabilities of a candidate into a number in [0, 1].
+- An aggregate combines all verifiers' scores of a candidate into a vote.
+- An election removes the candidate with the lowest vote until one is left.
+- Feedback changes the verifiers' weights after a round (SpecEM, arXiv 2412.07380 v3, NeurIPS 2025).
+- An exit policy decides which members leave the answer (SpecFuse, arXiv 2412.07380 v1/v2). Its formulas are a
+  reconstruction: the papers' exact ones could not be read.
 
-Aggregates: all verifiers' scores become one vote on each candidate.
-
-The winner of a round: scores become votes, votes a winner.
-
-Exit: which members leave the answer after a verified round (SpecFuse).
-
-Feedback: the verifiers' weights learn from a finished round (SpecEM).
-
-The signatures of policies.
-
-Scores of one verifier for the candidates of a round, in [0, 1].
+Symbols: n members, verifier j, candidate i, s[j][i] in [0, 1], weights w with Σw = 1.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Attention of many answers in one forward pass: the visible slots of each query, and a fast kernel call per block.
 
-The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. Symbols: T tokens fed,
-B answers of a group, Q queries of an answer, K slots, position = place in the token sequence (≠ slot once a tree
-is cached).
+The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. A mask plan says which slots the
+layers of an architecture see, and how the model expects its masks. Kernels: the engine's own, and the model's plain one.
 
-Attention over given keys and values: the engine's own kernel, and the model's plain one.
-
-Which slots the layers of an architecture see, and how a model takes its masks.
-
-Symbols: Q queries, K slots, position = place in the token sequence (≠ slot once a tree is cached).
+Symbols: T tokens fed, B answers of a group, Q queries of an answer, K slots, position = place in the token sequence
+(≠ slot once a tree is cached).
 """
 
 from __future__ import annotations

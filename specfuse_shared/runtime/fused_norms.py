@@ -1,6 +1,7 @@
-"""RMS norms as one operation of the library, instead of the eight that models write them in.
+"""Faster operations for processors: RMS norms as one operation instead of eight, and packed weights.
 
-Weights laid out as the processor's matrix library (oneDNN) reads them best: once at load, not in every product.
+Packed weights have the layout that the processor's matrix library (oneDNN) reads best: once at load, not in every
+product.
 """
 
 from __future__ import annotations

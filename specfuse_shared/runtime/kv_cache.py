@@ -1,19 +1,15 @@
 """KV caches of a model: rows in blocks, and prefix reuse.
 
+Every answer owns one row; slots are its tokens. A block contains rows of equal capacity, so that a batch is a slice. A
+full row moves to a block of twice the capacity. A freed row is filled with the last one of its capacity, so that the
+rows in use are always the first ones. If steps are captured, blocks never move or grow: a full block gets a successor.
+Every row keeps its last slot free: fixed-shape steps write there for answers that do not take part.
+
 The next turn of a conversation, the next step of an agent loop and questions over one passage share most of their
 prompt. Copies of ended answers' prefixes live outside the cache rows, bounded in bytes, least recently used first out.
 A prefix of a running answer is copied from its row.
 
-Keys and values of many answers in one model: rows of equal capacity in blocks, so that a batch is a slice.
-
-Every answer owns one row; slots are its tokens. A full row moves to a block of twice the capacity; a freed row is
-filled with the last one of its capacity, so that the rows in use are always the first ones. Where steps are captured,
-blocks never move or grow: one that is full is followed by another. Every row keeps its last slot free: steps of fixed
-shape put there what they compute for answers that sit a step out.
-
-Rows and blocks of the cache: a row is one answer's place in a block, a block holds rows of one capacity.
-
-How many slots a cache row has, and how many rows its block: arithmetic that admission knows too.
+Admission uses the same arithmetic of rows and blocks.
 """
 
 from __future__ import annotations

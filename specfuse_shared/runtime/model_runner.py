@@ -1,10 +1,8 @@
 """Forward passes of one causal language model: a batch of segments, a plain step. No text, no policy.
 
-Models whose rotary frequencies depend on how long the text is (longrope: Phi-3 and others).
-
-The library picks one set of frequencies for a whole forward, by its largest position. Answers on either side of the
-limit therefore go apart, and a text that is, or is about to be, beyond it is read with the long set from its first
-token on, as the model reads it in one piece.
+Some models' rotary frequencies depend on the length of the text (longrope: Phi-3 and others). The library picks one set
+of frequencies for a whole forward pass, by its largest position. So answers on either side of the limit run in separate
+passes, and a text that is, or will be, beyond it is read with the long set from its first token on.
 """
 
 from __future__ import annotations

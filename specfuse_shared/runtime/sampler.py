@@ -1,12 +1,9 @@
-"""How members pick their next tokens: the library's own logit processors, in the order of its `generate`.
+"""Sampling: the library's own logit processors, in the order of its `generate`; log-probabilities; transfers.
 
-B answers, V vocabulary. Choices stay on the device: `Sampler.pick` fetches its one, `BatchSampling` leaves many there.
+Choices stay on the device: `Sampler.pick` fetches its one, `BatchSampling` leaves many there. Log-probabilities and
+argmax tokens of a forward pass are sent to the host together. Transfers do not wait for the device's pending work.
 
-Log-probabilities of tokens from logits that lie on a device: sent together, however many are asked for.
-
-Argmax tokens of all fed tokens are sent to the host together with the results of their forward pass.
-
-Transfers between host and device do not wait for the device's pending work.
+Symbols: B answers, V vocabulary.
 """
 
 from __future__ import annotations

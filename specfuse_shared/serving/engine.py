@@ -1,10 +1,7 @@
 """The engine: members loaded once, many answers at a time, streamed segment by segment.
 
-Forked processes get special handling.
-
-One engine per configuration and process, shared by all callers and freed with its last lease.
-
-After a fork the child starts afresh: neither threads nor device contexts survive one.
+One engine per configuration and process, shared by all callers and freed with its last lease. After a fork the child
+starts afresh, because neither threads nor device contexts survive one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""OpenTelemetry spans, one an answer, where `opentelemetry-api` is installed (extra "metrics").
+"""Metrics of an engine, and OpenTelemetry spans of its answers (`opentelemetry-api`, extra "metrics").
 
-Attributes follow the semantic conventions for generative AI. No text of prompts or answers is recorded.
-
-An engine's counters: requests, waiting, first segments, tokens, rounds, wins, exits, forward passes, cache use.
-
-`EnsembleEngine.metrics()` returns a `MetricsSnapshot`.
+`EnsembleEngine.metrics()` returns a `MetricsSnapshot`: requests, waiting, first segments, tokens, rounds, wins, exits,
+forward passes, cache use. Spans follow the semantic conventions for generative AI. They record no text.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """From a conversation to one member's prompt ids.
 
 Each member renders the conversation with its own chat template. Roles that the template does not know are
-normalised, step by step, until it renders every message. Text from users, documents and tools is data: where it
-holds one of the member's control strings, that stretch is encoded as plain text.
+normalised, step by step, until it renders every message. Text from users, documents and tools is data: if it contains
+one of the member's control strings, that stretch is encoded as plain text.
 
-A member's side of text: its chat template, its encoding, its tokens as a grammar reads them.
-
-Roles that a chat template does not know, normalised: each step works on top of the ones before it.
-
-Text in messages is safe: a control string of a member inside a message is encoded as plain text.
+Some templates mark turns by plain text ("### Assistant:", "[/INST]"), which any text can contain. Text in a message
+could then start the next turn, so a backslash after its first character breaks every such mark inside a message.
 
 Reasoning is text that a member writes before it answers, between two markers of its chat template.
-
-Some templates mark turns by plain text ("### Assistant:", "[/INST]"), which any text can contain. Templates with
-control tokens are safe, because text never becomes a control token. With plain marks, text in a message could start the
-next turn. So a backslash after its first character breaks every such mark inside a message.
 """
 
 from __future__ import annotations
