@@ -1,4 +1,4 @@
-"""LangChain's messages, tools, tool choices and response formats for the engine, and its events as LangChain's chunks."""
+"""LangChain messages, tools, tool choices and response formats for the engine; its events as LangChain chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Attention of many answers in one forward pass: the visible slots of each query, and a fast kernel call per block.
 
-The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. A mask plan says which slots the
-layers of an architecture see, and how the model expects its masks. Kernels: the engine's own, and the model's plain one.
+The tokens of all answers lie in a row, (1, H, T, D); keys and values lie in cache rows. A mask plan says which slots
+the layers of an architecture see, and how the model expects its masks. Kernels: the engine's own, and the model's
+plain one.
 
 Symbols: T tokens fed, B answers of a group, Q queries of an answer, K slots, position = place in the token sequence
 (≠ slot once a tree is cached).
