@@ -616,7 +616,7 @@ class ChatSpecFuse(DescribedModel, SegmentEvents, EngineBatches):
             async with aclosing(cast("AsyncGenerator[Event]", events)):
                 async for event in events:
                     self._observe(event)
-                    for chunk in await fold_async(request.answer.all_chunks, event):
+                    for chunk in await fold_async(request.answer.chunks, event):
                         if run_manager is not None:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk

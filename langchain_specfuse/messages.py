@@ -200,21 +200,18 @@ class ChunkBuilder:
         self._detail = detail
         self._answer = AnswerReader(reader, detail, whole=whole, may_close=may_close)
 
-    def chunks(self, event: Event) -> Iterator[ChatGenerationChunk]:
+    def chunks(self, event: Event) -> list[ChatGenerationChunk]:
         """The chunks of an event."""
         part = self._answer.read(event)
-        yield from _reasoning(part.thoughts)
+        chunks = [*_reasoning(part.thoughts)]
         if isinstance(event, SegmentEvent):
             first, *rest = _chunks(part, **self._kept({"specfuse_segments": [record := segment_record(event)]}))
-            yield SegmentChunk(message=first.message, segment={"text": first.message.text, **record})
-            yield from rest
+            chunks += [SegmentChunk(message=first.message, segment={"text": first.message.text, **record}), *rest]
         elif part.text or part.calls:
-            yield from _chunks(part)
+            chunks += _chunks(part)
         if part.end is not None:
-            yield self._last(part.end)
-
-    def all_chunks(self, event: Event) -> list[ChatGenerationChunk]:
-        return list(self.chunks(event))
+            chunks.append(self._last(part.end))
+        return chunks
 
     def _kept(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {} if self._detail == "none" else {"additional_kwargs": kwargs}

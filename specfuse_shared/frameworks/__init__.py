@@ -8,15 +8,10 @@ from specfuse_shared.frameworks.records import (
     CLOSED,
     RESPONSE_FORMATS,
     Detail,
-    Thoughts,
     Whole,
     candidate_records,
-    check_whole,
-    finish_reason,
-    last_parts,
     ledger,
     logprobs_content,
-    openai_logprobs,
     reasoning_tokens,
     response_schema,
     segment_record,
@@ -36,7 +31,7 @@ from specfuse_shared.frameworks.settings import (
 from specfuse_shared.loading.config_files import plain_config
 from specfuse_shared.messages import CUT_MARK, SILENT_BLOCKS, TEXT_BLOCKS, Role, arguments_said, block_text
 from specfuse_shared.serving.calls import choice_of
-from specfuse_shared.text.tool_calls import CallDelta, CallReader, TextDelta, ToolUse
+from specfuse_shared.text.tool_calls import CallDelta, CallReader, ToolUse
 
 __all__ = [
     "CLOSED",
@@ -57,23 +52,17 @@ __all__ = [
     "Members",
     "OnSegment",
     "Role",
-    "TextDelta",
-    "Thoughts",
     "ToolUse",
     "Whole",
     "arguments_said",
     "block_text",
     "candidate_records",
-    "check_whole",
     "choice_of",
     "config_of",
-    "finish_reason",
     "fold_async",
-    "last_parts",
     "ledger",
     "logprobs_content",
     "members_of_model",
-    "openai_logprobs",
     "plain_config",
     "reasoning_tokens",
     "response_schema",

@@ -32,10 +32,11 @@ def repeats(answer: str, segment: str) -> bool:
 
     Such a candidate loses against one that does neither.
     """
-    words = _last_words(answer + segment)
+    text = answer + segment
+    words = _last_words(text)
     if ends_in_loop(words) or ends_in_loop(words, 2, _LONG_STRETCH):
         return True
-    return _repeats_line(answer, segment) or is_stuck(answer, segment)
+    return _repeats_line(text, segment) or _is_stuck(text, words, segment)
 
 
 def is_stuck(answer: str, segment: str) -> bool:
@@ -47,7 +48,10 @@ def is_stuck(answer: str, segment: str) -> bool:
     row.
     """
     text = answer + segment
-    words = _last_words(text)
+    return _is_stuck(text, _last_words(text), segment)
+
+
+def _is_stuck(text: str, words: list[str], segment: str) -> bool:
     length = circle(words)
     if length and _is_running(words[-length:]):
         return True
@@ -107,11 +111,11 @@ def _has_line_again(text: str, segment: str) -> bool:
     )
 
 
-def _repeats_line(answer: str, segment: str) -> bool:
+def _repeats_line(text: str, segment: str) -> bool:
     """The segment's last, possibly incomplete line repeats two equal earlier ones."""
     if not segment.strip():
         return False
-    *earlier, line = (line.strip() for line in (answer + segment).rstrip().splitlines())
+    *earlier, line = (line.strip() for line in text.rstrip().splitlines())
     if len(line.split()) < _OPENING:
         return False
     alike = [old for old in earlier if old.startswith(line)]
