@@ -21,7 +21,7 @@ from typing import Any
 
 from specfuse_shared import Grammar, MemberConfig, Message, SamplingParams
 from specfuse_shared.members.server.member import ServerMember
-from specfuse_shared.members.server.session import ServerSession, run_stage
+from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.vllm import CompletionsEndpoint, Continuation, ScoredLine, ServerClient
 from specfuse_shared.members.stages import Commit, Draft, Drafted, Op
 from specfuse_shared.text.grammars.constraint import AnswerConstraint
@@ -93,7 +93,7 @@ async def drafted(member: ServerMember, subject: str, context: int) -> tuple[flo
     prompt = member.text.encode_prompt([Message("user", asked)])
     session = member.open(prompt, params, seed=0)
     constraint = AnswerConstraint(Grammar.json_schema(SCHEMA), member.text.codec, params.max_tokens)
-    await run_stage(session.prefill(), lambda error: None)
+    await session.prefill()
     seconds, tokens, over, number = 0.0, 0, False, 0
     while not over:
         text = constraint.forced()
@@ -113,7 +113,7 @@ async def drafted(member: ServerMember, subject: str, context: int) -> tuple[flo
 
 
 async def stage_of(session: ServerSession, op: Op) -> Any:
-    return await run_stage(session.stage(op), lambda error: None)
+    return await session.stage(op)
 
 
 async def under_a_schema(member: ServerMember, context: int, answers: int, asked: list[int]) -> dict[str, list[float]]:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError, RequestError
-from specfuse_shared.members.stages import NOTHING_YET, Close, Member, Op, TokenCounts
+from specfuse_shared.members.stages import NOTHING_YET, Close, Member, Op, StageResult, TokenCounts
 from specfuse_shared.messages import Message, Tool
 from specfuse_shared.policies import normalised
 from specfuse_shared.types import ExitReason, MemberExit, MemberUsage, Usage
@@ -343,17 +343,28 @@ class Deadline:
         return frozenset(), math.inf
 
 
+Ops = Mapping[str, Op]
+"""Stages to run, by member."""
+Results = Mapping[str, StageResult]
+"""Results by member."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The stages that an answer requests next, by member. It waits for all results, with two exceptions.
+    """The stages that an answer requests next, by member; awaited, it gives the results.
+
+    The answer waits for all of them, with two exceptions.
 
     Members that miss the `deadline` sit out, and their results come later. Members in `unwaited` release
     the answer at any time.
     """
 
-    ops: Mapping[str, Op]
+    ops: Ops
     deadline: Deadline | None = None
     unwaited: frozenset[str] = frozenset()
+
+    def __await__(self) -> Generator[Wanted, Results, Results]:
+        return (yield self)
 
 
 @dataclass(slots=True)

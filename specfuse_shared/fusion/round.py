@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from specfuse_shared.config import EnsembleConfig, SamplingParams
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
-from specfuse_shared.fusion.participants import LaneStats, LeaderPolicy, Participants, Wanted
+from specfuse_shared.fusion.participants import LaneStats, LeaderPolicy, Ops, Participants
 from specfuse_shared.fusion.repetition import ValueLoop, is_stuck, loop_of, repeats
 from specfuse_shared.members.stages import (
     CandidateVerdict,
@@ -23,7 +23,6 @@ from specfuse_shared.members.stages import (
     Drafted,
     Op,
     ScoringQuery,
-    StageResult,
     Value,
     Verdicts,
     Verify,
@@ -39,16 +38,9 @@ from specfuse_shared.types import (
     RoundTiming,
 )
 
-Ops = Mapping[str, Op]
-"""Stages to run, by member."""
-Results = Mapping[str, StageResult]
-"""Results by member."""
-Ask = Callable[[Ops], Generator[Wanted, Results, dict[str, Value]]]
+Ask = Callable[[Ops], Awaitable[dict[str, Value]]]
 """Has stages run; the values of those that did not fail, in the order asked. Members that failed have left then, and
 those that were late are absent."""
-
-Steps = Generator[Wanted, Results, None]
-"""Yields the stages to run, and is sent their results."""
 
 
 @dataclass(slots=True)
@@ -158,16 +150,16 @@ class Round:
         self.loop = ""
         self.judged: Drafted | None = None
 
-    def run(self) -> Steps:
+    async def run(self) -> None:
         """Draft and verify until the winner is clear, then append its text and learn from the scores.
 
         Members commit the segment with their next drafts, so its readers do not wait for that.
         """
         limit = self._policies.segment_limit(self._answer.tokens)
         for tokens in self._policies.config.looks(limit):
-            yield from self._draft(tokens)
+            await self._draft(tokens)
             if len(self._candidates) > 1:
-                yield from self._verify(tokens)
+                await self._verify(tokens)
                 if not self._verdicts:  # all members that were on time have failed
                     self._winner = None
                     break
@@ -180,7 +172,7 @@ class Round:
 
     # ── draft ────────────────────────────────────────────────────────────────────────────────────
 
-    def _draft(self, tokens: int) -> Steps:
+    async def _draft(self, tokens: int) -> None:
         """Get every present member's candidate of at most `tokens` tokens; equal ones count once.
 
         Drafts that are requested again, with a higher limit, begin as before. Members keep their drafts, except a
@@ -192,27 +184,27 @@ class Round:
             self._drafters = list(self._present)
             self._candidates = [DistinctCandidate(forced, False, list(self._present), 0, over=over)]
         else:
-            drafts = yield from self._ask_for_drafts(tokens)
+            drafts = await self._ask_for_drafts(tokens)
             self._drafters = [name for name in self._present if name in drafts]
             self._candidates = self._distinct({name: drafts[name] for name in self._drafters})
         self._seconds["draft"] += time.monotonic() - began
         self._note_absent("draft", tokens)
 
-    def _ask_for_drafts(self, tokens: int) -> Generator[Wanted, Results, dict[str, Value]]:
+    async def _ask_for_drafts(self, tokens: int) -> dict[str, Value]:
         """All drafts at once; with a leader, its draft first, which the others take as a guess."""
         if self._alone:
-            return (yield from self._ask(self._plain_draft(tokens)))
+            return await self._ask(self._plain_draft(tokens))
         names = self._willing
         speculates = self._policies.config.speculation != "off"
         self._leader = self._policies.lead.leader(self._participants, names, tokens) if speculates else None
         if self._leader is None:
-            return (yield from self._ask({name: self._draft_op(tokens) for name in names}))
-        drafts = yield from self._ask({self._leader: self._draft_op(tokens)})
+            return await self._ask({name: self._draft_op(tokens) for name in names})
+        drafts = await self._ask({self._leader: self._draft_op(tokens)})
         first = drafts.get(self._leader)
         guess = first.text + first.overrun if isinstance(first, Drafted) else ""
         followers = [name for name in self._willing if name in self._present and name != self._leader]
         if followers:
-            drafts |= yield from self._ask({name: self._draft_op(tokens, guess) for name in followers})
+            drafts |= await self._ask({name: self._draft_op(tokens, guess) for name in followers})
         return drafts
 
     @property
@@ -291,11 +283,11 @@ class Round:
 
     # ── verify ───────────────────────────────────────────────────────────────────────────────────
 
-    def _verify(self, tokens: int) -> Steps:
+    async def _verify(self, tokens: int) -> None:
         """Get every present member's verdicts. A late verifier counts as if it had not drafted either."""
         began = time.monotonic()
         queries = tuple(ScoringQuery(c.text, c.ends, "" if c.ends else c.overrun) for c in self._candidates)
-        judged = yield from self._ask({name: Verify(queries) for name in self._present})
+        judged = await self._ask({name: Verify(queries) for name in self._present})
         self._verdicts = {name: _each(verdicts) for name, verdicts in judged.items()}
         self._seconds["verify"] += time.monotonic() - began
         if late := self._note_absent("verify", tokens):

@@ -1,8 +1,8 @@
 """One request: rounds of draft, verify, select, learn and commit, until the answer ends.
 
 `AnswerSession` owns the state of one answer: its text, its rounds, and its `Participants`. It runs no
-model: it yields the stages for members to run, as plain data, and is sent their results. It knows no ids except
-those in prompts, and no tensors.
+model: it awaits stages of members, which are plain data, and gets their results. It knows no ids except those in
+prompts, and no tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from specfuse_shared.config import EnsembleConfig, SamplingParams
@@ -27,15 +27,9 @@ from specfuse_shared.events import (
     WarningEvent,
 )
 from specfuse_shared.fusion.answer_text import AnswerText, TrimmedSegment
-from specfuse_shared.fusion.participants import Deadline, LaneStats, Late, Participants, Wanted
+from specfuse_shared.fusion.participants import Deadline, LaneStats, Late, Ops, Participants, Results, Wanted
 from specfuse_shared.fusion.repetition import loop_of
-from specfuse_shared.fusion.round import (
-    AnswerPolicies,
-    Ops,
-    Results,
-    Round,
-    Steps,
-)
+from specfuse_shared.fusion.round import AnswerPolicies, Round
 from specfuse_shared.fusion.token_logprobs import SegmentLogprobs, logprobs_after, token_logprobs
 from specfuse_shared.members.stages import (
     Close,
@@ -126,43 +120,43 @@ class AnswerSession:
     def max_thinking_tokens(self) -> int:
         return self._params.max_thinking_tokens
 
-    def run(self) -> Steps:
-        """Yields stages by member, is sent their results; ends when the answer does. Raises `GenerationError`.
+    async def run(self) -> None:
+        """Awaits stages of members; ends when the answer does. Raises `GenerationError`.
 
         A result is reported after every member has released the answer.
         """
         self._began = time.monotonic()
         self._round_ends = self._end_of_round()
-        yield from self._ask(self._opening())
+        await self._ask(self._opening())
         self._round_ends = None  # reasoning has no deadline
         self._prefilled = time.monotonic() - self._began
         self.events.append(StartEvent(tuple(self._active), len(self.participants.reference.prompt)))
-        yield from self._think()
-        last = yield from self._run_rounds()
+        await self._think()
+        last = await self._run_rounds()
         end = TrimmedSegment("", FinishReason.LENGTH) if last is None else last.segment
         self._finish(end, last)
         self._emit_last_exits()
         pending_text = self._hold_last_text()
         usage = self.participants.usage(self.text)
         if closes := {**self.participants.take_closes(), **{name: Close(remember=True) for name in self._active}}:
-            yield Wanted(closes, unwaited=self._let_go(closes))
-        logprobs = (yield from self._score()) if self._params.logprobs else None
+            await Wanted(closes, unwaited=self._let_go(closes))
+        logprobs = await self._score() if self._params.logprobs else None
         self.events.extend(self._with_the_rest(event, logprobs) for event in pending_text)
         self.events.append(FinishEvent(self._result(end, usage, logprobs)))
 
-    def _run_rounds(self) -> Generator[Wanted, Results, Round | None]:
+    async def _run_rounds(self) -> Round | None:
         """Rounds until the answer ends. Returns the last one, or None if no member is left."""
         while True:
-            yield from self._gather()
+            await self._gather()
             self.events.extend(map(ExitEvent, self.participants.exits))
             if not self._active:
                 return None
             current = Round(self._policies, self.participants, self._answer, self._next, self._ask)
-            yield from current.run()
+            await current.run()
             self._late.count(self._active, self.participants.absent)
             self._loops += [current.loop] if current.loop else []
             if self._logprobs is not None and current.segment.reason is None:
-                yield from self._judge(current, self._logprobs)
+                await self._judge(current, self._logprobs)
             self._publish(current)
             if current.segment.reason is not None:
                 return current
@@ -182,7 +176,7 @@ class AnswerSession:
         seconds = self._policies.config.round_seconds
         return None if seconds is None else time.monotonic() + seconds
 
-    def _gather(self) -> Steps:
+    async def _gather(self) -> None:
         """Begin a round: members that are late sit it out. Where all are, the answer waits for one of them."""
         config, late = self._policies.config, self._late.running
         for name in self._late.lost(config.late_rounds, config.late_rounds * (config.round_seconds or 0.0)):
@@ -193,23 +187,23 @@ class AnswerSession:
             # how many tokens there are matters now
             plain = self._policies.decodes_plainly(self._active)
             if self.participants.present and (plain or self.participants.may_be_full(self._owed)):
-                yield from self._ask({})
+                await self._ask({})
             self.participants.drop_full(self._next)
             if self.participants.present or not self._active:
                 return
             closes = self.participants.take_closes()
-            self._take_late((yield Wanted(closes, unwaited=self._let_go(closes))))
+            self._take_late(await Wanted(closes, unwaited=self._let_go(closes)))
 
     def _opening(self) -> dict[str, Op]:
         seed, speculates = self.seed or 0, self._policies.config.speculation == "auto"
         return {n: Open(self.participants[n].prompt, self._params, seed, speculates) for n in self._active}
 
-    def _think(self) -> Steps:
+    async def _think(self) -> None:
         """Members that think do so at the same time, each for itself; the answer begins when all are done."""
         thinking = {n: self.participants.thinking_limit(n, self.max_thinking_tokens) for n in self._active}
         thinking = {n: limit for n, limit in thinking.items() if self.participants[n].member.info.thinks}
         while thinking:
-            thoughts = yield from self._ask({n: Think(_THINKING_PIECE, limit) for n, limit in thinking.items()})
+            thoughts = await self._ask({n: Think(_THINKING_PIECE, limit) for n, limit in thinking.items()})
             for name, thought in thoughts.items():
                 assert isinstance(thought, Thought)
                 self._thoughts[name] = self._thoughts.get(name, "") + thought.text
@@ -219,7 +213,7 @@ class AnswerSession:
                     del thinking[name]
             thinking = {n: limit for n, limit in thinking.items() if n in thoughts}
 
-    def _ask(self, ops: Ops) -> Generator[Wanted, Results, dict[str, Value]]:
+    async def _ask(self, ops: Ops) -> dict[str, Value]:
         """Values of stages, in the members' order; members that failed have left. Those who left before are closed.
 
         Text that is not committed yet goes along: drafts carry it, and members that are asked for nothing commit it.
@@ -229,7 +223,7 @@ class AnswerSession:
         if not sent:
             return {}
         closes = self.participants.take_closes()
-        results = yield Wanted({**closes, **sent}, self._deadline(sent), self._let_go(closes))
+        results = await Wanted({**closes, **sent}, self._deadline(sent), self._let_go(closes))
         values: dict[str, Value] = {}
         self._take_late(results)
         for name, op in sent.items():
@@ -309,7 +303,7 @@ class AnswerSession:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _judge(self, current: Round, logprobs: SegmentLogprobs) -> Steps:
+    async def _judge(self, current: Round, logprobs: SegmentLogprobs) -> None:
         """The reference member's log-probabilities of a segment, while the tokens of its drafts and verdicts are
         available.
 
@@ -322,9 +316,9 @@ class AnswerSession:
             logprobs.drafted(current.judged)
         elif text and name in self.participants.present:
             if name in self._owed:  # text that a grammar forces is committed with the next draft
-                yield from self._ask({})
+                await self._ask({})
             verify = Verify((ScoringQuery(text, False),), top=self._params.top_logprobs)
-            verdicts = (yield from self._ask({name: verify})).get(name) if name in self.participants.present else None
+            verdicts = (await self._ask({name: verify})).get(name) if name in self.participants.present else None
             if isinstance(verdicts, Verdicts):
                 logprobs.judged(text, verdicts.each[0])
             else:
@@ -384,7 +378,7 @@ class AnswerSession:
             raise UnfinishedValueError(message, member=member, text=self.text, usage=usage)
         self.finished = True
 
-    def _score(self) -> Generator[Wanted, Results, tuple[TokenLogprob, ...] | None]:
+    async def _score(self) -> tuple[TokenLogprob, ...] | None:
         """Log p of the answer's tokens by the reference member, which reads the answer again, after its reasoning.
 
         They describe the final text, independent of its authors and cuts and whether or not that member
@@ -399,13 +393,13 @@ class AnswerSession:
             self._warn(name, "score", f"member {name!r} could not score the answer: {error}", type(error).__name__)
             return None
         for op in (Open(prompt, replace(self._params, grammar=None), 0), verify):
-            result = (yield Wanted({name: op}))[name]
+            result = (await Wanted({name: op}))[name]
             if result.error is not None:
                 message = f"member {name!r} could not score the answer: {result.error.message}"
                 self._warn(name, "score", message, result.error.kind)
                 break
             verdicts = result.value
-        yield Wanted({name: Close()})
+        await Wanted({name: Close()})
         if not isinstance(verdicts, Verdicts):
             return None
         return token_logprobs(side.member.codec, self.text, verdicts.each[0])
@@ -459,20 +453,20 @@ class ScoringSession:
         self.events: deque[Event] = deque()
         self.finished = False
 
-    def run(self) -> Generator[Wanted, Results, None]:
-        """Yields stages by member, is sent their results."""
+    async def run(self) -> None:
+        """Awaits stages of members."""
         began, sides = time.monotonic(), self.participants.sides
         params = SamplingParams(max_tokens=max(1, self.max_tokens))
-        opened = yield Wanted({name: Open(prompt, params, 0) for name, prompt in self._prompts.items()})
+        opened = await Wanted({name: Open(prompt, params, 0) for name, prompt in self._prompts.items()})
         faults = {name: result.error for name, result in opened.items() if result.error is not None}
         ready = [name for name in sides if name not in faults]
-        judged = (yield Wanted({name: Verify(self._questions) for name in ready})) if ready else {}
+        judged = await Wanted({name: Verify(self._questions) for name in ready}) if ready else {}
         for name in ready:
             if (fault := judged[name].error) is not None:
                 faults[name] = fault
             elif isinstance(verdicts := judged[name].value, Verdicts):
                 self.scores[name] = tuple(math.fsum(verdict.logprobs) for verdict in verdicts.each)
-        yield Wanted({name: Close(remember=name in self.scores) for name in sides})
+        await Wanted({name: Close(remember=name in self.scores) for name in sides})
         self._finish(faults, time.monotonic() - began)
 
     def _finish(self, faults: Mapping[str, Fault], seconds: float) -> None:

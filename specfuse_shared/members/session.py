@@ -1,7 +1,7 @@
 """One answer of a member, wherever its model runs: its stages, which turn ids into text and text into ids.
 
-A stage is a coroutine that yields what it wants of the model and is sent what came of that. What that is, and who
-runs it, is known to a subclass alone.
+A stage is a coroutine that awaits what the model shall compute. What that is, and who computes it, only a subclass
+knows.
 
 Tokens of a member that are no text: those that end its turn, and those that no member may write.
 """
@@ -9,7 +9,7 @@ Tokens of a member that are no text: those that end its turn, and those that no 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -41,7 +41,8 @@ _MOST_EXTRA_TOKENS = 8
 """A draft may run over by this much to finish a character."""
 
 T = TypeVar("T")
-Stage: TypeAlias = Generator[Any, Any, T]
+Stage: TypeAlias = Coroutine[Any, Any, T]
+"""A member's part of a round for one answer; what it awaits is known to whoever runs it."""
 
 
 class SequenceIds(Protocol):
@@ -90,7 +91,7 @@ class Session(ABC, Generic[C]):
     # ── of the model ─────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def prefill(self) -> Stage[None]:
+    async def prefill(self) -> None:
         """Read the prompt; called once, first."""
 
     @abstractmethod
@@ -98,22 +99,22 @@ class Session(ABC, Generic[C]):
         """The draws that follow belong to this round."""
 
     @abstractmethod
-    def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+    async def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> tuple[list[int], bool]:
         """One to `count` tokens after the committed answer and `ids`, and whether the turn ends after them.
 
         The turn does not end before `min_tokens_left` tokens after the answer. `alone`: also tokens without text.
         """
 
     @abstractmethod
-    def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
+    async def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> list[list[float]]:
         """Natural log p of each branch's tokens; where it has stop ids, also that any of them comes next."""
 
     @abstractmethod
-    def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
+    async def _find_tops(self, branch: Branch, count: int) -> list[Top]:
         """The most probable tokens in the place of each of a judged branch."""
 
     @abstractmethod
-    def _keep(self, branch: Branch) -> Stage[None]:
+    async def _keep(self, branch: Branch) -> None:
         """The branch becomes the end of the committed answer."""
 
     def _expect(self, encoding: Encoding) -> None:
@@ -153,29 +154,29 @@ class Session(ABC, Generic[C]):
                 return self.commit(text)
         raise ValueError(f"a member has no stage for {op!r}")
 
-    def think(self, limit: int, max_tokens: int) -> Stage[Thought]:
+    async def think(self, limit: int, max_tokens: int) -> Thought:
         """Plain decoding of reasoning, which then becomes part of the prompt before the answer."""
         answer_size, self._thinking = len(self.sequence.answer), True
         self._start(-1 - answer_size)
-        more, ended = yield from self._decode([], min(limit, max_tokens - answer_size), alone=True)
+        more, ended = await self._decode([], min(limit, max_tokens - answer_size), alone=True)
         ids = [*self.sequence.answer, *more]
         text, end = self._prompts.thoughts(ids)
         ended = ended or end is not None or len(ids) >= max_tokens
         ids = ids[:end] + (self._prompts.thoughts_closing() if ended else [])
         base = answer_size if end is None else min(end, answer_size)
-        yield from self._keep(Branch(base, tuple(ids[base:])))
+        await self._keep(Branch(base, tuple(ids[base:])))
         if ended:
             self.sequence.begin_answer()
             self._thinking = False
         fresh, self._shown = text[self._shown :], 0 if ended else max(self._shown, len(text))
         return Thought(fresh, ended)
 
-    def draft(
+    async def draft(
         self, limit: int, round_index: int, min_tokens_left: int = 0, guess: str = "", commit: str = ""
-    ) -> Stage[Drafted]:
+    ) -> Drafted:
         """Commit `commit`, then continue the answer by at most `limit` tokens, and a few more to finish a character."""
         if commit:
-            yield from self.commit(commit)
+            await self.commit(commit)
         self._start(round_index)
         if guess:
             self._expect(self._encoded(guess))
@@ -184,10 +185,10 @@ class Session(ABC, Generic[C]):
             self._constraint.start()
             lead = [] if self._text else self._codec.lead_ids  # no grammar has the blanks before an answer
         limit += len(lead)
-        ids, ended = yield from self._decode(lead, limit, min_tokens_left and min_tokens_left + len(lead))
+        ids, ended = await self._decode(lead, limit, min_tokens_left and min_tokens_left + len(lead))
         text = self._codec.text_after(self.sequence.answer, ids)
         while not ended and not whole_characters(text) and len(ids) < limit + _MOST_EXTRA_TOKENS:
-            ids, ended = yield from self._decode(ids, len(ids) + 1, min_tokens_left)
+            ids, ended = await self._decode(ids, len(ids) + 1, min_tokens_left)
             text = self._codec.text_after(self.sequence.answer, ids)
         self._expect_own(Branch(len(self.sequence.answer), tuple(ids)))
         turn_ends = () if min_tokens_left else self._turn_ends
@@ -199,7 +200,7 @@ class Session(ABC, Generic[C]):
         cut = cut_candidate(text)
         return Drafted(cut, False, len(ids) - len(lead), whole_characters(text)[len(cut) :])
 
-    def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Stage[Verdicts]:
+    async def verify(self, questions: Sequence[ScoringQuery], top: int = 0) -> Verdicts:
         """Judge candidates, all at once."""
         encodings = [self._encoded(q.text) for q in questions]
         branches = [self._branch(encoding) for encoding in encodings]
@@ -208,38 +209,38 @@ class Session(ABC, Generic[C]):
                 self._expect(self._codec.extend(encoding, question.overrun))
         stops = [self._stop_ids if q.ends else () for q in questions]
         sizes = [self._codec.token_bytes(b.tokens) + [1] * q.ends for q, b in zip(questions, branches, strict=True)]
-        judged = yield from self._judge(branches, stops)
+        judged = await self._judge(branches, stops)
         each = tuple(
             CandidateVerdict(tuple(logprobs), tuple(token_bytes))
             for logprobs, token_bytes in zip(judged, sizes, strict=True)
         )
         if top:
-            each = yield from self._with_tops(each, branches, top)
+            each = await self._with_tops(each, branches, top)
         return Verdicts(each)
 
-    def _with_tops(
+    async def _with_tops(
         self, verdicts: Sequence[CandidateVerdict], branches: Sequence[Branch], count: int
-    ) -> Stage[tuple[CandidateVerdict, ...]]:
+    ) -> tuple[CandidateVerdict, ...]:
         with_tops = []
         for verdict, branch in zip(verdicts, branches, strict=True):
-            tops = (yield from self._find_tops(branch, count)) if branch.tokens else ()
+            tops = (await self._find_tops(branch, count)) if branch.tokens else ()
             with_tops.append(replace(verdict, tops=tuple(tops)))
         return tuple(with_tops)
 
-    def commit(self, text: str) -> Stage[None]:
+    async def commit(self, text: str) -> None:
         """`text` is now part of the answer."""
         encoding = self._encoded(text)
-        yield from self._keep(self._branch(encoding))
+        await self._keep(self._branch(encoding))
         self._text, self.encoding, self._encodings = self._text + text, encoding, {}
         if self._constraint is not None:
             self._constraint.commit(text)
 
-    def draft_alone(
+    async def draft_alone(
         self, limit: int, round_index: int, min_tokens_left: int = 0, top: int | None = None
-    ) -> Stage[Drafted]:
+    ) -> Drafted:
         """`limit` further tokens, committed as drafted; text that is no whole character yet comes with the next."""
         self._start(round_index)
-        ids, ended = yield from self._decode([], limit, min_tokens_left, alone=True)
+        ids, ended = await self._decode([], limit, min_tokens_left, alone=True)
         read = self.sequence.answer[: len(self.sequence.answer) - self._ids_held]
         pending = [*self.sequence.answer[len(read) :], *ids]
         text = self._codec.text_after(read, pending)
@@ -248,8 +249,8 @@ class Session(ABC, Generic[C]):
         judged = None
         if not (ended or turn_over):
             drafted = Branch(len(self.sequence.answer), tuple(ids))
-            judged = None if top is None else (yield from self._judge_own(drafted, top))
-            yield from self._keep(drafted)
+            judged = None if top is None else (await self._judge_own(drafted, top))
+            await self._keep(drafted)
             fresh = fresh[: len(fresh) - partial_stop(fresh, turn_ends)]
             self._shown += len(fresh)
             self._ids_held = len(pending)
@@ -258,19 +259,19 @@ class Session(ABC, Generic[C]):
         self._text += fresh
         return Drafted(fresh, ended or turn_over, len(ids), ids=tuple(ids) if judged else (), judged=judged)
 
-    def _judge_own(self, branch: Branch, top: int) -> Stage[CandidateVerdict]:
+    async def _judge_own(self, branch: Branch, top: int) -> CandidateVerdict:
         """The member's probabilities of its own draft, all of which went through the model."""
-        [logprobs] = yield from self._judge([branch], [()])
+        [logprobs] = await self._judge([branch], [()])
         verdict = CandidateVerdict(tuple(logprobs), tuple(self._codec.token_bytes(branch.tokens)))
-        return (yield from self._with_tops([verdict], [branch], top))[0] if top else verdict
+        return (await self._with_tops([verdict], [branch], top))[0] if top else verdict
 
     def release(self, remember: bool = False) -> None:
         """Free the cache; `remember` it for prompts that begin the same way. Safe to call twice."""
         self.sequence.release(remember)
 
-    def _decode(
+    async def _decode(
         self, ids: Sequence[int], limit: int, min_tokens_left: int = 0, alone: bool = False
-    ) -> Stage[tuple[list[int], bool]]:
+    ) -> tuple[list[int], bool]:
         """Sample after the committed answer and `ids` until there are `limit` ids; True if the turn ended.
 
         The turn does not end before `min_tokens_left` tokens.
@@ -279,7 +280,7 @@ class Session(ABC, Generic[C]):
         while not ended and len(ids) < limit:
             if self._constraint is not None and self._constraint.finished:
                 return ids, True
-            more, ended = yield from self._next(ids, limit - len(ids), min_tokens_left, alone)
+            more, ended = await self._next(ids, limit - len(ids), min_tokens_left, alone)
             ids += more
         return ids, ended
 

@@ -40,11 +40,11 @@ from specfuse_shared.errors import (
     UnfinishedValueError,
 )
 from specfuse_shared.events import EnsembleResult, Event, FinishEvent
-from specfuse_shared.fusion.participants import Deadline, LaneStats, Wanted
-from specfuse_shared.fusion.round import Steps
+from specfuse_shared.fusion.participants import Deadline, LaneStats, Results, Wanted
 from specfuse_shared.fusion.session import AnswerSession, ScoringSession
 from specfuse_shared.members.assembly import Assembly
 from specfuse_shared.members.stages import Close, Closed, Member, Open, StageRequest, StageResult
+from specfuse_shared.members.work import Work
 from specfuse_shared.serving.admission import Budget, IdleTrim, Need
 from specfuse_shared.serving.calls import (
     CallOptions,
@@ -162,7 +162,7 @@ class Request:
     number: int = 0
     needs: Need = field(default_factory=Need)
     submitted: float = field(default_factory=time.monotonic)
-    work: Steps | None = None
+    work: Work[Wanted, Results, None] | None = None
     asked: set[str] = field(default_factory=set)
     """Members that run a stage for it now, and that it waits for."""
     late: set[str] = field(default_factory=set)
@@ -179,7 +179,6 @@ class Request:
     closing: set[str] = field(default_factory=set)
     """Members that were asked to let it go."""
     cancelled: bool = False
-    begun: bool = False
     over: bool = False
     """No more events; the request is removed once no member holds a cache for it."""
 
@@ -398,7 +397,7 @@ class Scheduler:
             else:
                 return False
         for request in admitted:
-            request.work = request.session.run()
+            request.work = Work(request.session.run())
             self._advance(request)
         return True
 
@@ -491,26 +490,25 @@ class Scheduler:
 
     def _advance(self, request: Request) -> None:
         """Give an answer what its members found; note what it wants next."""
-        assert request.work is not None
+        work = request.work
+        assert work is not None
         results, request.results = request.results, {}
-        try:
-            # a generator takes nothing before its first stages
-            ops = request.work.send(results) if request.begun else next(request.work)
-            request.begun = True
-        except StopIteration:
-            self._finish(request)
-        except SpecFuseError as error:
-            self._fail(request, error)
-        except Exception as error:
-            what, text = f"the answer failed: {type(error).__name__}", request.session.text
-            cause = GenerationError(f"{what}: {error}", member=None, text=text, public=what)
-            cause.__cause__ = error
-            self._fail(request, cause)
-        else:
-            self._want(request, ops)
+        work.resume(results)
+        if work.wanted is not None:
+            self._want(request, work.wanted)
             self._deliver(request)
             if not request.asked and not request.late:
                 self._advance(request)
+        elif work.error is None:
+            self._finish(request)
+        elif isinstance(work.error, SpecFuseError):
+            self._fail(request, work.error)
+        else:
+            error, text = work.error, request.session.text
+            what = f"the answer failed: {type(error).__name__}"
+            cause = GenerationError(f"{what}: {error}", member=None, text=text, public=what)
+            cause.__cause__ = error
+            self._fail(request, cause)
 
     def _want(self, request: Request, requested: Wanted) -> None:
         ops = requested.ops

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specfuse_shared import EnsembleEngine, GenerationError, Message, SamplingParams, SegmentEvent
 from specfuse_shared.errors import RequestTimeoutError
-from specfuse_shared.members.local.batching import Job, share_prompt_tokens
+from specfuse_shared.members.local.batching import StageWork, share_prompt_tokens
 from specfuse_shared.members.local.lane import PIECE_SECONDS, Pace, ReadingTime
 from specfuse_shared.members.local.sequence import ForwardRequest
 from tests.support.against_naive import eager, local_members
@@ -263,13 +263,13 @@ def test_a_piece_waits_until_it_is_worth_its_forward_pass() -> None:
 
 def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
     long, short, shortest = (_reading(size) for size in (900, 300, 40))
-    answering = Job(iter(()), ForwardRequest(_Sequence(0)))
+    answering = _waiting(ForwardRequest(_Sequence(0)))
 
     def pieces(budget: int, *limits: int) -> list[int]:
         fed = share_prompt_tokens([long, answering, short, shortest], budget, *limits)
         assert answering in fed
-        sizes = {id(job): job.request.prompt for job in fed if job.request is not None}
-        return [sizes.get(id(job), 0) for job in (long, short, shortest)]
+        sizes = {work: work.wanted.prompt for work in fed if work.wanted is not None}
+        return [sizes.get(work, 0) for work in (long, short, shortest)]
 
     assert pieces(100, 100) == [15, 45, 40], "the oldest gets a quarter of the rest after the shortest"
     assert pieces(100, 20) == [5, 15, 40], "who is read to the end waits for little else"
@@ -288,5 +288,14 @@ class _Sequence:
         return False
 
 
-def _reading(left: int) -> Job:
-    return Job(iter(()), ForwardRequest(_Sequence(left), prompt=min(left, 1024)))
+def _reading(left: int) -> StageWork[Any]:
+    return _waiting(ForwardRequest(_Sequence(left), prompt=min(left, 1024)))
+
+
+def _waiting(request: ForwardRequest) -> StageWork[Any]:
+    async def stage() -> None:
+        await request
+
+    work = StageWork(stage())
+    work.resume()
+    return work

@@ -19,6 +19,7 @@ from specfuse_shared.members.local.lane import LaneThread, LocalLane
 from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import Close, Op, StageRequest, StageResult
+from specfuse_shared.members.work import Work
 from specfuse_shared.types import FinishReason, RoundRecord
 from tests.support.naive import NaiveMember, NaiveRound, naive_rounds
 
@@ -82,7 +83,7 @@ class OpenAnswer:
         self._found: list[StageResult] = []
         self.lane.reply_to(self._found.extend)
         self._session = AnswerSession(config, [member.member for member in members], messages, params)
-        self._work = self._session.run()
+        self._work = Work(self._session.run())
 
     def release(self) -> None:
         """Free the caches; the members stay."""
@@ -108,13 +109,12 @@ class OpenAnswer:
 
     def events(self) -> Iterator[Event]:
         """Its events as they come; stages run when the next one is asked for."""
-        wanted = next(self._work)
-        while True:
+        self._work.resume()
+        while self._work.wanted is not None:
             yield from self._taken()
-            try:
-                wanted = self._work.send(self._results(wanted.ops))
-            except StopIteration:
-                break
+            self._work.resume(self._results(self._work.wanted.ops))
+        if self._work.error is not None:
+            raise self._work.error
         yield from self._taken()
 
     def _results(self, ops: Mapping[str, Op]) -> dict[str, StageResult]:

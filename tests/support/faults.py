@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,11 +47,15 @@ def fault_in(
         chosen = session._member is target and (only is None or only in target.codec.decode(session._prompt))
         if chosen and isinstance(op, Draft) and op.commit and stage == "commit":
             session.sequence.commit = lambda branch: broken_commit(session.sequence, branch)
-        inner, result = plain_stage(session, op), None
+        return observed(plain_stage(session, op), op.stage if chosen else "")
+
+    @types.coroutine
+    def observed(inner: Any, mark: str) -> Any:
+        result = None
         try:
             while True:
                 request = inner.send(result)
-                marks[request.sequence] = op.stage if chosen else ""
+                marks[request.sequence] = mark
                 result = yield request
         except StopIteration as stop:
             return stop.value

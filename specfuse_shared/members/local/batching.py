@@ -1,20 +1,21 @@
 """Batched stages: stages of one member share forward passes, and failures are isolated.
 
-A stage is a coroutine that yields a `ForwardRequest`, is sent the `ForwardResult`, and returns its value. A batch that
-fails is repeated one by one, so that a faulty request fails alone. If memory runs out, the batch is halved, then
-optional buffers are freed.
+A batch that fails is repeated one by one, so that a faulty request fails alone. If memory runs out, the batch is
+halved, then optional buffers are freed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 
 from specfuse_shared.members.local.sequence import ForwardRequest, ForwardResult, SequenceState, feed_together
+from specfuse_shared.members.session import Stage
+from specfuse_shared.members.work import Work
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -24,114 +25,121 @@ _MOST_TRIES = 16
 steps."""
 
 T = TypeVar("T")
-Stage: TypeAlias = Generator[ForwardRequest, Any, T]
-"""A stage of one member of one answer; it is sent the `ForwardResult` of each request that it yields."""
+W = TypeVar("W", bound="StageWork[Any]")
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A stage, its pending forward pass and result; in the end its value or its error."""
+class StageWork(Work[ForwardRequest, ForwardResult, T]):
+    """A stage of one member for one answer, its pending forward pass, and that one's `result`."""
 
-    stage: Stage[Any]
-    request: ForwardRequest | None = None
-    result: ForwardResult = None
-    value: Any = None
-    error: Exception | None = None
-    done: bool = False
+    __slots__ = ("result",)
+
+    def __init__(self, stage: Stage[T]) -> None:
+        super().__init__(stage)
+        self.result: ForwardResult = None
 
     def advance(self) -> None:
-        """Run the stage up to its next request for a forward pass, or to its end."""
+        """Run the stage up to its next forward pass, or to its end. What needs no forward pass is answered at once."""
+        result, self.result = self.result, None
+        self.resume(result)
         try:
-            request = self.stage.send(self.result)
-            while not request.sequence.needs(request):
-                [logits] = feed_together([request])
-                request = self.stage.send(logits)
-            self.request, self.result = request, None
-        except StopIteration as stop:
-            self.value, self.done = stop.value, True
+            while self.wanted is not None and not self.wanted.sequence.needs(self.wanted):
+                [result] = feed_together([self.wanted])
+                self.resume(result)
         except Exception as error:
             self.fail(error)
 
-    def fail(self, error: Exception) -> None:
-        self.error, self.done = error, True
+    @property
+    def is_draft(self) -> bool:
+        """Whether it waits for a draft of several tokens in one run."""
+        return self.wanted is not None and self.wanted.draft is not None
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether it waits for the logits of branches."""
+        return self.wanted is not None and bool(self.wanted.branches)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it waits for a piece of its prompt."""
+        return self.wanted is not None and bool(self.wanted.prompt)
 
 
-def share_prompt_tokens(jobs: Sequence[Job], budget: int, ride_limit: int, short: int = 0) -> list[Job]:
-    """The jobs of a forward pass, with pieces of prompts trimmed to `budget` tokens in total; the rest waits.
+def share_prompt_tokens(works: Sequence[W], budget: int, ride_limit: int, short: int = 0) -> list[W]:
+    """The stages of a forward pass, with pieces of prompts trimmed to `budget` tokens in total; the rest waits.
 
     The shortest prompts go first, to their end if that takes at most `short` tokens, independent of the budget. If
     some are read to their end, the others get `beside` tokens at most, because those answers are waiting. The oldest
     prompt gets a quarter of the rest, so that it is not starved. A prompt that shares a prefix with an earlier one
     waits until the prefix has been read.
     """
-    reading = [job for job in jobs if job.request is not None and job.request.prompt]
-    lefts = {id(job): _sequence(job).prompt_to_read for job in reading}  # once: each looks at all that begin alike
-    readers: list[Job] = []
-    for job in sorted(reading, key=lambda job: lefts[id(job)]):
-        own_left = lefts[id(job)]
-        if not any(_sequence(job).waits_for(_sequence(reader), own_left, lefts[id(reader)]) for reader in readers):
-            readers.append(job)
-    pieces: dict[int, int] = {}
+    reading = [work for work in works if work.is_reading]
+    lefts = {work: _sequence(work).prompt_to_read for work in reading}  # once: each looks at all that begin alike
+    readers: list[W] = []
+    for work in sorted(reading, key=lambda work: lefts[work]):
+        own_left = lefts[work]
+        if not any(_sequence(work).waits_for(_sequence(reader), own_left, lefts[reader]) for reader in readers):
+            readers.append(work)
+    pieces: dict[W, int] = {}
     whole = max(budget, short)
-    for job in readers:
-        if lefts[id(job)] <= whole:
-            pieces[id(job)] = lefts[id(job)]
-            whole -= lefts[id(job)]
+    for work in readers:
+        if lefts[work] <= whole:
+            pieces[work] = lefts[work]
+            whole -= lefts[work]
     budget_left = max(0, budget - sum(pieces.values()))
     if pieces:
         budget_left = min(budget_left, ride_limit)
-    rest = [job for job in readers if id(job) not in pieces]
-    oldest = next((job for job in reading if job in rest), None)
+    rest = [work for work in readers if work not in pieces]
+    oldest = next((work for work in reading if work in rest), None)
     if oldest is not None and budget_left:
-        pieces[id(oldest)] = max(1, budget_left // 4)
-        budget_left -= pieces[id(oldest)]
-    for job in rest:
-        if more := min(lefts[id(job)] - pieces.get(id(job), 0), budget_left):
-            pieces[id(job)] = pieces.get(id(job), 0) + more
+        pieces[oldest] = max(1, budget_left // 4)
+        budget_left -= pieces[oldest]
+    for work in rest:
+        if more := min(lefts[work] - pieces.get(work, 0), budget_left):
+            pieces[work] = pieces.get(work, 0) + more
             budget_left -= more
-    for job in readers:
-        assert job.request is not None
-        job.request = replace(job.request, prompt=pieces.get(id(job), 0) or job.request.prompt)
-    return [job for job in jobs if job not in reading or id(job) in pieces]
+    for work in readers:
+        assert work.wanted is not None
+        work.wanted = replace(work.wanted, prompt=pieces.get(work, 0) or work.wanted.prompt)
+    return [work for work in works if work not in reading or work in pieces]
 
 
-def _sequence(job: Job) -> SequenceState:
-    assert job.request is not None
-    return job.request.sequence
+def _sequence(work: StageWork[Any]) -> SequenceState:
+    assert work.wanted is not None
+    return work.wanted.sequence
 
 
-def feed_all(jobs: Sequence[Job], tries: int = _MOST_TRIES) -> None:
+def feed_all(works: Sequence[StageWork[Any]], tries: int = _MOST_TRIES) -> None:
     """Feed together; after a failure one by one; if memory runs out, in halves and without optional buffers."""
     try:
-        results = feed_together([job.request for job in jobs if job.request is not None])
+        results = feed_together([work.wanted for work in works if work.wanted is not None])
     except Exception as error:
-        if len(jobs) > 1:
-            size = (len(jobs) + 1) // 2 if is_out_of_memory(error) else 1
-            logger.warning("a forward pass of %d answers failed (%s); feeding %d at a time", len(jobs), error, size)
-            for start in range(0, len(jobs), size):
-                feed_all(jobs[start : start + size])
-        elif is_out_of_memory(error) and tries and (_make_room(jobs[0]) or tries == _MOST_TRIES):
-            feed_all(jobs, tries - 1)
+        if len(works) > 1:
+            size = (len(works) + 1) // 2 if is_out_of_memory(error) else 1
+            logger.warning("a forward pass of %d answers failed (%s); feeding %d at a time", len(works), error, size)
+            for start in range(0, len(works), size):
+                feed_all(works[start : start + size])
+        elif is_out_of_memory(error) and tries and (_make_room(works[0]) or tries == _MOST_TRIES):
+            feed_all(works, tries - 1)
         else:
-            jobs[0].fail(error)
+            works[0].fail(error)
         return
-    for job, result in zip(jobs, results, strict=True):
-        job.result = result
+    for work, result in zip(works, results, strict=True):
+        work.result = result
 
 
-def _make_room(job: Job) -> bool:
-    """Whether something could be given back for the job's forward."""
-    assert job.request is not None
-    return job.request.sequence.runner.pool.reclaim_memory()
+def _make_room(work: StageWork[Any]) -> bool:
+    """Whether something could be given back for the work's forward."""
+    assert work.wanted is not None
+    return work.wanted.sequence.runner.pool.reclaim_memory()
 
 
 @torch.inference_mode()
 def run_stage(stage: Stage[T]) -> T | Exception:
     """Run one stage by itself; its value, or the exception that it raised."""
-    job = Job(stage)
-    job.advance()
-    while not job.done:
-        feed_all([job])
-        if not job.done:
-            job.advance()
-    return job.error or job.value
+    work = StageWork(stage)
+    work.advance()
+    while not work.done:
+        feed_all([work])
+        if not work.done:
+            work.advance()
+    return work.error or cast(T, work.value)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from specfuse_shared.members.local.batching import Job, feed_all, share_prompt_tokens
+from specfuse_shared.members.local.batching import StageWork, feed_all, share_prompt_tokens
 from specfuse_shared.members.local.member import InProcessMember
 from specfuse_shared.members.local.sequence import PREFILL_CHUNK
 from specfuse_shared.members.local.session import LocalSession
@@ -42,6 +42,7 @@ from specfuse_shared.members.stages import (
     StageRequest,
     StageResult,
     TokenCounts,
+    Value,
     ignore_results,
     ignore_steps,
     unanswered,
@@ -199,25 +200,15 @@ _SHARE_OF_FREE = {"cpu": 0.5, "mps": 0.5}
 _DEFAULT_SHARE = 0.9
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A stage on its way."""
+class _Running(StageWork[Value]):
+    """A stage on its way: the `request` for it, and the `session` that it belongs to."""
 
-    request: StageRequest
-    session: LocalSession
-    job: Job
+    __slots__ = ("request", "session")
 
-    @property
-    def is_draft(self) -> bool:
-        return self.job.request is not None and self.job.request.draft is not None
-
-    @property
-    def is_branch(self) -> bool:
-        return self.job.request is not None and bool(self.job.request.branches)
-
-    @property
-    def is_reading(self) -> bool:
-        return self.job.request is not None and bool(self.job.request.prompt)
+    def __init__(self, request: StageRequest, session: LocalSession) -> None:
+        super().__init__(session.stage(request.op))
+        self.request = request
+        self.session = session
 
 
 @dataclass(slots=True)
@@ -256,7 +247,7 @@ class LocalLane:
         self._reply: Reply = ignore_results
         self._asked: deque[Sequence[StageRequest]] = deque()
         self._sessions: dict[str, dict[int, LocalSession]] = {name: {} for name in self.local}
-        self._waiting: dict[str, list[_Task]] = {name: [] for name in self.local}
+        self._waiting: dict[str, list[_Running]] = {name: [] for name in self.local}
         self._results: list[StageResult] = []
         self._held = 0
         self._stepped = 0.0
@@ -307,8 +298,8 @@ class LocalLane:
             self._close()
 
     def _close(self) -> None:
-        for tasks in self._waiting.values():
-            tasks.clear()
+        for stages in self._waiting.values():
+            stages.clear()
         for name, sessions in self._sessions.items():
             for session in sessions.values():
                 session.release()
@@ -327,17 +318,17 @@ class LocalLane:
         most as long as the last step took; prompts and drafts of whole segments wait briefly. None: there is nothing
         to do.
         """
-        tasks = [task for waiting in self._waiting.values() for task in waiting]
-        here = {task.request.answer for task in tasks} | {r.answer for queued in self._asked for r in queued}
+        stages = [stage for waiting in self._waiting.values() for stage in waiting]
+        here = {stage.request.answer for stage in stages} | {r.answer for queued in self._asked for r in queued}
         if not here:
             return None
         away = {answer for sessions in self._sessions.values() for answer in sessions} - here
         longest = 0.0
         if len(away) > len(here):
             longest = self._step_seconds
-        elif away and not self._asked and all(task.is_draft for task in tasks):
+        elif away and not self._asked and all(stage.is_draft for stage in stages):
             longest = _LINE_UP_SECONDS
-        if away and not self._asked and all(task.is_reading for task in tasks):
+        if away and not self._asked and all(stage.is_reading for stage in stages):
             longest = max(longest, _BETWEEN_SECONDS)
         return max(0.0, self._stepped + longest - time.monotonic())
 
@@ -364,12 +355,12 @@ class LocalLane:
                     self._start(request)
         if not self._results:
             drafts = self._is_time_to_draft()
-            fed = [task for name in self.local for task in self._feed(name, drafts)]
-            for task in fed:
-                if not task.job.done:
-                    with self._stream(task.request.member):
-                        task.job.advance()
-                self._settle(task)
+            fed = [stage for name in self.local for stage in self._feed(name, drafts)]
+            for stage in fed:
+                if not stage.done:
+                    with self._stream(stage.request.member):
+                        stage.advance()
+                self._settle(stage)
             self._step_seconds = time.monotonic() - began
             self._tell_times()
         self._stepped = time.monotonic()
@@ -384,19 +375,19 @@ class LocalLane:
                 member = self.local[request.member]
                 sessions[request.answer] = member.open(op.prompt, op.params, op.seed, op.speculates)
             session = sessions[request.answer]
-            task = _Task(request, session, Job(session.stage(op)))
+            stage = _Running(request, session)
         except Exception as error:
             self._results.append(StageResult(request.answer, request.member, error=Fault.of(error)))
             return
-        task.job.advance()
-        self._waiting[request.member].append(task)
-        self._settle(task)
+        stage.advance()
+        self._waiting[request.member].append(stage)
+        self._settle(stage)
 
     def _forget(self, request: StageRequest, op: Close) -> None:
         waiting = self._waiting[request.member]
-        for task in [task for task in waiting if task.request.answer == request.answer]:
-            task.job.stage.close()
-            waiting.remove(task)
+        for stage in [stage for stage in waiting if stage.request.answer == request.answer]:
+            stage.close()
+            waiting.remove(stage)
         session, counts = self._sessions[request.member].pop(request.answer, None), TokenCounts()
         if session is not None:
             counts = session.counts
@@ -412,51 +403,52 @@ class LocalLane:
 
         One forward pass precedes them for answers that read and verify, and another one for answers that commit.
         """
-        tasks = [task for waiting in self._waiting.values() for task in waiting]
-        not_drafts = [task for task in tasks if not task.is_draft]
-        if len(not_drafts) == len(tasks):
+        stages = [stage for waiting in self._waiting.values() for stage in waiting]
+        not_drafts = [stage for stage in stages if not stage.is_draft]
+        if len(not_drafts) == len(stages):
             self._held = 0
             return False
-        limit = _MOST_HELD if any(task.is_branch for task in not_drafts) else 1
+        limit = _MOST_HELD if any(stage.is_branch for stage in not_drafts) else 1
         if not_drafts and self._held < limit:
             self._held += 1
             return False
         self._held = 0
         return True
 
-    def _feed(self, name: str, drafts: bool) -> list[_Task]:
-        """One forward pass of a member for its waiting drafts or for everything else; returns the tasks."""
-        waiting = [task for task in self._waiting[name] if task.is_draft == drafts]
-        answering, pace = any(not task.is_reading for task in waiting), self._paces[name]
+    def _feed(self, name: str, drafts: bool) -> list[_Running]:
+        """One forward pass of a member for its waiting drafts or for everything else; returns the stages."""
+        waiting = [stage for stage in self._waiting[name] if stage.is_draft == drafts]
+        answering, pace = any(not stage.is_reading for stage in waiting), self._paces[name]
         limit, planned = pace.alone, None
         if self._is_beside(drafts):
-            prompt_left = min((task.session.sequence.prompt_to_read for task in waiting if task.is_reading), default=0)
+            reading = [stage.session.sequence for stage in waiting if stage.is_reading]
+            prompt_left = min((sequence.prompt_to_read for sequence in reading), default=0)
             limit, planned = self._reading.pieces(pace, answering, prompt_left)
         short = SHORT_PROMPT if answering else 0  # joins a forward pass that runs anyway
-        jobs = share_prompt_tokens([task.job for task in waiting], limit, pace.tokens(pace.step), short)
-        if not jobs:
+        fed = share_prompt_tokens(waiting, limit, pace.tokens(pace.step), short)
+        if not fed:
             return []
-        reading = [job.request.sequence for job in jobs if job.request is not None and job.request.prompt]
+        reading = [stage.session.sequence for stage in fed if stage.is_reading]
         read = sum(sequence.read_tokens for sequence in reading)
         if planned is not None:
             planned = planned if reading else 0.0
             self._reading.saved -= planned
         with self._stream(name):
             watch = self.local[name].runner.stream.timed()
-            self.local[name].sharing = len(jobs)
-            feed_all(jobs)
+            self.local[name].sharing = len(fed)
+            feed_all(fed)
             watch.stop()
         read = sum(sequence.read_tokens for sequence in reading) - read
-        self._timed.append(_Timed(name, len(jobs), answering, read, planned, watch))
-        return [task for task in waiting if task.job in jobs]
+        self._timed.append(_Timed(name, len(fed), answering, read, planned, watch))
+        return fed
 
     def _is_beside(self, drafts: bool) -> bool:
         """Whether running answers wait for the forward passes of this step.
 
         Drafts of whole segments do not: they have separate forward passes.
         """
-        tasks = [task for waiting in self._waiting.values() for task in waiting if task.is_draft == drafts]
-        return any(not task.is_reading for task in tasks)
+        stages = [stage for waiting in self._waiting.values() for stage in waiting if stage.is_draft == drafts]
+        return any(not stage.is_reading for stage in stages)
 
     def _tell_times(self) -> None:
         """Report the forward passes that the devices have finished, in order."""
@@ -477,18 +469,17 @@ class LocalLane:
         """Where the work of a member is queued."""
         return self.local[name].runner.stream.entered()
 
-    def _settle(self, task: _Task) -> None:
-        """Take the result of a finished task; other tasks stay."""
-        if not task.job.done:
+    def _settle(self, stage: _Running) -> None:
+        """Take the result of a finished stage; others stay."""
+        if not stage.done:
             return
-        request, job = task.request, task.job
-        self._waiting[request.member].remove(task)
-        fault = None
-        if job.error is not None:
-            task.session.sequence.is_sound = False
-            fault = Fault.of(job.error)
-            logger.warning("member %s failed in %s", request.member, request.op.stage, exc_info=job.error)
-        self._results.append(StageResult(request.answer, request.member, job.value, task.session.counts, fault))
+        request, fault = stage.request, None
+        self._waiting[request.member].remove(stage)
+        if stage.error is not None:
+            stage.session.sequence.is_sound = False
+            fault = Fault.of(stage.error)
+            logger.warning("member %s failed in %s", request.member, request.op.stage, exc_info=stage.error)
+        self._results.append(StageResult(request.answer, request.member, stage.value, stage.session.counts, fault))
 
     def _give(self) -> None:
         """Give what was found, all at once."""

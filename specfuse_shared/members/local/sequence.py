@@ -3,7 +3,7 @@
 `SequenceState` is a member's view of a model: read the prompt, compute next-token logits along branches,
 keep the winner. It knows ids, not text.
 
-A sequence yields forward requests and is sent their results.
+Stages await forward requests; `feed_together` computes them.
 
 `RowSequence` is the fallback for models whose cache cannot hold a tree (recurrent and hybrid ones). Each branch is fed
 on its own copy of a snapshot of the model's cache, so the model sees plain continuations only. This costs one forward
@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,6 +131,9 @@ class ForwardRequest:
     draft: DraftRequest | None = None
     logprobs: LogprobRequest | None = None
     guesses: tuple[Branch, ...] = ()
+
+    def __await__(self) -> Generator[ForwardRequest, ForwardResult, ForwardResult]:
+        return (yield self)
 
 
 ForwardResult = torch.Tensor | PendingLogprobs | ChosenTokens | None

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from specfuse_shared.config import SamplingParams
-from specfuse_shared.members.local.batching import Stage
 from specfuse_shared.members.local.sequence import (
     PREFILL_CHUNK,
     ChosenTokens,
     DraftRequest,
     ForwardRequest,
+    ForwardResult,
     LogprobRequest,
     SequenceState,
 )
 from specfuse_shared.members.session import Session
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
-from specfuse_shared.runtime.sampler import Sampler, masked
+from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, masked
 from specfuse_shared.text.codec import Encoding
 
 if TYPE_CHECKING:
-    import torch
-
     from specfuse_shared.members.local.member import InProcessMember
 
 MOST_GUESSED = 24
@@ -251,11 +251,11 @@ class LocalSession(Session[SequenceState]):
         counts, guesses = super().counts, self._guesses
         return replace(counts, guessed=guesses.guessed, accepted=guesses.accepted) if guesses else counts
 
-    def prefill(self) -> Stage[None]:
+    async def prefill(self) -> None:
         if not self.sequence.prompt:
             self.sequence.begin(self._prompt)
         while self.sequence.prompt_remaining:
-            yield ForwardRequest(self.sequence, prompt=min(self.sequence.prompt_remaining, PREFILL_CHUNK))
+            await ForwardRequest(self.sequence, prompt=min(self.sequence.prompt_remaining, PREFILL_CHUNK))
 
     def _start(self, round_index: int) -> None:
         if round_index == self._round and self._constraint is None:  # a longer draft begins like the one before
@@ -274,27 +274,25 @@ class LocalSession(Session[SequenceState]):
         if self._guesses is not None:
             self._guesses.expect(branch, OWN)
 
-    def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+    async def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> tuple[list[int], bool]:
         draft = self._wanted(ids, count, min_tokens_left, alone)
-        return self._chosen(draft, (yield self._asked(draft)))
+        return self._chosen(draft, await self._asked(draft))
 
-    def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
+    async def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> list[list[float]]:
         logprob_request = LogprobRequest(list(zip(branches, stops, strict=True)))
         going_on = [branch for branch, ends in zip(branches, stops, strict=True) if not ends]
         request = ForwardRequest(self.sequence, tuple(branches), logprobs=logprob_request)
-        judgement = yield self._with_guesses(request, going_on)
-        judged: list[list[float]] = judgement.read()
-        return judged
+        return _logprobs(await self._with_guesses(request, going_on)).read()
 
-    def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
+    async def _find_tops(self, branch: Branch, count: int) -> list[Top]:
         count = min(count, self._member.vocabulary_size)
-        judgement = yield ForwardRequest(self.sequence, (branch,), logprobs=LogprobRequest([(branch, ())], count))
+        request = ForwardRequest(self.sequence, (branch,), logprobs=LogprobRequest([(branch, ())], count))
+        judgement = _logprobs(await request)
         judgement.read()
-        tops: list[Top] = judgement.tops[0]
-        return tops
+        return judgement.tops[0]
 
-    def _keep(self, branch: Branch) -> Stage[None]:
-        yield self._with_guesses(ForwardRequest(self.sequence, (branch,)), [branch])
+    async def _keep(self, branch: Branch) -> None:
+        await self._with_guesses(ForwardRequest(self.sequence, (branch,)), [branch])
         self.sequence.commit(branch)
         if self._guesses is not None:
             self._guesses.commit(branch, self.sequence.answer)
@@ -348,10 +346,11 @@ class LocalSession(Session[SequenceState]):
             return ForwardRequest(self.sequence, draft=draft)
         return plain
 
-    def _chosen(self, draft: DraftRequest, result: Any) -> tuple[list[int], bool]:
+    def _chosen(self, draft: DraftRequest, result: ForwardResult) -> tuple[list[int], bool]:
         """Tokens from the result, and whether they end the turn."""
         if isinstance(result, ChosenTokens):
             return self.sequence.drafted(draft, result, self._member.stop_ids)
+        assert isinstance(result, torch.Tensor)
         token = self._picked(draft, result)
         if self._guesses is not None:
             self._guesses.observe(self.sequence.answer, draft.branch.tokens, token)
@@ -374,3 +373,8 @@ class LocalSession(Session[SequenceState]):
 
     def _history(self, branch: Branch) -> tuple[int, ...]:
         return (*self.sequence.prompt, *self.sequence.answer, *branch.tokens)
+
+
+def _logprobs(result: ForwardResult) -> PendingLogprobs:
+    assert isinstance(result, PendingLogprobs)
+    return result

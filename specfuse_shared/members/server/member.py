@@ -27,7 +27,7 @@ from specfuse_shared.errors import (
     UnsupportedModelError,
 )
 from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
-from specfuse_shared.members.server.session import ServerSession, run_stage
+from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.vllm import TOKEN_BY_TOKEN, ScoredLine, ServerClient, ServerFacts, VllmDialect
 from specfuse_shared.members.session import ids_without_text, stop_ids_of
 from specfuse_shared.members.stages import (
@@ -373,8 +373,9 @@ class ServerLane:
         try:
             if isinstance(op, Open):
                 self._sessions[key] = member.open(op.prompt, op.params, op.seed)
-            value = await run_stage(self._sessions[key].stage(op), member.observe)
+            value = await self._sessions[key].stage(op)
         except Exception as error:
+            member.observe(error)
             logger.warning("member %s failed in %s: %s", request.member, op.stage, error)
             fault = Fault.of(error)
         session = self._sessions.get(key)

@@ -1,13 +1,13 @@
-"""One answer of a member on a server: its stages yield requests, each of which is complete in itself.
+"""One answer of a member on a server: its stages await requests, each of which is complete in itself.
 
 Logprobs from the server are cached by answer prefix, so that each is requested once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specfuse_shared.config import SamplingParams
 from specfuse_shared.errors import ServerError, SpecFuseError
@@ -21,7 +21,7 @@ from specfuse_shared.members.server.vllm import (
     text_first,
     with_place,
 )
-from specfuse_shared.members.session import Session, Stage
+from specfuse_shared.members.session import Session
 from specfuse_shared.members.stages import TokenCounts, Top
 from specfuse_shared.members.token_tree import Branch
 from specfuse_shared.runtime.sampler import allowed_ids, number_of_draw
@@ -99,7 +99,7 @@ class SentIds:
 
 
 class ServerSession(Session[SentIds]):
-    """One answer of a `ServerMember`. Its stages yield coroutines, and are sent their results.
+    """One answer of a `ServerMember`. Its stages await coroutines, and are sent their results.
 
     Logprobs are requested once: verdicts provide tokens of the next draft, and a draft its own verdict.
     Judging a guess in one request shows how much of it the member would have written.
@@ -122,12 +122,12 @@ class ServerSession(Session[SentIds]):
     def counts(self) -> TokenCounts:
         return replace(super().counts, guessed=self._guessed, accepted=self._accepted)
 
-    def prefill(self) -> Stage[None]:
+    async def prefill(self) -> None:
         """Have the server read the prompt, so that its cache knows it when drafts and verdicts are asked for."""
         self.sequence.prompt = self._prompt
-        yield self._member.ready()
+        await _understood(self._member.ready())
         continuation = Continuation(self._prompt, 1, SamplingParams(), 0, self._stop_ids)
-        self._remember((), (yield self._member.dialect.continued(continuation)))
+        self._remember((), await _understood(self._member.dialect.continued(continuation)))
 
     def _start(self, round_index: int) -> None:
         self._round, self._drawn, self._guess, self._strayed = round_index, 0, (), False
@@ -138,30 +138,30 @@ class ServerSession(Session[SentIds]):
 
     # ── drafts ───────────────────────────────────────────────────────────────────────────────────
 
-    def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> Stage[tuple[list[int], bool]]:
+    async def _next(self, ids: Sequence[int], count: int, min_tokens_left: int, alone: bool) -> tuple[list[int], bool]:
         if self._constraint is not None:
-            return (yield from self._next_allowed(ids, count))
+            return await self._next_allowed(ids, count)
         min_left = max(0, min_tokens_left - len(ids))
         count, banned = min(count, min_left or count), self._stop_ids if min_left else ()
-        drafted, ended = yield from self._from_cache(ids, count, banned, alone)
+        drafted, ended = await self._from_cache(ids, count, banned, alone)
         if not (drafted or ended):
-            drafted, ended = yield from self._drafted(ids, count, banned, alone)
+            drafted, ended = await self._drafted(ids, count, banned, alone)
         self._drawn += len(drafted)
         return drafted, ended
 
-    def _drafted(
+    async def _drafted(
         self, ids: Sequence[int], count: int, banned: tuple[int, ...], alone: bool
-    ) -> Stage[tuple[list[int], bool]]:
-        drafted, ended = yield from self._continued(ids, count, banned=banned)
+    ) -> tuple[list[int], bool]:
+        drafted, ended = await self._continued(ids, count, banned=banned)
         sayable = drafted if alone else self._sayable(drafted)
         if drafted and not sayable:  # such tokens are many and hardly ever come, so they are banned when one has
-            drafted, ended = yield from self._continued(ids, count, banned=banned + self._member.special_ids)
+            drafted, ended = await self._continued(ids, count, banned=banned + self._member.special_ids)
             sayable = drafted
         return sayable, ended and len(sayable) == len(drafted)
 
-    def _from_cache(
+    async def _from_cache(
         self, ids: Sequence[int], count: int, banned: Sequence[int] = (), alone: bool = False
-    ) -> Stage[tuple[list[int], bool]]:
+    ) -> tuple[list[int], bool]:
         """The next tokens from the logprob cache; if it has none, the server judges the guess."""
         if not self._says_likeliest:
             return [], False
@@ -170,7 +170,7 @@ class ServerSession(Session[SentIds]):
         if cached != ([], False) or not guess:
             return cached
         self._guess = ()
-        self._guessed += yield from self._ask([Branch(len(self.sequence.answer), (*ids, *guess))], [self._stop_ids])
+        self._guessed += await self._ask([Branch(len(self.sequence.answer), (*ids, *guess))], [self._stop_ids])
         drafted, ended = self._known(ids, count, banned, alone)
         same = next((n for n, pair in enumerate(zip(drafted, guess, strict=False)) if pair[0] != pair[1]), len(drafted))
         self._accepted = min(self._guessed, self._accepted + same)
@@ -188,23 +188,23 @@ class ServerSession(Session[SentIds]):
             drafted.append(token)
         return drafted, False
 
-    def _next_allowed(self, ids: Sequence[int], count: int) -> Stage[tuple[list[int], bool]]:
+    async def _next_allowed(self, ids: Sequence[int], count: int) -> tuple[list[int], bool]:
         """Tokens that the grammar allows, at least one; a forced token needs no request."""
         assert self._constraint is not None
         special = set(self._member.special_ids)
         allowed = tuple(token for token in allowed_ids(self._constraint.allowed()) if token not in special)
         if len(allowed) == 1:
             return ([], True) if allowed[0] in self._stop_ids else (self._advanced(list(allowed)), False)
-        taken, ended = self._admitted(*(yield from self._from_cache(ids, count)))
+        taken, ended = self._admitted(*(await self._from_cache(ids, count)))
         bounds = self._bounds(ids, count, allowed)
         while not (taken or ended) and (bound := next(bounds, None)) is not None:
             limit, grammar = bound
-            drafted, over = yield from self._continued(ids, limit := min(limit, self._window), grammar)
+            drafted, over = await self._continued(ids, limit := min(limit, self._window), grammar)
             taken, ended = self._admitted(drafted, over)
             # tokens after one that the grammar forbids are decoded in vain
             self._window = 2 * limit if len(taken) == limit else len(taken) + 1
         if not (taken or ended):
-            drafted, ended = yield from self._continued(ids, 1, allowed=allowed)
+            drafted, ended = await self._continued(ids, 1, allowed=allowed)
             taken = self._advanced(drafted)
         return taken, ended
 
@@ -242,8 +242,8 @@ class ServerSession(Session[SentIds]):
 
     # ── verdicts ─────────────────────────────────────────────────────────────────────────────────
 
-    def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[list[list[float]]]:
-        yield from self._ask(branches, stops)
+    async def _judge(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> list[list[float]]:
+        await self._ask(branches, stops)
         judged = []
         for branch, stops_of in zip(branches, stops, strict=True):
             context = self.sequence.answer[: branch.base]
@@ -251,7 +251,7 @@ class ServerSession(Session[SentIds]):
             judged.append(scores_of(ScoredLine((), branch.tokens, tuple(stops_of)), places))
         return judged
 
-    def _ask(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> Stage[int]:
+    async def _ask(self, branches: Sequence[Branch], stops: Sequence[Sequence[int]]) -> int:
         """Request missing logprobs of these branches; returns the number of tokens."""
         starts, lines = [], []
         for branch, stops_of in zip(branches, stops, strict=True):
@@ -262,7 +262,7 @@ class ServerSession(Session[SentIds]):
                 lines.append(ScoredLine(self.sequence.prompt + ids[:start], ids[start:], tuple(stops_of)))
         if not lines:
             return 0
-        judged_places: list[list[Place]] = yield self._member.dialect.judged(lines)
+        judged_places = await _understood(self._member.dialect.judged(lines))
         for before, line, places in zip(starts, lines, judged_places, strict=True):
             for n, place in enumerate(places):
                 self._told.add(before + line.tokens[:n], place)
@@ -270,17 +270,16 @@ class ServerSession(Session[SentIds]):
         self.sequence.computed_tokens += sent
         return sent
 
-    def _find_tops(self, branch: Branch, count: int) -> Stage[list[Top]]:
+    async def _find_tops(self, branch: Branch, count: int) -> list[Top]:
         context = self.sequence.prompt + self.sequence.answer
         line = ScoredLine(context[: len(self.sequence.prompt) + branch.base], branch.tokens)
-        tops: list[Top] = yield self._member.dialect.tops(line, min(count, self._member.vocabulary_size))
+        tops = await _understood(self._member.dialect.tops(line, min(count, self._member.vocabulary_size)))
         if any(not 0 <= token < self._member.vocabulary_size for top in tops for token, _ in top):
             raise ServerError("the server gave tokens that its model does not have")
         return tops
 
-    def _keep(self, branch: Branch) -> Stage[None]:
+    async def _keep(self, branch: Branch) -> None:
         self.sequence.keep(branch)
-        yield from ()
 
     def _sayable(self, ids: Sequence[int]) -> list[int]:
         """Ids before the first that has no text."""
@@ -288,20 +287,20 @@ class ServerSession(Session[SentIds]):
         end = next((n for n, token in enumerate(ids) if token in special), len(ids))
         return list(ids[:end])
 
-    def _continued(
+    async def _continued(
         self,
         ids: Sequence[int],
         count: int,
         grammar: str | None = None,
         banned: tuple[int, ...] = (),
         allowed: tuple[int, ...] | None = None,
-    ) -> Stage[tuple[list[int], bool]]:
+    ) -> tuple[list[int], bool]:
         prompt = (*self.sequence.prompt, *self.sequence.answer, *ids)
         seed = number_of_draw(self._seed, self._member.name, self._round, self._drawn)
         stop_ids = tuple(stop for stop in self._stop_ids if stop not in banned)
         size = self._member.vocabulary_size
         request = Continuation(prompt, count, self._params, seed, stop_ids, banned, allowed, grammar, size)
-        continued: Continued = yield self._member.dialect.continued(request)
+        continued = await _understood(self._member.dialect.continued(request))
         self._remember(ids, continued)
         self.sequence.computed_tokens += len(continued.ids)
         return continued.ids, continued.ended
@@ -320,20 +319,3 @@ async def _understood(reply: Awaitable[T]) -> T:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ServerError(f"the server answers something else than it was asked ({type(error).__name__})") from error
-
-
-async def run_stage(stage: Stage[T], watch: Callable[[Exception], None]) -> T:
-    """Run a stage to its end; `watch` sees why a request failed."""
-    sent: Any = None
-    try:
-        while True:
-            awaitable: Awaitable[Any] = stage.send(sent)
-            sent = await _understood(awaitable)
-    except StopIteration as stop:
-        value: T = stop.value
-        return value
-    except Exception as error:
-        watch(error)
-        raise
-    finally:
-        stage.close()
