@@ -27,7 +27,7 @@ from specfuse_shared.loading.gguf import (
     known_conversion,
     ollama_model,
 )
-from specfuse_shared.loading.pretrained import explained
+from specfuse_shared.loading.pretrained import MemberFiles, explained
 from specfuse_shared.placement.plan import (
     ANSWERS,
     ANY_PRECISION,
@@ -263,18 +263,19 @@ def plan_ensemble(
     members = config.member_configs
     here = [member for member in members if member.server is None]
     stages = on_stage or dict.fromkeys(config.names, lambda stage: None)
-    specs = [_spec(m, config.cache_dir, convert, stages[m.label]) for m in here]
+    specs = [_spec(MemberFiles(m, config.cache_dir, stages[m.label]), convert) for m in here]
     workload = Workload(answers, context, config.most_tried * len(members))
     return place(specs, devices or find_devices(), workload)
 
 
-def _spec(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: OnStage) -> MemberSpec:
-    on_stage("reading the configuration")
+def _spec(files: MemberFiles, convert: bool) -> MemberSpec:
+    config = files.config
+    files.on_stage("reading the configuration")
     with explained(config):
         if backend_of(config, fetch=convert).is_llama_cpp:
             return llama_spec(config, fetch=convert)
         file = gguf_file(config, fetch=convert)
-        settings, stored = _settings(config, file, cache_dir, convert, on_stage)
+        settings, stored = _settings(files, file, convert)
         sizes = ModelSizes(settings, config.trust_remote_code)
         if file is not None and stored is None:
             stored = "bfloat16" if gguf_head(file).size < _MOST_QUANTISED * sizes.parameters else "float32"
@@ -295,15 +296,16 @@ def _spec(config: MemberConfig, cache_dir: str | None, convert: bool, on_stage: 
     )
 
 
-def _settings(
-    config: MemberConfig, file: Path | None, cache_dir: str | None, convert: bool, on_stage: OnStage
-) -> tuple[Any, str | None]:
+def _settings(files: MemberFiles, file: Path | None, convert: bool) -> tuple[Any, str | None]:
     """A member's transformers configuration, and the number format of its weights, if that is known."""
     from transformers import AutoConfig
 
+    config = files.config
     source, revision = config.model, config.revision
     if file is not None:
-        folder = converted(file, cache_dir, on_stage) if convert else known_conversion(file, cache_dir)
+        folder = (
+            converted(file, files.cache_dir, files.on_stage) if convert else known_conversion(file, files.cache_dir)
+        )
         if folder is None:
             settings = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
             if len(parts := gguf_parts(file)) > 1:  # transformers looks for an output layer in the first part alone
@@ -322,6 +324,6 @@ def needed_memory(config: MemberConfig, cache_dir: str | None) -> int | None:
     """
     processor = find_devices()[0]
     with suppress(MemberLoadError):
-        spec = _spec(config, cache_dir, False, lambda stage: None)
+        spec = _spec(MemberFiles(config, cache_dir), convert=False)
         return spec.need(processor, spec.quantizations[0], Workload()).total
     return None

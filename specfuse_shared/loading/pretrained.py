@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,94 +36,116 @@ from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 _ONE_THREAD_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
-def load_pretrained(
-    config: MemberConfig, cache_dir: str | None, on_stage: OnStage, place: Assignment
-) -> tuple[Any, Any]:
-    """Model (in eval mode, in its place) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class MemberFiles:
+    """The files of a member: its model, tokenizer and settings.
 
-    library: Any = AutoModelForCausalLM
-    tokenizer = load_tokenizer(config, cache_dir, on_stage)
-    with explained(config):
-        source, common = _source(config, cache_dir, on_stage)
-        on_stage("reading the weights")
-        with _one_thread_on_mps(place):
-            model, read = library.from_pretrained(
-                source,
-                dtype=getattr(torch, place.number_format),
-                attn_implementation=config.attn_implementation,
-                use_safetensors=None if config.allow_pickle else True,
-                **_placing(place, cache_dir),
-                output_loading_info=True,
-                **common,
-            )
-        check_complete(f"member {config.label!r}: {config.model}", model, read)
-        if config.adapter is not None:
-            on_stage("merging the adapter")
-            model = _with_adapter(model, config, config.adapter)
-        return prepared(model, config), tokenizer
+    Attributes:
+        config: Which files, and how to read them.
+        cache_dir: Folder for converted GGUF files; None: the user's cache folder.
+        on_stage: Called with each step of reading them.
+    """
 
+    config: MemberConfig
+    cache_dir: str | None = None
+    on_stage: OnStage = lambda stage: None
 
-def load_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStage = lambda stage: None) -> Any:
-    """The tokenizer alone, for code with the member's text but not its model. Raises `MemberLoadError`."""
-    from transformers import AutoTokenizer
+    def pretrained(self, place: Assignment) -> tuple[Any, Any]:
+        """Model (in eval mode, in its place) and tokenizer. Raises `MemberLoadError`, `MissingExtraError`."""
+        from transformers import AutoModelForCausalLM
 
-    with explained(config):
-        source, common = _source(config, cache_dir, on_stage)
-        on_stage("reading the tokenizer")
-        if config.tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        else:  # a separate repository, without the model's revisions
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **{**common, "revision": None})
-        if not tokenizer.encode("a word", add_special_tokens=False):
-            raise MemberLoadError(
-                f"member {config.label!r}: its tokenizer knows no text, its files are missing from "
-                f"{config.tokenizer or source!r}: name the hub id or folder of one with MemberConfig(tokenizer=…)"
-            )
-        return tokenizer
+        library: Any = AutoModelForCausalLM
+        config, tokenizer = self.config, self.tokenizer()
+        with explained(config):
+            source, common = self._source()
+            self.on_stage("reading the weights")
+            with _one_thread_on_mps(place):
+                model, read = library.from_pretrained(
+                    source,
+                    dtype=getattr(torch, place.number_format),
+                    attn_implementation=config.attn_implementation,
+                    use_safetensors=None if config.allow_pickle else True,
+                    **self._placing(place),
+                    output_loading_info=True,
+                    **common,
+                )
+            check_complete(f"member {config.label!r}: {config.model}", model, read)
+            if config.adapter is not None:
+                self.on_stage("merging the adapter")
+                model = _with_adapter(model, config, config.adapter)
+            return prepared(model, config), tokenizer
 
+    def tokenizer(self) -> Any:
+        """The tokenizer alone, for code with the member's text but not its model. Raises `MemberLoadError`."""
+        from transformers import AutoTokenizer
 
-def load_gguf_tokenizer(config: MemberConfig, cache_dir: str | None, on_stage: OnStage = lambda stage: None) -> Any:
-    """The tokenizer of a GGUF file, without its weights, or the one that is named. Raises `MemberLoadError`."""
-    from transformers import AutoTokenizer
+        config = self.config
+        with explained(config):
+            source, common = self._source()
+            self.on_stage("reading the tokenizer")
+            if config.tokenizer is None:
+                tokenizer = AutoTokenizer.from_pretrained(source, **common)
+            else:  # a separate repository, without the model's revisions
+                tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **{**common, "revision": None})
+            if not tokenizer.encode("a word", add_special_tokens=False):
+                raise MemberLoadError(
+                    f"member {config.label!r}: its tokenizer knows no text, its files are missing from "
+                    f"{config.tokenizer or source!r}: name the hub id or folder of one with MemberConfig(tokenizer=…)"
+                )
+            return tokenizer
 
-    with explained(config):
-        on_stage("reading the tokenizer")
-        if config.tokenizer is not None:
-            return AutoTokenizer.from_pretrained(config.tokenizer)
-        file = gguf_file(config)
-        assert file is not None
-        try:
-            folder = converted_tokenizer(file, cache_dir, on_stage)
-        except (ValueError, NotImplementedError, KeyError) as error:
-            message = " ".join(str(error).split())[:200]
-            raise MemberLoadError(
-                f"member {config.label!r}: transformers cannot read the tokenizer of {file.name} ({message}): name the "
-                "hub id or folder of it with MemberConfig(tokenizer=…)"
-            ) from error
-        return AutoTokenizer.from_pretrained(str(folder))
+    def gguf_tokenizer(self) -> Any:
+        """The tokenizer of a GGUF file, without its weights, or the one that is named. Raises `MemberLoadError`."""
+        from transformers import AutoTokenizer
 
+        config = self.config
+        with explained(config):
+            self.on_stage("reading the tokenizer")
+            if config.tokenizer is not None:
+                return AutoTokenizer.from_pretrained(config.tokenizer)
+            file = gguf_file(config)
+            assert file is not None
+            try:
+                folder = converted_tokenizer(file, self.cache_dir, self.on_stage)
+            except (ValueError, NotImplementedError, KeyError) as error:
+                message = " ".join(str(error).split())[:200]
+                raise MemberLoadError(
+                    f"member {config.label!r}: transformers cannot read the tokenizer of {file.name} ({message}): name "
+                    "the hub id or folder of it with MemberConfig(tokenizer=…)"
+                ) from error
+            return AutoTokenizer.from_pretrained(str(folder))
 
-def load_settings(config: MemberConfig, cache_dir: str | None) -> tuple[Any, Any]:
-    """The model's configuration and its generation configuration, if found; no weights."""
-    from transformers import AutoConfig, GenerationConfig
+    def settings(self) -> tuple[Any, Any]:
+        """The model's configuration and its generation configuration, if found; no weights."""
+        from transformers import AutoConfig, GenerationConfig
 
-    with explained(config):
-        source, common = _source(config, cache_dir, lambda stage: None)
-        settings = generation = None
-        with suppress(OSError, ValueError):
-            settings = AutoConfig.from_pretrained(source, **common)
-        with suppress(OSError, ValueError):
-            generation = GenerationConfig.from_pretrained(source, revision=common["revision"])
-    return settings, generation
+        with explained(self.config):
+            source, common = self._source()
+            settings = generation = None
+            with suppress(OSError, ValueError):
+                settings = AutoConfig.from_pretrained(source, **common)
+            with suppress(OSError, ValueError):
+                generation = GenerationConfig.from_pretrained(source, revision=common["revision"])
+        return settings, generation
 
+    def _source(self) -> tuple[str, dict[str, Any]]:
+        """The location of the files, converted if necessary, and the arguments for transformers to read them."""
+        config = self.config
+        source, revision = config.model, config.revision
+        if file := gguf_file(config):
+            source, revision = str(converted(file, self.cache_dir, self.on_stage)), None
+        return source, {"revision": revision, "trust_remote_code": config.trust_remote_code}
 
-def _source(config: MemberConfig, cache_dir: str | None, on_stage: OnStage) -> tuple[str, dict[str, Any]]:
-    """The location of a member's files, converted if necessary, and the arguments for transformers to read them."""
-    source, revision = config.model, config.revision
-    if file := gguf_file(config):
-        source, revision = str(converted(file, cache_dir, on_stage)), None
-    return source, {"revision": revision, "trust_remote_code": config.trust_remote_code}
+    def _placing(self, place: Assignment) -> dict[str, Any]:
+        """The arguments for transformers about the devices and precision of the weights."""
+        kwargs: dict[str, Any] = {}
+        if place.place != "cpu" or place.quantization:
+            kwargs["device_map"] = dict(place.modules)
+        if "disk" in place.memory:
+            kwargs["offload_folder"] = str(cache_folder(self.cache_dir) / "offload")
+        if place.quantization:
+            kwargs["quantization_config"] = _quantised(place.quantization, getattr(torch, place.number_format))
+        return kwargs
 
 
 @contextmanager
@@ -141,18 +164,6 @@ def _one_thread_on_mps(place: Assignment) -> Iterator[None]:
             del os.environ[_ONE_THREAD_ENV]
         else:
             os.environ[_ONE_THREAD_ENV] = before
-
-
-def _placing(place: Assignment, cache_dir: str | None) -> dict[str, Any]:
-    """The arguments for transformers about the devices and precision of the weights."""
-    kwargs: dict[str, Any] = {}
-    if place.place != "cpu" or place.quantization:
-        kwargs["device_map"] = dict(place.modules)
-    if "disk" in place.memory:
-        kwargs["offload_folder"] = str(cache_folder(cache_dir) / "offload")
-    if place.quantization:
-        kwargs["quantization_config"] = _quantised(place.quantization, getattr(torch, place.number_format))
-    return kwargs
 
 
 def _quantised(quantization: str, number_format: torch.dtype) -> Any:
@@ -280,6 +291,3 @@ def _quiet() -> Iterator[None]:
             vars(gguf_loader)["tqdm"] = bar
         if progress_shown:
             library_logging.enable_progress_bar()
-
-
-# ── as plain values ──────────────────────────────────────────────────────────────────────────────

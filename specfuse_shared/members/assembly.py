@@ -13,7 +13,7 @@ from specfuse_shared.config import EnsembleConfig, MemberConfig
 from specfuse_shared.errors import ConfigError, MissingExtraError
 from specfuse_shared.loading.gguf import OnStage, gguf_file
 from specfuse_shared.loading.planning import needed_memory, plan_ensemble
-from specfuse_shared.loading.pretrained import load_gguf_tokenizer, load_tokenizer
+from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.loading.progress import READY, LoadProgress, OnLoadProgress
 from specfuse_shared.loading.sources import check_sources
 from specfuse_shared.members.loading import load_in_process
@@ -63,7 +63,8 @@ def read_prompts(config: MemberConfig, cache_dir: str | None = None) -> PromptEn
 
 
 def _prompts_of(config: MemberConfig, name: str, reads_gguf: bool, cache_dir: str | None) -> PromptEncoder:
-    tokenizer = load_gguf_tokenizer(config, cache_dir) if reads_gguf else load_tokenizer(config, cache_dir)
+    files = MemberFiles(config, cache_dir)
+    tokenizer = files.gguf_tokenizer() if reads_gguf else files.tokenizer()
     return PromptEncoder(tokenizer, config.chat_template, config.template_options, name, config.thinking)
 
 

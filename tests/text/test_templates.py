@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from specfuse_shared import EnsembleEngine, Grammar, Message, SamplingParams, demo_members
-from specfuse_shared.loading.pretrained import load_tokenizer
+from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.text.chat_template import PLAIN_TEMPLATE, PromptEncoder
 from specfuse_shared.text.codec import Encoding
 from tests.support.against_naive import assert_equals_naive, local_members, with_settings
@@ -142,7 +142,7 @@ ANSWERS = (
 @cache
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     if kind == "smollm2":
-        loaded: PreTrainedTokenizerFast = load_tokenizer(demo_members()[0], None)
+        loaded: PreTrainedTokenizerFast = MemberFiles(demo_members()[0]).tokenizer()
         return loaded
     return byte_level_tokenizer() if kind == "byte level" else metaspace_tokenizer()
 

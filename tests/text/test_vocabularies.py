@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specfuse_shared import demo_members
 from specfuse_shared.errors import ConfigError
-from specfuse_shared.loading.pretrained import load_tokenizer
+from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.text.grammars.guidance import token_vocabulary
 from tests.support.tiny import byte_level_tokenizer, metaspace_tokenizer
@@ -30,8 +30,8 @@ def marked() -> PreTrainedTokenizerFast:
 
 TOKENIZERS: list[Callable[[], Any]] = [byte_level_tokenizer, metaspace_tokenizer, marked]
 DEMO: list[Callable[[], Any]] = [
-    lambda: load_tokenizer(demo_members()[0], None),
-    lambda: load_tokenizer(demo_members()[1], None),
+    lambda: MemberFiles(demo_members()[0]).tokenizer(),
+    lambda: MemberFiles(demo_members()[1]).tokenizer(),
 ]
 
 

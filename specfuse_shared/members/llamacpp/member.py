@@ -20,7 +20,7 @@ from specfuse_shared.loading.planning import (
     lora_files,
     plan_ensemble,
 )
-from specfuse_shared.loading.pretrained import load_gguf_tokenizer
+from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.members.llamacpp.context import LlamaContext, LlamaRunner
 from specfuse_shared.members.llamacpp.library import ALL_LAYERS, LlamaModel
 from specfuse_shared.members.llamacpp.parity import check_tokenizer, probe
@@ -58,7 +58,7 @@ class LlamaMember(InProcessMember):
         on_stage("reading the file")
         model, context = self._model(place), None
         try:
-            super().__init__(config, load_gguf_tokenizer(config, cache_dir, on_stage))
+            super().__init__(config, MemberFiles(config, cache_dir, on_stage).gguf_tokenizer())
             if 0 < model.window < TREE_CAPACITY:
                 raise UnsupportedModelError(
                     f"member {self.name!r}: its layers see {model.window} tokens, and a round on llama.cpp takes up to "

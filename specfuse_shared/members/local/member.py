@@ -21,7 +21,7 @@ from specfuse_shared.config import OLLAMA, EnsembleConfig, MemberConfig, Samplin
 from specfuse_shared.errors import MissingTemplateWarning
 from specfuse_shared.loading.gguf import OnStage
 from specfuse_shared.loading.planning import plan_ensemble
-from specfuse_shared.loading.pretrained import load_pretrained, prepared
+from specfuse_shared.loading.pretrained import MemberFiles, prepared
 from specfuse_shared.members.local.probe import Attempt, probe
 from specfuse_shared.members.local.sequence import SequenceState, new_sequence
 from specfuse_shared.members.local.session import TOKEN_COST, LocalSession
@@ -250,28 +250,26 @@ class LocalMember(InProcessMember):
         if any(map(is_mps, place.memory)):
             warn_untested()
         with mps_turn(place.memory):
-            self._load(config, cache_dir, on_stage, place, execution, loaded)
+            self._load(MemberFiles(config, cache_dir, on_stage), place, execution, loaded)
 
     def _load(
         self,
-        config: MemberConfig,
-        cache_dir: str | None,
-        on_stage: OnStage,
+        files: MemberFiles,
         place: Assignment,
         execution: str,
         loaded: tuple[Any, Any] | None,
     ) -> None:
-        start = time.monotonic()
+        start, config = time.monotonic(), files.config
         if loaded is not None:
             model, tokenizer = prepared(loaded[0], config), loaded[1]
         else:
-            model, tokenizer = load_pretrained(config, cache_dir, on_stage, place)
+            model, tokenizer = files.pretrained(place)
         parameters, weights = model.num_parameters(), weight_bytes(model)
         if loaded is None:  # a model from the caller stays unchanged
             weights += pack_weights(model)
         self.devices = place.caches
         super().__init__(config, tokenizer)
-        on_stage("checking parity")
+        files.on_stage("checking parity")
         choose_kernels(torch.device(model.device))
         way = probe(model, self.name, execution)
         self._runner = way.runner(model)

@@ -26,7 +26,7 @@ from specfuse_shared.errors import (
     SlowVerificationWarning,
     UnsupportedModelError,
 )
-from specfuse_shared.loading.pretrained import load_settings, load_tokenizer
+from specfuse_shared.loading.pretrained import MemberFiles
 from specfuse_shared.members.server.session import ServerSession
 from specfuse_shared.members.server.vllm import TOKEN_BY_TOKEN, ScoredLine, ServerClient, ServerFacts, VllmDialect
 from specfuse_shared.members.session import ids_without_text, stop_ids_of
@@ -72,8 +72,9 @@ class ServerMember:
         self._config = config
         self.name = config.label
         self._began = time.monotonic()
-        tokenizer = load_tokenizer(config, cache_dir)
-        settings, generation = load_settings(config, cache_dir)
+        files = MemberFiles(config, cache_dir)
+        tokenizer = files.tokenizer()
+        settings, generation = files.settings()
         self._architecture = (getattr(settings, "architectures", None) or ["unknown"])[0]
         self._parameters = _parameters(settings)
         text = settings.get_text_config(decoder=True) if settings is not None else None
