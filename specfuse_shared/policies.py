@@ -216,6 +216,22 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return [w / total for w in weights]
 
 
+_SIZE_POWER = 1.5
+"""By parameters alone, two members may outvote one that is far better; by their square, the largest decides alone."""
+
+
+def first_weights(configured: Sequence[float], sizes: Sequence[int], by_size: bool) -> list[float]:
+    """Weights of the members' votes (Σ = 1) before any round.
+
+    Args:
+        configured: `MemberConfig.weight` of each.
+        sizes: Parameters of each; 0 if unknown.
+        by_size: Multiply by parameters^1.5, if all are known.
+    """
+    shares = [size**_SIZE_POWER if by_size and all(sizes) else 1.0 for size in sizes]
+    return normalised([weight * share for weight, share in zip(configured, shares, strict=True)])
+
+
 def never(totals: Sequence[float], round_index: int) -> ExitDecision:
     """No member leaves (an ablation of the paper), and no retention is computed."""
     return ExitDecision((), ())

@@ -2,13 +2,15 @@
 
 An ensemble can gain where another member is right and the best one is not; it loses where others outvote a right best
 one. Both are counted for each pair and trio. The result of an actual ensemble is unknown before it runs: the
-prediction is a rule of thumb (`WON`) for ranking sets of members.
+prediction is a rule of thumb for ranking sets of members. A member is followed as often as its vote counts, and of what
+the best answer to a question has above that, a share (`WON`) is won. Answers that are right by guessing are not won: a
+vote cannot recognise them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -23,8 +25,25 @@ LARGEST = 3
 MAX_LISTED = 20
 """Maximum number of reported sets. Many members have hundreds, and most are of no use."""
 WON = 1 / 3
-"""Of what the best answer to a question has above the mean of all answers, this share is predicted to be won: of two
-members of which one is right, it is followed in two of three cases."""
+"""Of what the best answer to a question has above the mean of all answers by the weights of their votes, this share is
+predicted to be won: of two members with equal votes of which one is right, it is followed in two of three cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beforehand:
+    """What is known of members and questions before the answers.
+
+    Attributes:
+        votes: Member → first weight of its vote; equal if empty.
+        guessed: For each question, the points that a blind guess has on average (100 ÷ number of choices); 0 if it
+            cannot be guessed. Empty: no question can.
+    """
+
+    votes: Mapping[str, float] = field(default_factory=dict)
+    guessed: Sequence[float] = ()
+
+
+_NOTHING = Beforehand()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +139,28 @@ class Suggestion:
         }
 
 
-def suggestion_of(points: Mapping[str, Sequence[float]], remarks: Sequence[str] = ()) -> Suggestion:
+def suggestion_of(
+    points: Mapping[str, Sequence[float]], remarks: Sequence[str] = (), beforehand: Beforehand = _NOTHING
+) -> Suggestion:
     """From the points of each member, question by question."""
     means = {name: float(np.mean(each)) for name, each in points.items()}
     best = points[max(means, key=lambda name: means[name])]
     sizes = range(2, min(LARGEST, len(points)) + 1)
     sets = [{name: points[name] for name in names} for size in sizes for names in combinations(points, size)]
-    sets.sort(key=lambda each: -float(_predicted(_together(each)).mean()))
-    listed = tuple(combination_of(each, best) for each in sets[:MAX_LISTED])
+    sets.sort(key=lambda each: -float(_predicted(each, beforehand).mean()))
+    listed = tuple(combination_of(each, best, beforehand) for each in sets[:MAX_LISTED])
     return Suggestion(len(best), means, listed, len(sets), tuple(remarks))
 
 
-def combination_of(points: Mapping[str, Sequence[float]], best_of_all: Sequence[float] | None = None) -> Combination:
+def combination_of(
+    points: Mapping[str, Sequence[float]],
+    best_of_all: Sequence[float] | None = None,
+    beforehand: Beforehand = _NOTHING,
+) -> Combination:
     """From the points of its members, question by question; `best_of_all`: the points of the best member of all."""
     together, names = _together(points), list(points)
     order = np.argsort(-together.mean(axis=1), kind="stable")
-    best, worst, predicted = together[order[0]], together[order[-1]], _predicted(together)
+    best, worst, predicted = together[order[0]], together[order[-1]], _predicted(points, beforehand)
     below = np.maximum(0.0, best - together[order[1:]]).mean(axis=0)
     return Combination(
         tuple(names),
@@ -153,10 +178,28 @@ def _together(points: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
     return np.asarray(list(points.values()), dtype=float)
 
 
-def _predicted(together: NDArray[np.float64]) -> NDArray[np.float64]:
+def _predicted(points: Mapping[str, Sequence[float]], beforehand: Beforehand) -> NDArray[np.float64]:
     """Points of the ensemble, question by question."""
-    mean = together.mean(axis=0)
-    return np.asarray(mean + WON * (together.max(axis=0) - mean))
+    together = _together(points)
+    votes = np.asarray([beforehand.votes.get(name, 1.0) for name in points])
+    mean = (votes / votes.sum()) @ together
+    above = np.maximum(0.0, together - mean) * _known(together, beforehand.guessed)
+    return np.asarray(mean + WON * above.max(axis=0))
+
+
+def _known(together: NDArray[np.float64], guessed: Sequence[float]) -> NDArray[np.float64]:
+    """The share (members, questions) of each member's points that is known and not guessed.
+
+    A member that knows a share k of the answers and guesses the others has k + (1 - k) · g of the points, if a guess
+    has g. Of its points, k are known.
+    """
+    share = np.ones_like(together)
+    for chance in {each for each in guessed if each}:
+        rows = np.asarray(guessed) == chance
+        had = together[:, rows].mean(axis=1)
+        known = np.maximum(0.0, had - chance) / (100.0 - chance) * 100.0
+        share[:, rows] = (known / np.maximum(had, 1e-9))[:, None]
+    return share
 
 
 def _difference(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Interval:

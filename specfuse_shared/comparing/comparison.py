@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from specfuse_shared.comparing.combinations import combination_of
+from specfuse_shared.comparing.combinations import Beforehand, combination_of
 from specfuse_shared.comparing.equal_compute import EqualCompute, with_equal_compute
 from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.pages.voting import Votes, counted, voting_page
@@ -21,6 +21,7 @@ from specfuse_shared.comparing.scores import Column, Cost, Habits, agreement_of,
 from specfuse_shared.comparing.verdict import Point, Verdict, judged
 from specfuse_shared.config import DEMO, EnsembleConfig, MemberConfig
 from specfuse_shared.errors import SpecFuseError
+from specfuse_shared.policies import first_weights
 from specfuse_shared.validation import check
 
 LEAST_ANSWERED = 0.5
@@ -80,7 +81,12 @@ class Comparison:
     def _suggested(self, column: Column) -> dict[str, Any] | None:
         """Statistics of the members' answers alone; None for a single member."""
         points = {name: column.points[name] for name in self.members}
-        return combination_of(points).to_dict() if len(points) > 1 else None
+        if len(points) < 2:
+            return None
+        config = next(asker.config for asker in self.askers if asker.name == ENSEMBLE)
+        by_id = {question.id: question for question in self.questions}
+        beforehand = beforehand_of(config, self.sizes, [by_id[row] for row in column.rows])
+        return combination_of(points, beforehand=beforehand).to_dict()
 
     def without(self, member: str) -> str | None:
         """The asker without this member; None if there was none."""
@@ -197,6 +203,18 @@ def compare(
             return comparison
         sampler = Sampler(file, sampling, max_tokens=max_tokens, make_engine=make_engine, on_progress=on_progress)
         return with_equal_compute(comparison, config, sampler)
+
+
+def beforehand_of(config: EnsembleConfig, sizes: Mapping[str, int], questions: Sequence[Question]) -> Beforehand:
+    """The votes of the members (`sizes`: parameters, 0 if unknown), and the points of a guess to each question."""
+    members = config.member_configs
+    weights = first_weights(
+        [member.weight for member in members],
+        [sizes.get(member.label, 0) for member in members],
+        config.first_weights == "size",
+    )
+    guessed = [100.0 / len(question.choices) if question.choices else 0.0 for question in questions]
+    return Beforehand(dict(zip(config.names, weights, strict=True)), guessed)
 
 
 def config_of(members: EnsembleConfig | Sequence[MemberConfig | str] | Literal["demo"]) -> EnsembleConfig:

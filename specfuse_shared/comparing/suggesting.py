@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specfuse_shared.comparing.combinations import Suggestion, suggestion_of
-from specfuse_shared.comparing.comparison import config_of, enough_answers, question_set, rows_of_all
+from specfuse_shared.comparing.comparison import beforehand_of, config_of, enough_answers, question_set, rows_of_all
 from specfuse_shared.comparing.libraries import check_libraries
 from specfuse_shared.comparing.question_files import QuestionSet
 from specfuse_shared.comparing.questions import Question
@@ -70,5 +70,7 @@ def suggest(
         raise SpecFuseError(f"too few answers came to suggest anything: {'; '.join(remarks)}")
     rows = rows_of_all(asking, answers, complete, remarks)
     names = [asker.name for asker in complete]
-    points = columns_of(rows, {name: answers[name] for name in names}, names)[ALL].points
-    return suggestion_of(points, remarks)
+    column = columns_of(rows, {name: answers[name] for name in names}, names)[ALL]
+    by_id = {question.id: question for question in rows}
+    beforehand = beforehand_of(config, asking.sizes(), [by_id[row] for row in column.rows])
+    return suggestion_of(column.points, remarks, beforehand)

@@ -24,7 +24,7 @@ from specfuse_shared.config import EnsembleConfig
 from specfuse_shared.errors import PromptTooLongError, RequestError
 from specfuse_shared.members.stages import NOTHING_YET, Close, Member, Op, StageResult, TokenCounts
 from specfuse_shared.messages import Message, Tool
-from specfuse_shared.policies import normalised
+from specfuse_shared.policies import first_weights, normalised
 from specfuse_shared.types import ExitReason, MemberExit, MemberUsage, Usage
 
 _BYTES_PER_TOKEN = 8
@@ -72,7 +72,8 @@ class Participants:
             check()
             prompts.append(tuple(member.encode_prompt(messages, tools)))
             self._check_capacity(member, len(prompts[-1]), len(members))
-        weights = _first_weights(members, config.first_weights == "size")
+        sizes = [member.info.report.parameters for member in members]
+        weights = first_weights([member.info.weight for member in members], sizes, config.first_weights == "size")
         self.sides = {m.name: Participant(m, p, w, w) for m, p, w in zip(members, prompts, weights, strict=True)}
         self.active = [member.name for member in members]
         self.absent = set[str]()
@@ -207,17 +208,6 @@ class Participants:
         room, limit = self._room(members), member.context_limit
         if limit is not None and count + room > limit:
             raise PromptTooLongError(member.name, limit, count, room, at_least=at_least)
-
-
-_SIZE_POWER = 1.5
-"""By parameters alone, two members may outvote one that is far better; by their square, the largest decides alone."""
-
-
-def _first_weights(members: Sequence[Member], by_size: bool) -> list[float]:
-    """Weights (Σ = 1) before any round: of the configuration; `by_size`, times parameters^1.5 where all are known."""
-    sizes = [member.info.report.parameters for member in members]
-    shares = [size**_SIZE_POWER if by_size and all(sizes) else 1.0 for size in sizes]
-    return normalised([member.info.weight * share for member, share in zip(members, shares, strict=True)])
 
 
 _ANSWERS_A_LANE = 2

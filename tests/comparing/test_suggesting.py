@@ -9,7 +9,7 @@ import pytest
 
 from specfuse_shared import ConfigError, SpecFuseError
 from specfuse_shared.comparing import ENSEMBLE, Suggestion, compare, suggest
-from specfuse_shared.comparing.combinations import MAX_LISTED, combination_of, suggestion_of
+from specfuse_shared.comparing.combinations import MAX_LISTED, Beforehand, combination_of, suggestion_of
 from specfuse_shared.members.stages import Draft, DraftAlone, Fault, StageRequest
 from tests.comparing.fakes import Fakes, Script
 
@@ -38,6 +38,29 @@ def test_members_that_say_the_same_gain_nothing() -> None:
     assert (same.gap.mean, same.added.mean, same.contradicted.mean, same.predicted.mean) == (0, 0, 0, 0)
 
 
+def test_a_member_whose_vote_counts_more_is_followed_more_often() -> None:
+    """Of 40 questions 12 are known to both, 8 to the better one alone, 4 to the worse one alone."""
+    both = {"worse": points(16, first=8), "better": points(20)}
+    weighted = combination_of(both, beforehand=Beforehand(votes={"worse": 1.0, "better": 9.0}))
+    followed = 0.9 + 0.1 / 3, 0.1 + 0.9 / 3
+    assert weighted.predicted.mean == pytest.approx(100 * (12 + 8 * followed[0] + 4 * followed[1]) / 40 - 50)
+    assert weighted.predicted.mean > combination_of(both).predicted.mean, "it loses less of what the better one knows"
+
+
+def test_answers_that_are_right_by_guessing_are_not_won() -> None:
+    """Two members that guess among four choices are right on other questions each, and no vote knows which."""
+    guessing = {"one": points(10), "two": points(10, first=10)}
+    chance = Beforehand(guessed=[25.0] * 40)
+    assert combination_of(guessing).predicted.mean == pytest.approx(25 / 3)
+    assert combination_of(guessing, beforehand=chance).predicted.mean == pytest.approx(0.0)
+    knowing = {"one": points(40), "two": points(10)}
+    won = combination_of(knowing, beforehand=chance).predicted.mean - combination_of(knowing).predicted.mean
+    assert won == pytest.approx(0.0), "who is always right does not guess"
+    half = {"one": points(25), "two": points(10, first=30)}  # of 25 right ones 20 are known
+    found = combination_of(half, beforehand=chance).predicted.mean
+    assert found == pytest.approx(100 / 40 * (25 / 2 * (1 + 0.8 / 3) + 10 / 2) - 62.5)
+
+
 def test_near_members_that_know_different_things_come_first_and_far_ones_last() -> None:
     found = suggestion_of({"good": points(24), "other": points(24, first=12), "twin": points(24), "bad": points(4)})
     sets = [each.members for each in found.combinations]
@@ -45,7 +68,7 @@ def test_near_members_that_know_different_things_come_first_and_far_ones_last() 
     assert sets[0] in (("good", "other"), ("other", "twin"), ("good", "other", "twin"))
     assert "bad" in sets[-1]
     predicted = [each.to_best.mean for each in found.combinations]
-    assert predicted == sorted(predicted, reverse=True)
+    assert predicted == pytest.approx(sorted(predicted, reverse=True))
 
 
 def test_a_gain_is_recommended_where_its_interval_is_above_zero() -> None:
