@@ -350,12 +350,12 @@ class EnsembleConfig(Settings):
     first_segment_tokens: int | None = 20
     """The same for the first segment; `segment_tokens` if None. A long one chooses a short answer as a whole, and sends
     the first words later."""
-    early_margin: float = 2.0
+    early_margin: float = 3.0
     """Streams first words early. Candidates of a first segment are compared once `segment_tokens` tokens are drafted,
     at twice that number, and so on. Text that all candidates share by then is streamed. A candidate is also streamed
-    if its vote is this many times every other vote; the factor halves at each comparison, down to 1. It is four times
-    as high if only one of the candidates has ended, under a grammar, and for tool calls. Otherwise members continue
-    drafting. 0: compare only finished drafts."""
+    if its vote is this many times every other vote. The factor is four times as high if only one of the candidates has
+    ended, under a grammar, and for tool calls. Otherwise members continue drafting. 0: compare only finished
+    drafts."""
     score: str | ScorePolicy = "stretch"
     """Turns a verifier's probabilities of a candidate into a score: "stretch" (the probability of the length that all
     candidates cover), "mean_logprob" (geometric mean) or "mean_prob" (the papers')."""
@@ -554,14 +554,12 @@ class EnsembleConfig(Settings):
             count *= 2
         return (*early, limit)
 
-    def margin(self, tokens: int, *, whole: bool) -> float:
-        """Factor by which the winner's vote has to exceed every other vote after this number of tokens to be streamed.
+    def margin(self, *, whole: bool) -> float:
+        """Factor by which the winner's vote has to exceed every other vote to be streamed before drafts are finished.
 
         `whole`: candidates should be compared in full. Then the factor is higher.
         """
-        if whole:
-            return _WHOLE * self.early_margin
-        return max(1.0, self.early_margin * self.segment_tokens / tokens)
+        return _WHOLE * self.early_margin if whole else self.early_margin
 
     @property
     def units(self) -> str | None:

@@ -311,7 +311,7 @@ class Round:
         if len(candidates) > 1:
             election = self._election()
             self._winner = candidates[election.winner]
-            margin = self._policies.config.margin(tokens, whole=self._are_short)
+            margin = self._policies.config.margin(whole=self._are_short)
             decided = is_last or election.is_clear(margin)
         else:
             self._winner = candidates[0] if candidates else None

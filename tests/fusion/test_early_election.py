@@ -70,10 +70,10 @@ def test_the_margin_defines_a_clear_lead(margin: float) -> None:
     assert ops == [op for limit in limits for op in ((Draft, limit), (Verify, 0))]
 
 
-def test_at_twice_the_tokens_half_the_lead_is_enough() -> None:
+def test_more_tokens_need_the_same_lead() -> None:
     longer = [(Draft, 3), (Verify, 0), (Draft, 6), (Verify, 0)]
-    assert asked(lane(RIVER, ROAD, likes=-0.7))[0] == longer  # e^1.8 = 6.05 after six words
-    assert asked(lane(RIVER, ROAD, likes=-0.7), early_margin=13)[0] == [*longer, (Draft, 12), (Verify, 0)]
+    assert asked(lane(RIVER, ROAD, likes=-0.7), early_margin=6)[0] == longer  # e^1.8 = 6.05 after six words
+    assert asked(lane(RIVER, ROAD, likes=-0.7), early_margin=6.1)[0] == [*longer, (Draft, 12), (Verify, 0)]
 
 
 @pytest.mark.parametrize(("margin", "looks"), [(1.6, [3]), (1.7, [3, 6, 12])])
@@ -125,11 +125,11 @@ def test_looks_double_up_to_the_limit() -> None:
         assert chosen.looks(chosen.longest_segment) == (chosen.longest_segment,), preset
 
 
-def test_the_lead_that_is_wanted_halves_with_each_look_but_not_below_any() -> None:
+def test_the_lead_that_is_required_is_four_times_as_large_for_whole_candidates() -> None:
     config = EnsembleConfig(["a", "b"], early_margin=6)
-    assert [config.margin(tokens, whole=False) for tokens in (5, 10, 20, 40)] == [6, 3, 1.5, 1]
-    assert [config.margin(tokens, whole=True) for tokens in (5, 10, 20)] == [24, 24, 24]
-    assert EnsembleConfig(["a", "b"]).margin(10, whole=False) == 1
+    assert config.margin(whole=False) == 6
+    assert config.margin(whole=True) == 24
+    assert EnsembleConfig(["a", "b"]).margin(whole=False) == 3
 
 
 def test_clear_is_a_factor_to_every_other_vote() -> None:

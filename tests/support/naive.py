@@ -150,9 +150,7 @@ def naive_rounds(
             if judged:
                 best, _, votes = _elect(judged, own_weight, authors, circling, config)
                 over = any(ends for _, ends in distinct)
-                margin = (
-                    4 * config.early_margin if over else max(1, config.early_margin * config.segment_tokens / count)
-                )
+                margin = 4 * config.early_margin if over else config.early_margin
                 if votes[best] > 0 and all(votes[best] >= margin * vote for d, vote in votes.items() if d != best):
                     break
             count *= 2
