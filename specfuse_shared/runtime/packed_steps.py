@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from transformers import Cache
 
 from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan
-from specfuse_shared.runtime.paged_attention import PAGE, Layout, Sight, paged_attention, parts_for
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.paged_attention import paged_attention, parts_for
 from specfuse_shared.runtime.pages import PageArena, PagedRow
 from specfuse_shared.runtime.sampler import upload
 from specfuse_shared.runtime.static_runner import Forward, Graphs, StaticRunner, Step

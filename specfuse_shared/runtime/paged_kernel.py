@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specfuse_shared.runtime.paged_attention import PAGE, Layout, Sight
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
 
 ROWS = 16
 """Rows of a worker: queries of one head of keys. More win only with two heads of keys (measured on an H200)."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specfuse_shared.runtime.kv_cache import Layer, slot_bytes
-from specfuse_shared.runtime.paged_attention import PAGE
+from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.sampler import upload
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from specfuse_shared.runtime.paged_attention import PAGE, Layout, Sight, paged_attention, parts_for, plain, seen
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.paged_attention import paged_attention, parts_for, plain, seen
 
 PARENTS = (-1, 0, 1, -1, 3, 0)
 """Of the token tree of the second answer."""

@@ -7,7 +7,7 @@ import torch
 
 from specfuse_shared.runtime.kv_cache import PrefixCache
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
-from specfuse_shared.runtime.paged_attention import PAGE
+from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.pages import OutOfPagesError, PageArena, PagedRow
 
 

@@ -52,7 +52,7 @@ from specfuse_shared.placement.sizing import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_memory
 from specfuse_shared.runtime.mps import mps_turn
-from specfuse_shared.runtime.paged_attention import PAGE
+from specfuse_shared.runtime.packed_layout import PAGE
 
 
 def lanes_of(members: Sequence[InProcessMember]) -> list[tuple[list[InProcessMember], int | None]]:

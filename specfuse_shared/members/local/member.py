@@ -36,7 +36,7 @@ from specfuse_shared.runtime.fused_norms import pack_weights
 from specfuse_shared.runtime.kv_cache import smallest_row
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
-from specfuse_shared.runtime.paged_attention import PAGE
+from specfuse_shared.runtime.packed_layout import PAGE
 from specfuse_shared.runtime.pages import PageArena
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Codec
