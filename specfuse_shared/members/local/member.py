@@ -330,7 +330,10 @@ class LocalMember(InProcessMember):
     def cache_use(self) -> CacheUse:
         """Memory for answers now."""
         pool, prefixes = self.runner.pool, self.runner.prefixes
-        return CacheUse(pool.memory_bytes, prefixes.memory_bytes, prefixes.reused_tokens)
+        used, remembered = pool.memory_bytes, prefixes.memory_bytes
+        if isinstance(pool, PageArena):  # remembered pages are among those in use
+            used = max(0, used - remembered)
+        return CacheUse(used, remembered, prefixes.reused_tokens)
 
     def remember(self, limit: int) -> None:
         """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
