@@ -295,7 +295,7 @@ FIRST_WEIGHTS = ("size", "equal")
 FEEDBACKS = ("uniform", *get_args(policies.Schedule))
 EXITS = (*get_args(policies.Temperature), "never")
 WHEN_BUSY = ("wait", "raise")
-EXECUTIONS = ("auto", "static", "dynamic")
+EXECUTIONS = ("auto", "static", "paged", "dynamic")
 DEMO: Final = "demo"
 """The name of the demo's members as a whole. It is not a model."""
 _WHOLE = 4.0
@@ -415,7 +415,9 @@ class EnsembleConfig(Settings):
     """Keep an eighth of that memory for prompts that begin like earlier ones."""
     execution: str = "auto"
     """"static" drafts and verifies a segment in steps of fixed shape, captured as CUDA graphs on a GPU; "dynamic" goes
-    token by token; "auto" is static on a GPU, else dynamic. Members that cannot run static steps stay dynamic."""
+    token by token; "auto" is static on a GPU, else dynamic. "paged" packs the tokens of all answers into steps over
+    pages, whose shape is their number of tokens; no GPU has measured it yet. Members that cannot run such steps stay
+    dynamic."""
     speculation: str = "auto"
     """"auto": members guess the next tokens from the prompt, the answer and each other's drafts. This saves forward
     passes and changes no answer. "off": every drafted token takes one forward pass."""

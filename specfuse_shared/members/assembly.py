@@ -74,9 +74,9 @@ def distant_member(config: MemberConfig, info: MemberInfo, cache_dir: str | None
     return Member(info, MemberText(prompts, info.report.stop_token_ids, info.vocabulary_size))
 
 
-def assemble(members: Sequence[InProcessMember], on_forward: OnForward) -> Assembly:
+def assemble(members: Sequence[InProcessMember], on_forward: OnForward, cache_bytes: int | None = None) -> Assembly:
     """Local members in lanes: with one lane there is no thread and nothing to wait for."""
-    lanes = [LocalLane(lane, cores, on_forward) for lane, cores in lanes_of(members)]
+    lanes = [LocalLane(lane, cores, on_forward, cache_bytes) for lane, cores in lanes_of(members)]
     first_lane = lanes[0] if lanes else None
     return Assembly(tuple(member.member for member in members), first_lane, tuple(map(LaneThread, lanes[1:])))
 
@@ -99,7 +99,7 @@ def assemble_ensemble(config: EnsembleConfig, on_forward: OnForward, on_progress
                 lanes.append(actor)
                 member_named[config_of.label] = distant_member(config_of, actor.members[0], config.cache_dir)
             unserved = []
-        local = assemble(tuple(load_members(config, unserved, stages)), on_forward)
+        local = assemble(tuple(load_members(config, unserved, stages)), on_forward, config.cache_bytes)
     except BaseException:
         for opened in lanes:
             opened.close()

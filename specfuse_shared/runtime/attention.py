@@ -28,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.kv_cache import CacheBlock
 from specfuse_shared.runtime.sampler import upload
 
 _MOST_FOLDED_QUERIES = 128
@@ -250,11 +250,12 @@ Kernel = Callable[..., tuple[torch.Tensor, Any]]
 class ForwardInput:
     """One answer's input: tokens after the used slots of its cache row.
 
-    `visible` (Q, K): the slots that each query sees, including its own; None: every slot up to its own. `positions`
-    (K): the position of each slot; None: slots are positions. `wanted`: number of last tokens that need logits.
+    `row`: a `CacheRow`, or a `PagedRow` for packed steps. `visible` (Q, K): the slots that each query sees, including
+    its own; None: every slot up to its own. `positions` (K): the position of each slot; None: slots are positions.
+    `wanted`: number of last tokens that need logits.
     """
 
-    row: CacheRow
+    row: Any
     ids: Sequence[int]
     visible: NDArray[np.bool_] | None = None
     positions: NDArray[np.int64] | None = None
@@ -263,7 +264,8 @@ class ForwardInput:
     @property
     def slots(self) -> int:
         """K: slots in use once these tokens are cached."""
-        return self.row.used + len(self.ids)
+        used: int = self.row.used
+        return used + len(self.ids)
 
     def slot_positions(self) -> NDArray[np.int64]:
         return np.arange(self.slots) if self.positions is None else self.positions
@@ -320,7 +322,7 @@ class Batch(Cache):
         start = 0
         for (_, size), alike in groupby(self.order, key=lambda n: places[n][:2]):
             start = self._add([segments[n] for n in alike], size, start)
-        self._length = max(s.row.used for s in segments)
+        self._length: int = max(s.row.used for s in segments)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length

@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -74,6 +74,17 @@ _Place = tuple[int, int]
 _versions = itertools.count(1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedSlots:
+    """The first slots of a row: keys and values of each layer (heads, slots, head size), with their own `nbytes`."""
+
+    layers: dict[int, Layer]
+    nbytes: int
+
+    def free(self) -> None:
+        """Memory goes with the tensors."""
+
+
 @dataclass(slots=True, eq=False)
 class CacheRow:
     """One answer's place in a block: slots 0 … used - 1 hold keys and values. `reach`: tokens that are sure to come."""
@@ -89,6 +100,10 @@ class CacheRow:
         if slots + SPARE > self.block.capacity:
             self.pool.move(self, slots)
 
+    def bytes_of(self, count: int) -> int:
+        """Bytes of a copy of `count` slots."""
+        return self.pool.bytes_per_slot * count
+
     def keep(self, prefix: int, slots: Sequence[int]) -> None:
         """Keep the first `prefix` slots, then `slots` (ascending, none below `prefix`), and drop the rest."""
         end = prefix + len(slots)
@@ -99,21 +114,29 @@ class CacheRow:
                 stack[:, self.index, :, prefix:end] = moved
         self.used = end
 
-    def save(self, count: int) -> dict[int, Layer]:
-        """A copy of the first `count` slots of every layer, (heads, count, head size)."""
-        return {n: (keys.clone(), values.clone()) for n, (keys, values) in self.view(count).items()}
+    @property
+    def capacity(self) -> int:
+        """Slots that it can hold where it is."""
+        return self.block.capacity
 
-    def view(self, count: int) -> dict[int, Layer]:
-        """The first `count` slots of every layer, (heads, count, head size), until a row moves."""
-        return {
+    def save(self, count: int) -> SavedSlots:
+        """A copy of the first `count` slots of every layer."""
+        copied = {n: (keys.clone(), values.clone()) for n, (keys, values) in self.view(count).layers.items()}
+        return SavedSlots(copied, self.pool.bytes_per_slot * count)
+
+    def view(self, count: int) -> SavedSlots:
+        """The first `count` slots of every layer, until a row moves."""
+        layers = {
             n: (keys[self.index, :, :count], values[self.index, :, :count])
             for n, (keys, values) in self.block.layers.items()
         }
+        return SavedSlots(layers, 0)
 
-    def load(self, saved: dict[int, Layer], count: int, start: int = 0) -> None:
-        """Fill the slots from `start` to `count` from a copy."""
+    def load(self, saved: SavedSlots, count: int) -> None:
+        """Fill the slots from `used` to `count` from a copy."""
+        start = self.used
         self.reserve(count)
-        for n, (keys, values) in saved.items():
+        for n, (keys, values) in saved.layers.items():
             own_keys, own_values = self.block.layer(n, keys[None], values[None])
             own_keys[self.index, :, start:count] = keys[:, start:count]
             own_values[self.index, :, start:count] = values[:, start:count]
@@ -352,18 +375,68 @@ def _copy_row(source: CacheBlock, row: CacheRow, block: CacheBlock, index: int) 
 SHORTEST_PREFIX = 16
 
 
+class Kept(Protocol):
+    """The first slots of an answer that ended."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def free(self) -> None:
+        """Give their memory back."""
+        ...
+
+
+class Row(Protocol):
+    """One answer's slots, of which the first `used` hold keys and values."""
+
+    used: int
+    reach: int
+
+    @property
+    def capacity(self) -> int:
+        """Slots that it can hold without more memory."""
+        ...
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots in all."""
+        ...
+
+    def keep(self, prefix: int, slots: Sequence[int]) -> None:
+        """Keep the first `prefix` slots, then `slots` (ascending, none below `prefix`), and drop the rest."""
+        ...
+
+    def bytes_of(self, count: int) -> int:
+        """Bytes that `save` takes for `count` slots."""
+        ...
+
+    def save(self, count: int) -> Any:
+        """The first `count` slots, to keep when the row is gone: `Kept`."""
+        ...
+
+    def view(self, count: int) -> Any:
+        """The first `count` slots, for `load` of another row at once."""
+        ...
+
+    def load(self, saved: Any, count: int) -> None:
+        """Hold what `saved` has in the slots from `used` to `count`."""
+        ...
+
+    def free(self) -> None:
+        """Give the row back. Safe to call twice."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     ids: tuple[int, ...]
-    layers: dict[int, Layer]
-    nbytes: int
+    kept: Kept
 
 
 class Holder(Protocol):
     """An answer that runs."""
 
     @property
-    def cached(self) -> tuple[CacheRow, tuple[int, ...]] | None:
+    def cached(self) -> tuple[Row, tuple[int, ...]] | None:
         """Its row and the committed ids in it; None where they cannot be copied."""
         ...
 
@@ -382,9 +455,9 @@ class PrefixCache:
 
     @property
     def memory_bytes(self) -> int:
-        return sum(entry.nbytes for entry in self._entries)
+        return sum(entry.kept.nbytes for entry in self._entries)
 
-    def fill(self, row: CacheRow, prompt: Sequence[int]) -> int:
+    def fill(self, row: Row, prompt: Sequence[int]) -> int:
         """Put more of `prompt`, but not its last token, into a row that holds its beginning; how many it holds then."""
         prefix = tuple(prompt[:-1])
         sizes = [common_length(entry.ids, prefix) for entry in self._entries]
@@ -396,20 +469,20 @@ class PrefixCache:
         if size >= remembered:
             row.reserve(size)  # first: rows may move for it
             source = next(row_read for count, row_read in running if count == size)
-            row.load(source.view(size), size, row.used)
+            row.load(source.view(size), size)
             return size
         entry = self._entries[sizes.index(remembered)]
         self._entries.remove(entry)  # first: loading may have to free memory
         self._entries.append(entry)
-        row.load(entry.layers, remembered, row.used)
+        row.load(entry.kept, remembered)
         return remembered
 
-    def _held(self, row: CacheRow) -> list[tuple[CacheRow, tuple[int, ...]]]:
+    def _held(self, row: Row) -> list[tuple[Row, tuple[int, ...]]]:
         """Prefixes of running answers in other rows."""
         cached = [holder.cached for holder in self.holders]
         return [entry for entry in cached if entry is not None and entry[0] is not row and len(entry[1]) > row.used]
 
-    def store(self, row: CacheRow, ids: Sequence[int]) -> None:
+    def store(self, row: Row, ids: Sequence[int]) -> None:
         """Keep a copy of a row that holds `ids`, in place of entries that it begins with."""
         ids = tuple(ids)
         if not self.limit or len(ids) < SHORTEST_PREFIX:
@@ -417,17 +490,22 @@ class PrefixCache:
         sizes = {id(entry): common_length(entry.ids, ids) for entry in self._entries}
         if any(sizes[id(entry)] == len(ids) for entry in self._entries):
             return
-        nbytes = row.pool.bytes_per_slot * len(ids)
+        nbytes = row.bytes_of(len(ids))
         if nbytes > self.limit:
             return
-        self._entries = [entry for entry in self._entries if sizes[id(entry)] < len(entry.ids)]
+        for entry in [entry for entry in self._entries if sizes[id(entry)] == len(entry.ids)]:
+            self._drop(entry)
         self.shrink(self.limit - nbytes)
-        self._entries.append(_Entry(ids, row.save(len(ids)), nbytes))
+        self._entries.append(_Entry(ids, row.save(len(ids))))
 
     def shrink(self, limit: int = 0) -> None:
         """Drop the least recently used entries until the rest takes at most `limit` bytes."""
         while self._entries and self.memory_bytes > limit:
-            self._entries.pop(0)
+            self._drop(self._entries[0])
+
+    def _drop(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        entry.kept.free()
 
 
 def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -19,8 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specfuse_shared.runtime.attention import Batch, ForwardInput, MaskPlan, running
 from specfuse_shared.runtime.cuda_streams import ModelStream
-from specfuse_shared.runtime.kv_cache import CachePool, CacheRow, Layer, PrefixCache
+from specfuse_shared.runtime.kv_cache import CachePool, Layer, PrefixCache, Row
 from specfuse_shared.runtime.mps import is_mps, piece_on_mps
+from specfuse_shared.runtime.packed_steps import PackedRunner
+from specfuse_shared.runtime.pages import PageArena
 from specfuse_shared.runtime.sampler import upload
 from specfuse_shared.runtime.static_runner import Graphs, StaticRunner
 
@@ -42,7 +44,7 @@ class LongRope:
             module.long_inv_freq = long
             self._parameters.append(parameters)
 
-    def outgrown(self, row: CacheRow, tokens: int) -> bool:
+    def outgrown(self, row: Row, tokens: int) -> bool:
         """Whether a text of this length needs the long set for the first time: then `row` is marked."""
         if self.limit is None or row.reach > self.limit or tokens <= self.limit:
             return False
@@ -135,6 +137,7 @@ class ModelRunner:
         slots: Mapping[int, Layer] | None = None,
         graphs: Graphs | None = None,
         stream: ModelStream | None = None,
+        pages: int = 0,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -142,18 +145,44 @@ class ModelRunner:
         self.device = model_home(model)
         self.dtype = model.dtype
         self.stream = stream or ModelStream(self.device)
-        self.pool: CachePool = CachePool(self.device, slots)
+        self._slots = dict(slots or {})
+        self.pool: CachePool | PageArena = CachePool(self.device, slots)
         self.prefixes = PrefixCache()
-        share_memory([self])
         self._forward = ModelForward(model)
         self.longrope = LongRope(model)
         self.reports_argmax = self.device.type != "cpu"  # where asking one by one would wait as often
         self.dynamic = 0
         """Number of forward passes without a fixed shape."""
         self.static: StaticRunner | None = None
-        if plan is not None and graphs is not None:
+        self._graphs = graphs
+        if plan is not None and graphs is not None and pages:
+            self.open_arena(pages)
+        elif plan is not None and graphs is not None:
             self.static = StaticRunner(self._forward, plan, self.device, self.dtype, graphs)
-            self.pool.is_fixed, self.pool.keeps_empty = True, graphs.reason is None
+            pool = CachePool(self.device, slots)
+            pool.is_fixed, pool.keeps_empty = True, graphs.reason is None
+            self.pool = pool
+        share_memory([self])
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether answers are held in pages, which `open_arena` makes."""
+        return isinstance(self.pool, PageArena)
+
+    def open_arena(self, pages: int) -> None:
+        """Hold answers in this number of pages, and run packed steps over them; no answer runs yet."""
+        plan, graphs = self.plan, self._graphs
+        assert plan is not None
+        assert graphs is not None
+        graphs.drop()
+        arena = PageArena(self._slots, pages)
+        text = self.model.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_attention_heads", 1)
+        groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
+        self.pool = arena
+        self.static = PackedRunner(
+            self._forward, plan, self.device, self.dtype, graphs, arena, groups, self._forward.can_skip_logits
+        )
 
     def keep_last(self, count: int) -> dict[str, int]:
         """Arguments that spare the vocabulary projection of all but the last `count` tokens, where the model can."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from transformers import Cache
 
 from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan, additive, running
 from specfuse_shared.runtime.cuda_streams import own_stream
-from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow
+from specfuse_shared.runtime.kv_cache import CacheBlock, CacheRow, Row
 from specfuse_shared.runtime.out_of_memory import is_out_of_memory
 from specfuse_shared.runtime.sampler import NOT_FINITE, BatchSampling, Download, NotFiniteError, Sampler, upload
 
@@ -113,6 +113,7 @@ class StaticStep(Cache):
         self.inputs = torch.zeros(3, self.tokens, dtype=torch.long, device=device)
         self.ids, self.positions, self._slots = self.inputs
         self.moving = torch.zeros(self.tokens, dtype=torch.long, device=device)
+        self.wanted: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.uses = 0
@@ -482,7 +483,7 @@ class DraftInput:
     `history`: the ids before the draft, if the sampler asks for them; `blocked` (N): ids that it must not choose.
     """
 
-    row: CacheRow
+    row: Row
     logits: torch.Tensor
     history: Sequence[int]
     sampler: Sampler
@@ -519,6 +520,43 @@ class DraftRun:
         return self._behind[place][column]
 
 
+class Step(Protocol):
+    """A forward pass of fixed shape; acts as the model's cache.
+
+    `wanted`: the numbers of the tokens whose logits are computed; None: of all.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    wanted: torch.Tensor | None
+    logits: torch.Tensor | None
+    replay: Callable[[], None] | None
+    uses: int
+    replays: int
+    capture_at: int
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether what it was made over is still in place."""
+        ...
+
+    def begin(self, rows: Sequence[Any]) -> torch.Tensor:
+        """Start drafts after the contents of these rows; returns the number of each one's token, on the device."""
+        ...
+
+    def advance(self) -> None:
+        """On to the next token of every draft."""
+        ...
+
+    def make_masks(self) -> None: ...
+
+    def drop_masks(self) -> None: ...
+
+    def attend(
+        self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor: ...
+
+
 class StaticRunner:
     """Runs the steps of one model: `forward` is its own call, `graphs` captures what it can."""
 
@@ -531,7 +569,7 @@ class StaticRunner:
         self._dtype = dtype
         self.graphs = graphs
         self._markers = plan.markers(device, dtype)
-        self._steps: OrderedDict[tuple[object, ...], StaticStep] = OrderedDict()
+        self._steps: OrderedDict[tuple[object, ...], Step] = OrderedDict()
         self._most = most_tokens(device)
         self._logits: dict[int, torch.Tensor] = {}
         self.replayed = self.ran = 0
@@ -547,6 +585,7 @@ class StaticRunner:
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
         """Feed every segment in one step; logits (wanted, V) of each."""
         step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
+        assert isinstance(step, StaticStep)
         logit_rows = step.fill(segments)
         return list(torch.split(self._run(step).index_select(0, logit_rows), [s.wanted for s in segments]))
 
@@ -573,7 +612,7 @@ class StaticRunner:
             draft.row.used += draft.count - 1
         return DraftRun(chosen, logits_after)
 
-    def warm_up(self, row: CacheRow) -> None:
+    def warm_up(self, row: Any) -> None:
         """Run the steps that draft after this row and that verify up to some dozens of tokens, and capture them."""
         for count, tree in ((1, False), *((count, True) for count in WARMED_QUERIES)):
             step = self._step([(row, count)], tree)
@@ -601,7 +640,7 @@ class StaticRunner:
         self.graphs.drop()
         return had
 
-    def _run(self, step: StaticStep) -> torch.Tensor:
+    def _run(self, step: Step) -> torch.Tensor:
         """Logits (T, V) of the step, until the next one runs."""
         if step.replay is not None and self.graphs.reason is None:
             self._replay(step, step.replay)
@@ -613,7 +652,7 @@ class StaticRunner:
             self._capture(step, step.logits)
         return step.logits
 
-    def _replay(self, step: StaticStep, replay: Callable[[], None]) -> None:
+    def _replay(self, step: Step, replay: Callable[[], None]) -> None:
         replay()
         self.replayed += 1
         step.replays += 1
@@ -621,19 +660,20 @@ class StaticRunner:
         if _is_checked(step.replays):
             self.graphs.holds(lambda: self._feed(step), step.logits)
 
-    def _capture(self, step: StaticStep, logits: torch.Tensor) -> None:
+    def _capture(self, step: Step, logits: torch.Tensor) -> None:
         step.replay = self.graphs.capture(lambda: self._feed(step), logits, step.ids)
         if step.replay is None:  # memory may have been insufficient: try again, later
             step.capture_at = 4 * step.uses
 
-    def _feed(self, step: StaticStep) -> None:
+    def _feed(self, step: Step) -> None:
         """The step itself, from its buffers to its logits."""
         step.make_masks()
         with running(step):
-            logits = self._forward(step.ids, step, step.positions, self._markers)
+            keep = {} if step.wanted is None else {"logits_to_keep": step.wanted}
+            logits = self._forward(step.ids, step, step.positions, self._markers, **keep)
         step.drop_masks()
         if step.logits is None:
-            step.logits = self._output(step.tokens, logits)
+            step.logits = self._output(len(logits), logits)
         step.logits.copy_(logits)
 
     def _output(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
@@ -645,7 +685,7 @@ class StaticRunner:
             self._logits[size] = like.new_empty(size, like.shape[-1])
         return self._logits[size][:tokens]
 
-    def _step(self, requests: Sequence[tuple[CacheRow, int]], tree: bool) -> StaticStep:
+    def _step(self, requests: Sequence[tuple[Any, int]], tree: bool) -> Step:
         """The step of the smallest shape that holds this number of tokens of these rows."""
         shapes = shapes_of(requests, tree)
         key = (tree, *((id(shape.block), shape.rows, shape.queries) for shape in shapes))

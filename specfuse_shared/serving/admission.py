@@ -91,6 +91,9 @@ class Budget:
             if member.context_limit is not None:
                 slots = min(slots, member.context_limit)
             if member.cache_tokens is not None:
+                if member.smallest_row > 1:  # a page
+                    slots = max(slots, prompts[member.name] + TREE_CAPACITY)
+                    slots = -(-slots // member.smallest_row) * member.smallest_row
                 tokens[member.name] = min(slots, member.cache_tokens)
             else:
                 rows[member.name] = _grown(prompts[member.name] + TREE_CAPACITY, slots, member)

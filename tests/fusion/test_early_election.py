@@ -146,10 +146,10 @@ def test_a_margin_below_one_is_refused(margin: float) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
-@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "static"])
+@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "static", "paged"])
 def test_early_segments_equal_the_naive_round(kind: str, speculation: str, tmp_path: Path) -> None:
-    """Greedy and seeded, dynamic, row by row and static: continued drafts equal drafts made at once."""
-    execution, model = ("static", "qwen3") if kind == "static" else ("dynamic", kind)
+    """Greedy and seeded, dynamic, row by row, static and paged: continued drafts equal drafts made at once."""
+    execution, model = (kind, "qwen3") if kind in ("static", "paged") else ("dynamic", kind)
     save_model("llama", metaspace_tokenizer(), tmp_path / "one", seed=1)
     save_model(model, byte_level_tokenizer(), tmp_path / "two")
     members = [MemberConfig(str(tmp_path / name), name=name, dtype="float32") for name in ("one", "two")]

@@ -125,6 +125,7 @@ def assert_same_with_and_without(
     ("way", "execution"),
     [
         ("the defaults", "static"),
+        ("the defaults", "paged"),
         *((way, "dynamic") for way in WAYS),
         *(pytest.param(way, "static", marks=pytest.mark.slow) for way in list(WAYS)[1:]),
     ],

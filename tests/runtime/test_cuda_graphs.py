@@ -32,6 +32,29 @@ def captured(driver: Driver, tiny_engine: EnsembleEngine) -> Iterator[EnsembleEn
         yield engine.load()
 
 
+def test_packed_steps_are_captured_at_load_and_no_new_length_captures_another(
+    driver: Driver, tiny_engine: EnsembleEngine
+) -> None:
+    asked = requests(12)
+    questions, each = [question for question, _ in asked], [params for _, params in asked]
+    expected = [answer_of(tiny_engine.generate(question, params)) for question, params in asked]
+    with EnsembleEngine(replace(tiny_engine.config, execution="paged", reuse_prefixes=False)) as engine:
+        engine.load()
+        counts = [member.runner.static.graphs.count for member in local_members(engine)]
+        assert counts == [9, 9], "1 to 256 tokens"
+        assert [answer_of(result) for result in engine.generate_batch(questions, each)] == expected
+        assert {report.graphs for report in engine.describe()} == {"captured"}
+        after = [member.runner.static.graphs.count for member in local_members(engine)]
+        assert all(count <= 9 + 4 for count in after), "larger steps and those of prompts, each once"
+        for length in (3, 17, 90, 33):
+            engine.generate("moon " * length, SamplingParams(max_tokens=9))
+        assert [member.runner.static.graphs.count for member in local_members(engine)] == after
+        assert driver.replays > 50
+        assert {member.runner.dynamic for member in local_members(engine)} == {0}
+    assert not driver.freed
+    assert not driver.allocating
+
+
 def test_many_captured_answers_equal_those_of_the_dynamic_execution(
     driver: Driver, captured: EnsembleEngine, tiny_engine: EnsembleEngine
 ) -> None:

@@ -58,6 +58,14 @@ def runner(member: LocalMember) -> ModelRunner:
     return ModelRunner(model, plan, graphs=Graphs(model.device, "tiny"))
 
 
+@pytest.fixture(params=["static", "paged"])
+def either(member: LocalMember, request: pytest.FixtureRequest) -> ModelRunner:
+    """A runner of each execution that drafts in one run."""
+    model, plan, slots = member.runner.model, member.runner.plan, member.runner.pool.slots
+    pages = 200 if request.param == "paged" else 0
+    return ModelRunner(model, plan, slots=slots, graphs=Graphs(model.device, "tiny"), pages=pages)
+
+
 def prompts(member: LocalMember) -> list[list[int]]:
     generator = torch.Generator().manual_seed(4)
     return [torch.randint(10, member.vocabulary_size, (n,), generator=generator).tolist() for n in LENGTHS]
@@ -96,7 +104,8 @@ def drafts_of(sequences: list[SequenceState], counts: list[int]) -> list[DraftRe
 
 
 @torch.inference_mode()
-def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMember, runner: ModelRunner) -> None:
+def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMember, either: ModelRunner) -> None:
+    runner = either
     counts = [6, 9, 9, 1, 4, 9]
     sequences = [opened(runner, prompt) for prompt in prompts(member)]
     drafts, samplers = drafts_of(sequences, counts), [draft.sampler for draft in drafts_of(sequences, counts)]
@@ -123,8 +132,9 @@ def test_drafts_of_many_answers_equal_tokens_chosen_one_by_one(member: LocalMemb
 @pytest.mark.parametrize("place", [0, 2, 8])
 @torch.inference_mode()
 def test_a_draft_ends_at_a_stop_token_and_keeps_nothing_after_it(
-    member: LocalMember, runner: ModelRunner, place: int
+    member: LocalMember, either: ModelRunner, place: int
 ) -> None:
+    runner = either
     prompt = prompts(member)[0]
     reference = opened(ModelRunner(runner.model, runner.plan), prompt)
     whole = one_by_one(reference, drafts_of([reference], [9])[0].sampler, 9)
@@ -198,15 +208,16 @@ def test_a_row_keeps_a_spare_slot_and_its_content_when_others_come_and_go() -> N
 
 
 @pytest.mark.parametrize("speculation", ["off", "auto"])
-def test_answers_of_both_executions_are_the_same(tiny_engine: EnsembleEngine, speculation: str) -> None:
+def test_answers_of_all_executions_are_the_same(tiny_engine: EnsembleEngine, speculation: str) -> None:
     asked, found = requests(12), []
-    for execution in ("dynamic", "static"):
+    for execution in ("dynamic", "static", "paged"):
         with EnsembleEngine(replace(tiny_engine.config, execution=execution, speculation=speculation)) as engine:
             found.append(engine.generate_batch([question for question, _ in asked], [params for _, params in asked]))
-    assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in found[1]]
-    for one, other in zip(*found, strict=True):
-        if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
-            assert one.usage == other.usage
+    for others in found[1:]:
+        assert [answer_of(result) for result in found[0]] == [answer_of(result) for result in others]
+        for one, other in zip(found[0], others, strict=True):
+            if speculation == "off":  # the leader, and the savings of guesses, depend on other answers
+                assert one.usage == other.usage
 
 
 def test_answers_that_start_apart_draft_together(static_engine: EnsembleEngine) -> None:
@@ -251,7 +262,7 @@ def test_members_say_how_they_run(tiny_engine: EnsembleEngine, static_engine: En
     with EnsembleEngine(EnsembleConfig([MemberConfig(str(tmp_path))], execution="static")) as engine:
         assert engine.describe()[0].graphs == "eager: dynamic execution (the model runs row by row)"
         assert engine.generate("x", SamplingParams(max_tokens=3)).usage.completion_tokens
-    with pytest.raises(ConfigError, match="execution is 'fast': use one of 'auto', 'static', 'dynamic'"):
+    with pytest.raises(ConfigError, match="execution is 'fast': use one of 'auto', 'static', 'paged', 'dynamic'"):
         EnsembleConfig(["x"], execution="fast")
 
 

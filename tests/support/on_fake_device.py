@@ -1,4 +1,4 @@
-"""Static execution on a device that is not there: tensors without numbers, which know where they would be.
+"""Static and paged execution on a device that is not there: tensors without numbers, which know where they would be.
 
 Such tensors raise where a tensor of the device meets one of the host, and where anything has to be read from the
 device. Run by itself, because a device once registered stays for the life of the process.
@@ -53,7 +53,14 @@ def config_of(kind: str) -> Any:
 @torch.inference_mode()
 def run(kind: str, device: torch.device) -> None:
     model = model_on(device, config_of(kind))
-    runner = ModelRunner(model, plans_for(model.config)[0], graphs=Graphs(device, kind))
+    plan = plans_for(model.config)[0]
+    static = ModelRunner(model, plan, graphs=Graphs(device, kind))
+    answer_with(static, kind, device)
+    answer_with(ModelRunner(model, plan, slots=static.pool.slots, graphs=Graphs(device, kind), pages=40), kind, device)
+
+
+@torch.inference_mode()
+def answer_with(runner: ModelRunner, kind: str, device: torch.device) -> None:
     sequences = [TreeSequence(runner) for _ in RULES]
     for n, sequence in enumerate(sequences):
         sequence.begin(list(range(20 + n)))

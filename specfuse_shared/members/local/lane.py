@@ -22,12 +22,13 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from specfuse_shared.members.local.batching import StageWork, feed_all, share_prompt_tokens
-from specfuse_shared.members.local.member import InProcessMember
+from specfuse_shared.members.local.member import InProcessMember, LocalMember
 from specfuse_shared.members.local.sequence import PREFILL_CHUNK
 from specfuse_shared.members.local.session import LocalSession
 from specfuse_shared.members.stages import (
@@ -51,6 +52,7 @@ from specfuse_shared.placement.sizing import free_memory
 from specfuse_shared.runtime.cuda_streams import Stopwatch
 from specfuse_shared.runtime.model_runner import share_memory
 from specfuse_shared.runtime.mps import mps_turn
+from specfuse_shared.runtime.packed_layout import PAGE
 
 
 def lanes_of(members: Sequence[InProcessMember]) -> list[tuple[list[InProcessMember], int | None]]:
@@ -226,11 +228,32 @@ class _Timed:
     watch: Stopwatch
 
 
+_MOST_ANSWERS_OF_PAGES = 256
+"""Answers of full length that pages are made for, at most."""
+_SHARE_OF_PAGES = 0.85
+"""Of the memory for answers; the rest is for logits."""
+
+
+def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) -> None:
+    """Pages for the answers of paged members, as many tokens for each: of `cache_bytes`, or of what their device has
+    left."""
+    paged = [member for member in members if isinstance(member, LocalMember) and member.runner.is_paged]
+    for device, alike in groupby(paged, key=lambda member: next(iter(member.devices))):
+        here = list(alike)
+        reserved = sum(member.runner.reserve_bytes for member in here)
+        room = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
+        tokens = max(0, int(_SHARE_OF_PAGES * room)) // sum(member.bytes_per_token for member in here)
+        for member in here:
+            most = _MOST_ANSWERS_OF_PAGES * (member.context_limit or 8192)
+            member.runner.open_arena(max(2, min(tokens, most) // PAGE))
+            member.runner.warm_up()
+
+
 class LocalLane:
     """Runs the stages of `members` whenever `step` is called, always by the same thread, each in its member's stream.
 
     `cores`: number of cores for that thread; None: unchanged. `on_forward` is called after every forward pass, once
-    its device has finished.
+    its device has finished. `cache_bytes`: for all answers, where caches are made at load; None: what is free.
     """
 
     def __init__(
@@ -238,9 +261,11 @@ class LocalLane:
         members: Sequence[InProcessMember],
         cores: int | None = None,
         on_forward: OnForward = ignore_steps,
+        cache_bytes: int | None = None,
     ) -> None:
         self.local = {member.name: member for member in members}
         share_memory([member.runner for member in members])
+        _open_arenas(members, cache_bytes)
         self._cores = cores
         self._turn = mps_turn([device for member in members for device in member.devices])
         self._on_forward = on_forward

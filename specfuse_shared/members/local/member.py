@@ -36,6 +36,8 @@ from specfuse_shared.runtime.fused_norms import pack_weights
 from specfuse_shared.runtime.kv_cache import smallest_row
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.mps import is_mps, mps_turn, warn_untested
+from specfuse_shared.runtime.packed_layout import PAGE
+from specfuse_shared.runtime.pages import PageArena
 from specfuse_shared.text.chat_template import MemberText, PromptEncoder
 from specfuse_shared.text.codec import Codec
 from specfuse_shared.types import MemberReport
@@ -273,7 +275,8 @@ class LocalMember(InProcessMember):
         choose_kernels(torch.device(model.device))
         way = probe(model, self.name, execution)
         self._runner = way.runner(model)
-        self.runner.warm_up()
+        if not self.runner.is_paged:  # its lane makes its pages, and captures steps over them
+            self.runner.warm_up()
         holders = (getattr(model, "generation_config", None), model.config)
         self._know_vocabulary(holders, model.get_input_embeddings().num_embeddings)
         self.context_limit = _context_limit(model, config)
@@ -314,7 +317,10 @@ class LocalMember(InProcessMember):
     def info(self) -> MemberInfo:
         """The member's current facts for the coordinator."""
         smallest = smallest_row(self.runner.device)
-        return replace(super().info, smallest_row=smallest, fixed_blocks=self.runner.pool.is_fixed)
+        pool = self.runner.pool
+        if isinstance(pool, PageArena):
+            return replace(super().info, smallest_row=PAGE, cache_tokens=(pool.pages - 1) * PAGE)
+        return replace(super().info, smallest_row=smallest, fixed_blocks=pool.is_fixed)
 
     @property
     def may_guess(self) -> bool:
@@ -324,10 +330,15 @@ class LocalMember(InProcessMember):
     def cache_use(self) -> CacheUse:
         """Memory for answers now."""
         pool, prefixes = self.runner.pool, self.runner.prefixes
-        return CacheUse(pool.memory_bytes, prefixes.memory_bytes, prefixes.reused_tokens)
+        used, remembered = pool.memory_bytes, prefixes.memory_bytes
+        if isinstance(pool, PageArena):  # remembered pages are among those in use
+            used = max(0, used - remembered)
+        return CacheUse(used, remembered, prefixes.reused_tokens)
 
     def remember(self, limit: int) -> None:
         """Keep at most `limit` bytes of past answers, for prompts that begin the same way."""
+        if limit and isinstance(pool := self.runner.pool, PageArena):
+            limit = pool.pages * PAGE * pool.bytes_per_slot  # pages of the past are free as soon as they are wanted
         self.runner.prefixes.limit = limit
         self.runner.prefixes.shrink(limit)
 

@@ -50,6 +50,8 @@ _PROMPT, _FIRST, _SECOND = 21, 4, 5
 _PIECE = {"cpu": 16}
 """Tokens of the first piece of a long prompt; elsewhere as many as a piece has, for kernels differ with the length."""
 _MORE_PIECES = (11, 5)
+_PAGES = 160
+"""Pages of the probe's cache: its longest prompt and its branches."""
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 0.3}
 """Largest mean |Δ log p| taken for rounding. Half precision is not batch-invariant; a wrong mask costs nats."""
 _COARSE = {torch.float16: 0.4, torch.bfloat16: 0.8}
@@ -61,7 +63,8 @@ class Attempt:
     """A way to score branches, and its mean |Δ log p| against the model's plain forward.
 
     `slots`: one cache slot of each layer; none for recurrent models, whose state does not grow. `graphs`: for static
-    execution. `dynamic`: why it is not used. `stream`: where all attempts work, and the member after them.
+    and paged execution. `pages`: of the cache, for paged execution. `dynamic`: why neither is used. `stream`: where all
+    attempts work, and the member after them.
     """
 
     plan: MaskPlan | None
@@ -71,6 +74,7 @@ class Attempt:
     graphs: Graphs | None = None
     dynamic: str = "not asked for"
     stream: ModelStream | None = None
+    pages: int = 0
 
     @property
     def verification(self) -> Literal["packed", "rows"]:
@@ -87,14 +91,15 @@ class Attempt:
         return self.graphs.report if self.graphs is not None else f"eager: dynamic execution ({self.dynamic})"
 
     def runner(self, model: Any) -> ModelRunner:
-        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs, self.stream)
+        return ModelRunner(model, self.plan, self.one_by_one, self.slots, self.graphs, self.stream, self.pages)
 
 
 def probe(model: Any, member: str, execution: str = "auto") -> Attempt:
     """The packed way with the smallest error, else row by row. Raises `UnsupportedModelError` where none works, and
     `MemberLoadError` where there is no memory for it.
 
-    `execution`: "auto" (static on a CUDA device and on MPS), "static" or "dynamic"; static only where it is exact.
+    `execution`: "auto" (static on a CUDA device and on MPS), "static", "paged" or "dynamic"; the first two only where
+    they are exact.
     """
     try:
         return _best_way(model, member, execution)
@@ -159,7 +164,8 @@ def _executed(model: Any, way: Attempt, member: str, execution: str, tried: Know
     tolerance, problems = _TOLERANCE.get(model.dtype, 2e-3), list[str]()
     if reason := _unfit(model, way, execution):
         return replace(way, dynamic=reason)
-    static = replace(way, error=float("inf"), graphs=Graphs(model.device, member))
+    pages = _PAGES if execution == "paged" else 0
+    static = replace(way, error=float("inf"), graphs=Graphs(model.device, member), pages=pages)
     fixed = _attempt(model, static, problems, tried)
     assert fixed.graphs is not None
     fixed.graphs.drop()  # what was captured belongs to the probe's windows; whether capturing works is known now

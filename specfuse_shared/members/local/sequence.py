@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from specfuse_shared.members.token_tree import ROOT, Branch, TokenTree
 from specfuse_shared.runtime.attention import ForwardInput
-from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, TREE_CAPACITY, CacheRow, common_length
+from specfuse_shared.runtime.kv_cache import SHORTEST_PREFIX, TREE_CAPACITY, Row, common_length
 from specfuse_shared.runtime.model_runner import ModelRunner, Reclaimable
 from specfuse_shared.runtime.sampler import ArgmaxTokens as TopTokens
 from specfuse_shared.runtime.sampler import PendingLogprobs, Sampler, TokenRow
@@ -364,7 +364,7 @@ class TreeSequence(SequenceState):
 
     def __init__(self, runner: ModelRunner, keeps_speculative: bool = False) -> None:
         super().__init__(runner, keeps_speculative)
-        self._row: CacheRow | None = None
+        self._row: Row | None = None
         self._is_open = False
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -379,7 +379,7 @@ class TreeSequence(SequenceState):
         self._forget_tree()
 
     @property
-    def cached(self) -> tuple[CacheRow, tuple[int, ...]] | None:
+    def cached(self) -> tuple[Row, tuple[int, ...]] | None:
         """Its row and the committed ids in it; None if there are none, or only a longer text's."""
         row = self._row
         if row is None or not row.used or row.reach or not self.is_sound:
@@ -411,7 +411,7 @@ class TreeSequence(SequenceState):
         tokens = [self._tree.tokens[n] for n in nodes]
         return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
 
-    def _started(self) -> CacheRow:
+    def _started(self) -> Row:
         """A row with the known prefix of the prompt (read with the short set); out-of-memory errors are handled
         here."""
         assert self._is_open, "the sequence was released"
@@ -421,12 +421,12 @@ class TreeSequence(SequenceState):
         self.runner.longrope.outgrown(self._row, len(self.prompt) + TREE_CAPACITY)
         return self._row
 
-    def _catch_up(self, row: CacheRow) -> None:
+    def _catch_up(self, row: Row) -> None:
         """Copy what is known of the prompt beyond what was read, from ended answers and from those that run."""
         if not row.reach:
             self.prompt_remaining = len(self.prompt) - self.runner.prefixes.fill(row, self.prompt)
 
-    def _read_again_if_long(self, row: CacheRow) -> None:
+    def _read_again_if_long(self, row: Row) -> None:
         """All of a text that is about to outgrow the short set of a model's rotary frequencies, with the long one."""
         if self._fed_nodes or not self.runner.longrope.outgrown(row, self.length + TREE_CAPACITY):
             return
@@ -461,7 +461,7 @@ class TreeSequence(SequenceState):
 
     @property
     def room(self) -> int:
-        return max(0, self._row.block.capacity - self._row.used - 1) if self._row is not None else 0
+        return max(0, self._row.capacity - self._row.used - 1) if self._row is not None else 0
 
     @property
     def spare(self) -> int:

@@ -1,0 +1,317 @@
+"""Packed steps: the tokens of all answers in one row, over pages. A step's shape is its number of tokens.
+
+So no length of a prompt or context and no number of answers is ever new, and CUDA graphs are keyed by a dozen sizes.
+
+Symbols: T tokens of a step, A answers, P pages of an answer, W slots of its tail, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import Cache
+
+from specfuse_shared.runtime.attention import ForwardInput, Kernel, MaskPlan
+from specfuse_shared.runtime.packed_layout import PAGE, Layout, Sight
+from specfuse_shared.runtime.paged_attention import paged_attention, parts_for
+from specfuse_shared.runtime.pages import PageArena, PagedRow
+from specfuse_shared.runtime.sampler import upload
+from specfuse_shared.runtime.static_runner import Forward, Graphs, StaticRunner, Step
+
+SIZES = tuple(1 << n for n in range(12))
+"""Numbers of tokens of a step: 1 to 2,048."""
+MOST_ANSWERS = 64
+"""Answers of a step; more take several."""
+_FEW_LOGITS = 64
+"""A step of a prompt wants logits of few tokens: at most this many are computed."""
+_LONG = 4096
+"""Slots of an answer from which on its attention is split among more workers."""
+_ROWS_OF_A_WORKER = 16
+_WARMED = 256
+"""Tokens of the largest step that is captured at load."""
+
+
+class Buffers:
+    """What steps read, on the device: made once for the largest step, so that captured steps find it in its place."""
+
+    def __init__(self, device: torch.device, pages: int, tail: int = 256) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        most = SIZES[-1]
+        self.inputs = zeros(3, most, dtype=torch.long)
+        self.moving = zeros(most, dtype=torch.long)
+        self.tokens = zeros(most, 3)
+        self.answers = zeros(MOST_ANSWERS, 2)
+        self.pages = zeros(MOST_ANSWERS, pages)
+        self.tail = zeros(most, tail, dtype=torch.uint8)
+        self.tail_positions = zeros(MOST_ANSWERS, tail)
+        self.blocks = zeros(most, 2)
+        self.wanted = zeros(_FEW_LOGITS, dtype=torch.long)
+
+
+class PackedStep(Cache):
+    """One forward pass over a number of packed tokens; acts as the model's cache."""
+
+    def __init__(self, size: int, few: bool, long: bool, buffers: Buffers, arena: PageArena, plan: MaskPlan) -> None:
+        super().__init__(layers=[])
+        self.tokens = size
+        self._arena = arena
+        self._plan = plan
+        self._buffers = buffers
+        self.inputs = buffers.inputs[:, :size]
+        self.ids, self.positions, self._slots = self.inputs
+        self.moving = buffers.moving[:size]
+        self.wanted = buffers.wanted if few else None
+        self._layout = Layout(
+            buffers.tokens[:size],
+            buffers.answers,
+            buffers.pages,
+            buffers.tail[:size],
+            buffers.tail_positions,
+            buffers.blocks[:size],
+        )
+        self._parts = parts_for(size, _LONG + 1 if long else 0)
+        self.logits: torch.Tensor | None = None
+        self.replay: Callable[[], None] | None = None
+        self.uses = self.replays = 0
+        self.capture_at = 1
+
+    @property
+    def is_valid(self) -> bool:
+        """Buffers and arena stay where they are."""
+        return True
+
+    def fill(self, segments: Sequence[ForwardInput], groups: int) -> torch.Tensor:
+        """Take what answers feed; the numbers of the tokens whose logits they want, on the device."""
+        inputs, tokens, blocks = self._padding()
+        answers = np.zeros((len(segments), 2), dtype=np.int32)
+        width = max((s.slots - _base(s) for s in segments), default=0)
+        tail = np.zeros((self.tokens, width), dtype=np.uint8)
+        tail_positions = np.zeros((len(segments), width), dtype=np.int32)
+        each, first, block = max(1, _ROWS_OF_A_WORKER // groups), 0, 0
+        wanted: list[int] = []
+        for number, segment in enumerate(segments):
+            row, count = segment.row, len(segment.ids)
+            assert isinstance(row, PagedRow)
+            at, stop = segment.slot_positions(), first + count
+            inputs[:, first:stop] = segment.ids, at[-count:], row.places(row.used, segment.slots)
+            base = _base(segment)
+            tokens[first:stop, 0], tokens[first:stop, 2] = number, at[-count:]
+            answers[number] = base, segment.slots
+            if segment.visible is None:
+                tokens[first:stop, 1] = np.arange(row.used + 1, segment.slots + 1)
+            else:
+                tokens[first:stop, 1] = _prefixes(segment.visible)
+                tail[first:stop, : segment.slots - base] = segment.visible[:, base:]
+                tail_positions[number, : segment.slots - base] = at[base:]
+            for start in range(first, stop, each):
+                blocks[block] = start, min(each, stop - start)
+                block += 1
+            wanted += range(stop - segment.wanted, stop)
+            first = stop
+        self._send(inputs, tokens, blocks, answers, [s.row for s in segments])
+        if width:
+            device = self.inputs.device
+            self._buffers.tail[: self.tokens, :width].copy_(upload(tail, device))
+            self._buffers.tail_positions[: len(segments), :width].copy_(upload(tail_positions, device))
+        return self._logit_rows(wanted)
+
+    def begin(self, rows: Sequence[Any]) -> torch.Tensor:
+        """Start drafts after the contents of these rows; returns the number of each one's token, on the device."""
+        inputs, tokens, blocks = self._padding()
+        answers = np.zeros((len(rows), 2), dtype=np.int32)
+        moving = np.zeros(self.tokens, dtype=np.int64)
+        for number, row in enumerate(rows):
+            inputs[1:, number] = row.used, row.place(row.used)
+            tokens[number] = number, row.used + 1, row.used
+            answers[number] = row.used + 1, row.used + 1
+            blocks[number] = number, 1
+            moving[number] = 1
+        self._send(inputs, tokens, blocks, answers, rows)
+        self.moving.copy_(upload(moving, self.inputs.device))
+        return upload(list(range(len(rows))), self.inputs.device)
+
+    def advance(self) -> None:
+        """On to the next token of every draft: one position and slot further, which may be on its next page."""
+        moving = self.moving
+        self.positions.add_(moving)
+        self._layout.tokens[:, 1:].add_(moving[:, None])
+        count = min(self.tokens, MOST_ANSWERS)
+        self._layout.answers[:count].add_(moving[:count, None])
+        at = self.positions[:count]
+        page = self._layout.pages[:count].gather(1, (at // PAGE)[:, None])[:, 0]
+        places = page.long() * PAGE + at % PAGE
+        self._slots[:count].copy_(torch.where(moving[:count] > 0, places, self._slots[:count]))
+
+    def make_masks(self) -> None:
+        """None are needed: the operation knows what each token sees."""
+
+    def drop_masks(self) -> None:
+        """None were made."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new keys and values (1, J, T, D) into the pages; attention reads them from there."""
+        for cached, new in zip(self._arena.layers[layer_idx], (key_states, value_states), strict=True):
+            cached.index_copy_(0, self._slots, new[0].transpose(0, 1))
+        return key_states, value_states
+
+    def attend(
+        self, kernel: Kernel, module: Any, query: torch.Tensor, marker: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention output (1, T, H, D) of one layer."""
+        kind = self._plan.kinds[marker.shape[-1] - 1]
+        keys, values = self._arena.layers[module.layer_idx]
+        scale = kwargs.get("scaling")
+        sight = Sight(
+            query.shape[-1] ** -0.5 if scale is None else float(scale),
+            float(kwargs.get("softcap") or 0.0),
+            self._plan.window or 0 if kind == "sliding_attention" else 0,
+            self._plan.chunk or 0 if kind == "chunked_attention" else 0,
+        )
+        packed = query[0].transpose(0, 1)
+        return paged_attention(packed, keys, values, self._layout, sight, kwargs.get("s_aux"), self._parts)[None]
+
+    def _padding(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+        """Inputs, tokens and blocks of padding alone, which writes to page 0 and sees nothing."""
+        tokens = np.zeros((self.tokens, 3), dtype=np.int32)
+        tokens[:, 0] = -1
+        return np.zeros((3, self.tokens), dtype=np.int64), tokens, np.zeros((self.tokens, 2), dtype=np.int32)
+
+    def _send(
+        self,
+        inputs: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        blocks: NDArray[np.int32],
+        answers: NDArray[np.int32],
+        rows: Sequence[Any],
+    ) -> None:
+        device, width = self.inputs.device, max(len(row.pages) for row in rows)
+        pages = np.zeros((len(rows), width), dtype=np.int32)
+        for number, row in enumerate(rows):
+            pages[number, : len(row.pages)] = row.pages
+        self.inputs.copy_(upload(inputs, device))
+        self._layout.tokens.copy_(upload(tokens, device))
+        self._layout.blocks.copy_(upload(blocks, device))
+        self._layout.answers[: len(rows)].copy_(upload(answers, device))
+        self._layout.pages[: len(rows), :width].copy_(upload(pages, device))
+
+    def _logit_rows(self, wanted: Sequence[int]) -> torch.Tensor:
+        """Where the wanted logits will be: among those of all tokens, or the first of the few that are computed."""
+        if self.wanted is None:
+            return upload(wanted, self.inputs.device)
+        padded = [*wanted, *[0] * (_FEW_LOGITS - len(wanted))]
+        self.wanted.copy_(upload(padded, self.inputs.device))
+        return upload(list(range(len(wanted))), self.inputs.device)
+
+
+def _prefixes(visible: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """How many slots each token sees from the first on without a gap."""
+    return np.asarray(np.where(visible.all(axis=1), visible.shape[1], visible.argmin(axis=1)))
+
+
+def _base(segment: ForwardInput) -> int:
+    """Where the tail of a segment's answer begins: before it, every token sees every slot."""
+    return segment.slots if segment.visible is None else int(_prefixes(segment.visible).min())
+
+
+def grouped(segments: Sequence[ForwardInput]) -> list[list[int]]:
+    """The numbers of segments that share a step: as many as a step may have tokens and answers."""
+    groups: list[list[int]] = [[]]
+    tokens = 0
+    for number, segment in enumerate(segments):
+        if groups[-1] and (tokens + len(segment.ids) > SIZES[-1] or len(groups[-1]) == MOST_ANSWERS):
+            groups.append([])
+            tokens = 0
+        groups[-1].append(number)
+        tokens += len(segment.ids)
+    return groups
+
+
+def size_of(tokens: int) -> int:
+    """Tokens of the smallest step for a number of tokens."""
+    return next(size for size in SIZES if size >= tokens)
+
+
+class PackedRunner(StaticRunner):
+    """Runs the packed steps of one model over `arena`; `groups`: heads of queries for each head of keys."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        plan: MaskPlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        graphs: Graphs,
+        arena: PageArena,
+        groups: int,
+        can_skip_logits: bool,
+    ) -> None:
+        super().__init__(forward, plan, device, dtype, graphs)
+        self._most = SIZES[-1]
+        self._arena = arena
+        self._groups = groups
+        self._can_skip_logits = can_skip_logits
+        self._buffers = Buffers(device, pages=64)
+
+    def fits(self, segments: Sequence[ForwardInput]) -> bool:
+        """Every segment does, prompts included."""
+        return True
+
+    def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
+        """Feed every segment, in as few steps as can be; logits (wanted, V) of each."""
+        outputs: list[torch.Tensor] = []
+        for numbers in grouped(segments):
+            group = [segments[n] for n in numbers]
+            wanted = sum(s.wanted for s in group)
+            width = max(s.slots - _base(s) for s in group)
+            step = self._packed([(s.row, len(s.ids)) for s in group], wanted, width)
+            logit_rows = step.fill(group, self._groups)
+            logits = self._run(step).index_select(0, logit_rows)
+            outputs += torch.split(logits, [s.wanted for s in group])
+        return outputs
+
+    def warm_up(self, row: Any) -> None:
+        """Capture the steps of every usual size."""
+        for size in SIZES:
+            if size > _WARMED:
+                return
+            step = self._packed([(row, size)], wanted=size)
+            step.begin([row])
+            step.uses = step.capture_at
+            self._run(step)
+
+    def _step(self, requests: Sequence[tuple[Any, int]], tree: bool) -> Step:
+        return self._packed(requests, sum(count for _, count in requests))
+
+    def _packed(self, requests: Sequence[tuple[Any, int]], wanted: int, width: int = 0) -> PackedStep:
+        """The step for a number of tokens of these rows."""
+        size = size_of(sum(count for _, count in requests))
+        few = self._can_skip_logits and size > _FEW_LOGITS >= wanted
+        long = max(row.capacity for row, _ in requests) > _LONG
+        self._widen(max(len(row.pages) for row, _ in requests), width)
+        key = (size, few, long)
+        step = self._steps.get(key)
+        if not isinstance(step, PackedStep):
+            step = PackedStep(size, few, long, self._buffers, self._arena, self._plan)
+            self._steps[key] = step
+        step.uses += 1
+        return step
+
+    def _widen(self, pages: int, tail: int) -> None:
+        """Larger buffers where answers outgrow them; steps over the old ones are dropped."""
+        held_pages, held_tail = self._buffers.pages.shape[1], self._buffers.tail.shape[1]
+        if pages <= held_pages and tail <= held_tail:
+            return
+        self.drop()
+        grown = [1 << (max(n, held) - 1).bit_length() for n, held in ((pages, held_pages), (tail, held_tail))]
+        self._buffers = Buffers(self._device, *grown)

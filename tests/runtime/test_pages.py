@@ -1,0 +1,111 @@
+"""Pages of a cache: shared prefixes, copies before writing, and what happens where none is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specfuse_shared.runtime.kv_cache import PrefixCache
+from specfuse_shared.runtime.out_of_memory import is_out_of_memory
+from specfuse_shared.runtime.packed_layout import PAGE
+from specfuse_shared.runtime.pages import OutOfPagesError, PageArena, PagedRow
+
+
+def arena(pages: int) -> PageArena:
+    return PageArena({n: (torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5)) for n in range(2)}, pages)
+
+
+def filled(made: PageArena, count: int) -> PagedRow:
+    """An answer whose slot n holds n + 1."""
+    row = made.row(count)
+    for keys, values in made.layers.values():
+        for slot in range(count):
+            keys[row.place(slot)] = slot + 1
+            values[row.place(slot)] = slot + 1
+    row.used = count
+    return row
+
+
+def content(row: PagedRow, layer: int = 1) -> list[float]:
+    keys, values = row.arena.layers[layer]
+    assert [float(values[place].mean()) for place in row.places(0, row.used)] == pytest.approx(
+        [float(keys[place].mean()) for place in row.places(0, row.used)]
+    )
+    return [float(keys[place].mean()) for place in row.places(0, row.used)]
+
+
+def test_the_kept_slots_follow_the_prefix() -> None:
+    row = filled(arena(5), 40)
+    row.keep(18, [20, 25, 39])
+    assert content(row) == [*range(1, 19), 21, 26, 40]
+    row.keep(3, [3, 4])
+    assert content(row) == [1, 2, 3, 4, 5], "nothing moves"
+
+
+def test_whole_pages_of_a_prefix_are_shared_and_the_last_one_is_copied() -> None:
+    made = arena(12)
+    first = filled(made, 40)
+    free = made.free_pages
+    second = made.row(1)
+    second.load(first, 36)
+    assert free - made.free_pages == 1, "two whole pages are shared, four slots of a third copied"
+    assert second.pages[:2] == first.pages[:2]
+    assert content(second) == content(first)[:36]
+    first.free()
+    assert content(second) == list(range(1, 37))
+    second.free()
+    second.free()
+    assert made.free_pages == 11
+    assert not any(made.owners)
+
+
+def test_a_page_that_two_answers_hold_is_copied_before_one_of_them_writes() -> None:
+    made = arena(12)
+    first = filled(made, 32)
+    second = made.row(1)
+    second.load(first, 32)
+    second.keep(10, [31])
+    assert content(second) == [*range(1, 11), 32]
+    assert content(first) == list(range(1, 33))
+    second.used = 4
+    second.reserve(20)
+    assert set(second.pages).isdisjoint(first.pages), "what comes next is written to pages of its own"
+
+
+def test_without_a_free_page_what_only_saves_time_goes_first_and_then_memory_is_out() -> None:
+    made = arena(4)
+    row, prefixes = filled(made, 20), PrefixCache(limit=10**6)
+    prefixes.store(row, list(range(20)))
+    assert made.free_pages == 0, "one whole page is shared, one copied"
+
+    def reclaim() -> bool:
+        had = prefixes.memory_bytes > 0
+        prefixes.shrink()
+        return had
+
+    made.reclaim_memory = reclaim
+    assert len(made.row(16).pages) == 1
+    with pytest.raises(OutOfPagesError, match="all 4 pages of the cache are in use") as error:
+        made.row(1)
+    assert is_out_of_memory(error.value)
+    assert made.free_pages == 0, "and nothing was taken half"
+
+
+def test_prefixes_of_ended_answers_and_of_running_ones_are_held_once() -> None:
+    made = arena(20)
+    ended, prefixes = filled(made, 50), PrefixCache(limit=10**6)
+    ids = list(range(50))
+    prefixes.store(ended, ids)
+    ended.free()
+    used = 19 - made.free_pages
+    rows = [made.row(1) for _ in range(3)]
+    for row in rows:
+        assert prefixes.fill(row, [*ids[:48], 99, 98]) == 48
+        assert content(row) == list(range(1, 49))
+    assert 19 - made.free_pages == used, "48 slots are three whole pages"
+    assert prefixes.reused_tokens == 3 * 48
+    for row in rows:
+        row.free()
+    prefixes.shrink()
+    assert made.free_pages == 19
+    assert PAGE == 16
