@@ -13,28 +13,28 @@ T = TypeVar("T")
 class Work(Generic[W, R, T]):
     """A coroutine that its owner continues whenever it has the result that the coroutine waits for.
 
-    `wanted`: what it waits for. Once it is `done`: its `value`, or the `error` that it raised.
+    `pending`: what it waits for. Once it is `done`: its `value`, or the `error` that it raised.
 
     Args:
         steps: awaits objects of type `W`, whose `__await__` yields themselves, and gets an `R` for each.
     """
 
-    __slots__ = ("_begun", "_steps", "done", "error", "value", "wanted")
+    __slots__ = ("_begun", "_steps", "done", "error", "pending", "value")
 
     def __init__(self, steps: Coroutine[W, R, T]) -> None:
         self._steps = steps
         self._begun = False
-        self.wanted: W | None = None
+        self.pending: W | None = None
         self.value: T | None = None
         self.error: Exception | None = None
         self.done = False
 
     def resume(self, result: R | None = None) -> None:
-        """Run it up to what it wants next, or to its end. `result`: of what it wanted; nothing at its beginning."""
-        self.wanted = None
+        """Run it up to what it waits for next, or to its end. `result`: of what it waited for; none at first."""
+        self.pending = None
         try:
             # a coroutine that has not begun takes None alone
-            self.wanted = self._steps.send(result if self._begun else None)  # type: ignore[arg-type]
+            self.pending = self._steps.send(result if self._begun else None)  # type: ignore[arg-type]
             self._begun = True
         except StopIteration as stop:
             self.value, self.done = stop.value, True

@@ -252,14 +252,14 @@ class ForwardInput:
 
     `row`: a `CacheRow`, or a `PagedRow` for packed steps. `visible` (Q, K): the slots that each query sees, including
     its own; None: every slot up to its own. `positions` (K): the position of each slot; None: slots are positions.
-    `wanted`: number of last tokens that need logits.
+    `logit_count`: number of last tokens that need logits.
     """
 
     row: Any
     ids: Sequence[int]
     visible: NDArray[np.bool_] | None = None
     positions: NDArray[np.int64] | None = None
-    wanted: int = 0
+    logit_count: int = 0
 
     @property
     def slots(self) -> int:

@@ -189,7 +189,7 @@ class ModelRunner:
         return {"logits_to_keep": count} if self._forward.can_skip_logits else {}
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
-        """Feed every segment in one forward pass; returns logits (wanted, V) of each. Their rows then hold the new
+        """Feed every segment in one forward pass; returns logits (last tokens, V) of each. Their rows then hold the new
         tokens."""
         assert self.plan is not None, "a model without a mask plan runs row by row"
         for segment in segments:
@@ -228,7 +228,7 @@ class ModelRunner:
         ends = 0
         for segment in batch.segments:
             ends += len(segment.ids)
-            logit_rows += range(ends - segment.wanted, ends)
+            logit_rows += range(ends - segment.logit_count, ends)
         skip: dict[str, Any] = {}
         if self._forward.can_skip_logits and len(logit_rows) < len(ids):
             skip = {"logits_to_keep": upload(logit_rows, self.device)}
@@ -237,7 +237,7 @@ class ModelRunner:
             logits = self._forward(upload(ids, self.device), batch, upload(at, self.device), markers, **skip)
         if len(logits) > len(logit_rows):
             logits = logits.index_select(0, upload(logit_rows, self.device))
-        by_segment = dict(zip(batch.order, torch.split(logits, [s.wanted for s in batch.segments]), strict=True))
+        by_segment = dict(zip(batch.order, torch.split(logits, [s.logit_count for s in batch.segments]), strict=True))
         return [by_segment[n] for n in range(len(segments))]
 
     def append(self, ids: Sequence[int], cache: Any, start: int) -> torch.Tensor:

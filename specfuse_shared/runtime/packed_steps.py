@@ -42,16 +42,16 @@ class Buffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        most = SIZES[-1]
-        self.inputs = zeros(3, most, dtype=torch.long)
-        self.moving = zeros(most, dtype=torch.long)
-        self.tokens = zeros(most, 3)
+        largest = SIZES[-1]
+        self.inputs = zeros(3, largest, dtype=torch.long)
+        self.moving = zeros(largest, dtype=torch.long)
+        self.tokens = zeros(largest, 3)
         self.answers = zeros(MOST_ANSWERS, 2)
         self.pages = zeros(MOST_ANSWERS, pages)
-        self.tail = zeros(most, tail, dtype=torch.uint8)
+        self.tail = zeros(largest, tail, dtype=torch.uint8)
         self.tail_positions = zeros(MOST_ANSWERS, tail)
-        self.blocks = zeros(most, 2)
-        self.wanted = zeros(_FEW_LOGITS, dtype=torch.long)
+        self.blocks = zeros(largest, 2)
+        self.logit_tokens = zeros(_FEW_LOGITS, dtype=torch.long)
 
 
 class PackedStep(Cache):
@@ -66,7 +66,7 @@ class PackedStep(Cache):
         self.inputs = buffers.inputs[:, :size]
         self.ids, self.positions, self._slots = self.inputs
         self.moving = buffers.moving[:size]
-        self.wanted = buffers.wanted if few else None
+        self.logit_tokens = buffers.logit_tokens if few else None
         self._layout = Layout(
             buffers.tokens[:size],
             buffers.answers,
@@ -94,7 +94,7 @@ class PackedStep(Cache):
         tail = np.zeros((self.tokens, width), dtype=np.uint8)
         tail_positions = np.zeros((len(segments), width), dtype=np.int32)
         each, first, block = max(1, _ROWS_OF_A_WORKER // groups), 0, 0
-        wanted: list[int] = []
+        last: list[int] = []
         for number, segment in enumerate(segments):
             row, count = segment.row, len(segment.ids)
             assert isinstance(row, PagedRow)
@@ -112,14 +112,14 @@ class PackedStep(Cache):
             for start in range(first, stop, each):
                 blocks[block] = start, min(each, stop - start)
                 block += 1
-            wanted += range(stop - segment.wanted, stop)
+            last += range(stop - segment.logit_count, stop)
             first = stop
         self._send(inputs, tokens, blocks, answers, [s.row for s in segments])
         if width:
             device = self.inputs.device
             self._buffers.tail[: self.tokens, :width].copy_(upload(tail, device))
             self._buffers.tail_positions[: len(segments), :width].copy_(upload(tail_positions, device))
-        return self._logit_rows(wanted)
+        return self._logit_rows(last)
 
     def begin(self, rows: Sequence[Any]) -> torch.Tensor:
         """Start drafts after the contents of these rows; returns the number of each one's token, on the device."""
@@ -205,13 +205,13 @@ class PackedStep(Cache):
         self._layout.answers[: len(rows)].copy_(upload(answers, device))
         self._layout.pages[: len(rows), :width].copy_(upload(pages, device))
 
-    def _logit_rows(self, wanted: Sequence[int]) -> torch.Tensor:
-        """Where the wanted logits will be: among those of all tokens, or the first of the few that are computed."""
-        if self.wanted is None:
-            return upload(wanted, self.inputs.device)
-        padded = [*wanted, *[0] * (_FEW_LOGITS - len(wanted))]
-        self.wanted.copy_(upload(padded, self.inputs.device))
-        return upload(list(range(len(wanted))), self.inputs.device)
+    def _logit_rows(self, last: Sequence[int]) -> torch.Tensor:
+        """Where these logits will be: among those of all tokens, or the first of the few that are computed."""
+        if self.logit_tokens is None:
+            return upload(last, self.inputs.device)
+        padded = [*last, *[0] * (_FEW_LOGITS - len(last))]
+        self.logit_tokens.copy_(upload(padded, self.inputs.device))
+        return upload(list(range(len(last))), self.inputs.device)
 
 
 def _prefixes(visible: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -268,16 +268,16 @@ class PackedRunner(StaticRunner):
         return True
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
-        """Feed every segment, in as few steps as can be; logits (wanted, V) of each."""
+        """Feed every segment, in as few steps as can be; logits (last tokens, V) of each."""
         outputs: list[torch.Tensor] = []
         for numbers in grouped(segments):
             group = [segments[n] for n in numbers]
-            wanted = sum(s.wanted for s in group)
+            logits_needed = sum(s.logit_count for s in group)
             width = max(s.slots - _base(s) for s in group)
-            step = self._packed([(s.row, len(s.ids)) for s in group], wanted, width)
+            step = self._packed([(s.row, len(s.ids)) for s in group], logits_needed, width)
             logit_rows = step.fill(group, self._groups)
             logits = self._run(step).index_select(0, logit_rows)
-            outputs += torch.split(logits, [s.wanted for s in group])
+            outputs += torch.split(logits, [s.logit_count for s in group])
         return outputs
 
     def warm_up(self, row: Any) -> None:
@@ -285,7 +285,7 @@ class PackedRunner(StaticRunner):
         for size in SIZES:
             if size > _WARMED:
                 return
-            step = self._packed([(row, size)], wanted=size)
+            step = self._packed([(row, size)], logits_needed=size)
             step.begin([row])
             step.uses = step.capture_at
             self._run(step)
@@ -293,10 +293,10 @@ class PackedRunner(StaticRunner):
     def _step(self, requests: Sequence[tuple[Any, int]], tree: bool) -> Step:
         return self._packed(requests, sum(count for _, count in requests))
 
-    def _packed(self, requests: Sequence[tuple[Any, int]], wanted: int, width: int = 0) -> PackedStep:
+    def _packed(self, requests: Sequence[tuple[Any, int]], logits_needed: int, width: int = 0) -> PackedStep:
         """The step for a number of tokens of these rows."""
         size = size_of(sum(count for _, count in requests))
-        few = self._can_skip_logits and size > _FEW_LOGITS >= wanted
+        few = self._can_skip_logits and size > _FEW_LOGITS >= logits_needed
         long = max(row.capacity for row, _ in requests) > _LONG
         self._widen(max(len(row.pages) for row, _ in requests), width)
         key = (size, few, long)

@@ -70,15 +70,15 @@ def _attend(
             score = tl.dot(query, key, input_precision="ieee") * scale
             if CAPPED:
                 score = cap * (2 / (1 + tl.exp(-2 * score / cap)) - 1)
-            behind = slot >= base
-            in_tail = used & behind
+            in_tree = slot >= base
+            in_tail = used & in_tree
             named = tl.load(
                 Tail + token[:, None] * tail_width + (slot - base)[None, :],
                 mask=there[:, None] & in_tail[None, :],
                 other=0,
             )
             tail_position = tl.load(TailPositions + answer * tail_width + slot - base, mask=in_tail, other=0)
-            key_position = tl.where(behind, tail_position, slot)
+            key_position = tl.where(in_tree, tail_position, slot)
             visible = used[None, :] & ((slot[None, :] < prefix[:, None]) | (named != 0))
             if window > 0:
                 visible = visible & (position[:, None] - key_position[None, :] < window)

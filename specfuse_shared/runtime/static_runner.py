@@ -113,7 +113,7 @@ class StaticStep(Cache):
         self.inputs = torch.zeros(3, self.tokens, dtype=torch.long, device=device)
         self.ids, self.positions, self._slots = self.inputs
         self.moving = torch.zeros(self.tokens, dtype=torch.long, device=device)
-        self.wanted: torch.Tensor | None = None
+        self.logit_tokens: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.replay: Callable[[], None] | None = None
         self.uses = 0
@@ -159,7 +159,7 @@ class StaticStep(Cache):
             inputs[:, first : first + count] = segment.ids, at[-count:], np.arange(row.used, segment.slots)
             visible[number][row.index, :count, : segment.slots] = segment.seen()
             places[number][row.index, : segment.slots] = at
-            logit_rows += range(first + count - segment.wanted, first + count)
+            logit_rows += range(first + count - segment.logit_count, first + count)
         self.inputs.copy_(upload(inputs, self.inputs.device))
         for part, mask, at in zip(self.parts, visible, places, strict=True):
             assert part.visible is not None
@@ -523,12 +523,12 @@ class DraftRun:
 class Step(Protocol):
     """A forward pass of fixed shape; acts as the model's cache.
 
-    `wanted`: the numbers of the tokens whose logits are computed; None: of all.
+    `logit_tokens`: the numbers of the tokens whose logits are computed; None: of all.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    wanted: torch.Tensor | None
+    logit_tokens: torch.Tensor | None
     logits: torch.Tensor | None
     replay: Callable[[], None] | None
     uses: int
@@ -583,16 +583,16 @@ class StaticRunner:
         return sum(shape.tokens for shape in shapes) <= self._most
 
     def step(self, segments: Sequence[ForwardInput]) -> list[torch.Tensor]:
-        """Feed every segment in one step; logits (wanted, V) of each."""
+        """Feed every segment in one step; logits (last tokens, V) of each."""
         step = self._step([(s.row, len(s.ids)) for s in segments], tree=True)
         assert isinstance(step, StaticStep)
         logit_rows = step.fill(segments)
-        return list(torch.split(self._run(step).index_select(0, logit_rows), [s.wanted for s in segments]))
+        return list(torch.split(self._run(step).index_select(0, logit_rows), [s.logit_count for s in segments]))
 
     def draft(self, drafts: Sequence[DraftInput]) -> DraftRun:
         """Choose and feed the tokens of many drafts, as often as the longest one wants; waits for nothing.
 
-        Rows then hold at most what was wanted: the caller knows better once it has read the tokens.
+        Rows then hold at most what was asked for: the caller knows better once it has read the tokens.
         """
         longest = max(draft.count for draft in drafts)
         rows, logits = [draft.row for draft in drafts], torch.stack([draft.logits for draft in drafts])
@@ -669,7 +669,7 @@ class StaticRunner:
         """The step itself, from its buffers to its logits."""
         step.make_masks()
         with running(step):
-            keep = {} if step.wanted is None else {"logits_to_keep": step.wanted}
+            keep = {} if step.logit_tokens is None else {"logits_to_keep": step.logit_tokens}
             logits = self._forward(step.ids, step, step.positions, self._markers, **keep)
         step.drop_masks()
         if step.logits is None:

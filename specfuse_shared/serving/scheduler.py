@@ -494,8 +494,8 @@ class Scheduler:
         assert work is not None
         results, request.results = request.results, {}
         work.resume(results)
-        if work.wanted is not None:
-            self._want(request, work.wanted)
+        if work.pending is not None:
+            self._want(request, work.pending)
             self._deliver(request)
             if not request.asked and not request.late:
                 self._advance(request)

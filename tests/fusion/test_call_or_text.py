@@ -157,9 +157,9 @@ def test_calls_and_values_are_decided_early_from_a_larger_lead(
     """The one that says where candidates are better compared as wholes."""
     found, margin = [], EnsembleConfig.margin
 
-    def noted(self: EnsembleConfig, tokens: int, *, whole: bool) -> float:
+    def noted(self: EnsembleConfig, *, whole: bool) -> float:
         found.append(whole)
-        return margin(self, tokens, whole=whole)
+        return margin(self, whole=whole)
 
     monkeypatch.setattr(EnsembleConfig, "margin", noted)
     first_round(tmp_path, {"one": (speeches[0], 6.0), "other": (speeches[1], 6.0)}, tools, grammar, first_segment=20)

@@ -268,7 +268,7 @@ def test_the_shortest_prompts_go_first_and_the_oldest_is_not_starved() -> None:
     def pieces(budget: int, *limits: int) -> list[int]:
         fed = share_prompt_tokens([long, answering, short, shortest], budget, *limits)
         assert answering in fed
-        sizes = {work: work.wanted.prompt for work in fed if work.wanted is not None}
+        sizes = {work: work.pending.prompt for work in fed if work.pending is not None}
         return [sizes.get(work, 0) for work in (long, short, shortest)]
 
     assert pieces(100, 100) == [15, 45, 40], "the oldest gets a quarter of the rest after the shortest"

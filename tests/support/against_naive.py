@@ -110,9 +110,9 @@ class OpenAnswer:
     def events(self) -> Iterator[Event]:
         """Its events as they come; stages run when the next one is asked for."""
         self._work.resume()
-        while self._work.wanted is not None:
+        while self._work.pending is not None:
             yield from self._taken()
-            self._work.resume(self._results(self._work.wanted.ops))
+            self._work.resume(self._results(self._work.pending.ops))
         if self._work.error is not None:
             raise self._work.error
         yield from self._taken()

@@ -42,8 +42,8 @@ class StageWork(Work[ForwardRequest, ForwardResult, T]):
         result, self.result = self.result, None
         self.resume(result)
         try:
-            while self.wanted is not None and not self.wanted.sequence.needs(self.wanted):
-                [result] = feed_together([self.wanted])
+            while self.pending is not None and not self.pending.sequence.needs(self.pending):
+                [result] = feed_together([self.pending])
                 self.resume(result)
         except Exception as error:
             self.fail(error)
@@ -51,17 +51,17 @@ class StageWork(Work[ForwardRequest, ForwardResult, T]):
     @property
     def is_draft(self) -> bool:
         """Whether it waits for a draft of several tokens in one run."""
-        return self.wanted is not None and self.wanted.draft is not None
+        return self.pending is not None and self.pending.draft is not None
 
     @property
     def is_branch(self) -> bool:
         """Whether it waits for the logits of branches."""
-        return self.wanted is not None and bool(self.wanted.branches)
+        return self.pending is not None and bool(self.pending.branches)
 
     @property
     def is_reading(self) -> bool:
         """Whether it waits for a piece of its prompt."""
-        return self.wanted is not None and bool(self.wanted.prompt)
+        return self.pending is not None and bool(self.pending.prompt)
 
 
 def share_prompt_tokens(works: Sequence[W], budget: int, ride_limit: int, short: int = 0) -> list[W]:
@@ -98,20 +98,20 @@ def share_prompt_tokens(works: Sequence[W], budget: int, ride_limit: int, short:
             pieces[work] = pieces.get(work, 0) + more
             budget_left -= more
     for work in readers:
-        assert work.wanted is not None
-        work.wanted = replace(work.wanted, prompt=pieces.get(work, 0) or work.wanted.prompt)
+        assert work.pending is not None
+        work.pending = replace(work.pending, prompt=pieces.get(work, 0) or work.pending.prompt)
     return [work for work in works if work not in reading or work in pieces]
 
 
 def _sequence(work: StageWork[Any]) -> SequenceState:
-    assert work.wanted is not None
-    return work.wanted.sequence
+    assert work.pending is not None
+    return work.pending.sequence
 
 
 def feed_all(works: Sequence[StageWork[Any]], tries: int = _MOST_TRIES) -> None:
     """Feed together; after a failure one by one; if memory runs out, in halves and without optional buffers."""
     try:
-        results = feed_together([work.wanted for work in works if work.wanted is not None])
+        results = feed_together([work.pending for work in works if work.pending is not None])
     except Exception as error:
         if len(works) > 1:
             size = (len(works) + 1) // 2 if is_out_of_memory(error) else 1
@@ -129,8 +129,8 @@ def feed_all(works: Sequence[StageWork[Any]], tries: int = _MOST_TRIES) -> None:
 
 def _make_room(work: StageWork[Any]) -> bool:
     """Whether something could be given back for the work's forward."""
-    assert work.wanted is not None
-    return work.wanted.sequence.runner.pool.reclaim_memory()
+    assert work.pending is not None
+    return work.pending.sequence.runner.pool.reclaim_memory()
 
 
 @torch.inference_mode()

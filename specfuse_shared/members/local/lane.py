@@ -244,8 +244,8 @@ def _open_arenas(members: Sequence[InProcessMember], cache_bytes: int | None) ->
         room = cache_bytes or free_memory(device) * _SHARE_OF_FREE.get(device, _DEFAULT_SHARE) - reserved
         tokens = max(0, int(_SHARE_OF_PAGES * room)) // sum(member.bytes_per_token for member in here)
         for member in here:
-            most = _MOST_ANSWERS_OF_PAGES * (member.context_limit or 8192)
-            member.runner.open_arena(max(2, min(tokens, most) // PAGE))
+            limit = _MOST_ANSWERS_OF_PAGES * (member.context_limit or 8192)
+            member.runner.open_arena(max(2, min(tokens, limit) // PAGE))
             member.runner.warm_up()
 
 

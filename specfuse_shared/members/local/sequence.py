@@ -396,7 +396,7 @@ class TreeSequence(SequenceState):
             self._catch_up(row)
             start = len(self.prompt) - self.prompt_remaining
             ids = self.prompt[start : start + self.runner.piece(request.prompt, start)]
-            return ForwardInput(row, ids, wanted=int(len(ids) == self.prompt_remaining)), []
+            return ForwardInput(row, ids, logit_count=int(len(ids) == self.prompt_remaining)), []
         if not self.needs(request):
             return None
         self._read_again_if_long(row)
@@ -409,7 +409,7 @@ class TreeSequence(SequenceState):
             self._tree.slots[node] = slot
         visible, positions = self._visible(nodes)
         tokens = [self._tree.tokens[n] for n in nodes]
-        return ForwardInput(row, tokens, visible, positions, wanted=len(nodes)), nodes
+        return ForwardInput(row, tokens, visible, positions, logit_count=len(nodes)), nodes
 
     def _started(self) -> Row:
         """A row with the known prefix of the prompt (read with the short set); out-of-memory errors are handled
@@ -432,7 +432,7 @@ class TreeSequence(SequenceState):
             return
         row.used, ids = 0, self.prompt + self.answer
         for start in range(0, len(ids), PREFILL_CHUNK):
-            [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], wanted=1)])
+            [rows] = self.runner.step([ForwardInput(row, ids[start : start + PREFILL_CHUNK], logit_count=1)])
             self._end, self._end_place = rows[-1], None
 
     def take(self, nodes: Sequence[int], rows: torch.Tensor, likeliest: TopTokens | None, first: int) -> None:
