@@ -24,7 +24,7 @@ from specfuse_shared.runtime.static_runner import Forward, Graphs, StaticRunner,
 
 SIZES = tuple(1 << n for n in range(12))
 """Numbers of tokens of a step: 1 to 2,048."""
-MOST_ANSWERS = 64
+MOST_ANSWERS = 512
 """Answers of a step; more take several."""
 _FEW_LOGITS = 64
 """A step of a prompt wants logits of few tokens: at most this many are computed."""
